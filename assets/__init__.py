@@ -1,0 +1,1 @@
+"""Embedded models and the scripts that make them."""

@@ -1,0 +1,1 @@
+"""Generates dialogues, trains the embedded chat model and its draft, measures recall."""

@@ -1,0 +1,271 @@
+"""The engine's public face: requests in, deltas out, typed errors. Plain data, no tensors.
+
+`GenerateRequest` describes one generation. A session's turn hands in its committed history by
+reference (never copied) and only the new tokens of the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Protocol
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class EngineError(Exception):
+    """Base of every error that the engine answers a request with.
+
+    `code` is stable and machine readable; `param` names the request field at fault, if one is.
+    """
+
+    code = "engine_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(EngineError):
+    """A field of the request is out of its range."""
+
+    code = "invalid_request"
+
+
+class ContextLengthExceeded(EngineError):
+    """Prompt plus history is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class RequestTooLarge(EngineError):
+    """The request alone could never fit into the KV pool."""
+
+    code = "request_too_large"
+
+
+class SessionBusy(EngineError):
+    """The session has a turn in flight; the operation needs it idle."""
+
+    code = "session_busy"
+
+
+class EngineOverloaded(EngineError):
+    """The waiting queue is full; try again later."""
+
+    code = "overloaded"
+
+
+class EngineStopped(EngineError):
+    """The engine is shut down or its step loop died."""
+
+    code = "engine_stopped"
+
+
+class StepFailed(EngineError):
+    """The model step that carried this request raised; the request was rolled back."""
+
+    code = "step_failed"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to pick tokens. `temperature == 0` is greedy; `top_k == 0`, `top_p == 1`, `min_p == 0` are off."""
+
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if logits change before the pick, so that plain argmax of the model's logits is not enough."""
+        return bool(
+            self.frequency_penalty
+            or self.presence_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobParams:
+    """Which log-probabilities (of the raw model distribution, natural log) to report.
+
+    `input_start` is an absolute position in history + new tokens; it must not reach back into history.
+    """
+
+    output: bool = False
+    top: int = 0
+    input_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of `token_id` at its position (None for the very first token of a sequence)."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TextWatcher(Protocol):
+    """Follows a request's output text on the engine's thread to find stop strings.
+
+    `push` takes newly accepted token ids, one at a time, and returns the matched stop string if the text up to
+    and including that token completes one.
+    """
+
+    def push(self, token_id: int) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """One generation. The model sees `history[:history_len]` followed by `new_tokens`.
+
+    Ownership: `history` is read by the engine's thread until the final delta; its owner must not change the
+    first `history_len` entries before that. A request with `session_id` continues (or starts) that session's KV.
+    """
+
+    request_id: str
+    new_tokens: Sequence[int]
+    sampling: SamplingParams
+    history: Sequence[int] = ()
+    history_len: int = 0
+    session_id: str | None = None
+    namespace: str = ""
+    priority: int = 0
+    logprobs: LogprobParams | None = None
+    watcher: TextWatcher | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return self.history_len + len(self.new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended. `matched` is the stop token id or stop string; `error` is set for ERROR only."""
+
+    reason: FinishReason
+    matched: int | str | None = None
+    message: str | None = None
+    error: EngineError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """News of one request. Token ids are new since the last delta; counts are totals so far.
+
+    `prompt_tokens` counts history and new tokens, `cached_tokens` the part whose KV was already there.
+    The last delta of a request, and only that one, carries `finish`.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    input_logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageAccounts:
+    """The KV books of one pool, in pages. They balance when `leaked` is zero."""
+
+    total: int
+    free: int
+    cached: int
+    protected: int
+    session: int
+    in_flight: int
+
+    @property
+    def leaked(self) -> int:
+        return self.total - self.free - self.cached - self.protected - self.session - self.in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot published by the step loop; safe to read from any thread."""
+
+    pages: PageAccounts
+    page_size: int
+    page_size_bytes: int
+    sessions: int
+    running: int
+    waiting: int
+    steps: int
+    retractions: int
+    demotions: int
+    evicted_pages: int
+    generated_tokens: int
+    prefill_tokens: int
+    cached_tokens: int
+
+
+DeltaSink = Callable[[Sequence[TokenDelta]], None]
+"""Called on the engine's thread once per step with every delta of that step; must not block."""
+
+
+class Engine(Protocol):
+    """One replica's inference engine. Every method may be called from any thread and returns at once."""
+
+    def start(self) -> None: ...
+
+    def stop(self, timeout_s: float) -> None: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def max_context_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queues a request. Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge, EngineOverloaded
+        or EngineStopped before anything is changed; afterwards the request always gets a final delta."""
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request at the next step with FinishReason.ABORT; unknown ids are ignored."""
+
+    def close_session(self, session_id: str) -> Future[None]:
+        """Frees the session's KV. Raises SessionBusy (in the future) while a turn runs. Unknown ids are fine."""
+
+    def rewind_session(self, session_id: str, length: int) -> Future[None]:
+        """Cuts the session's KV to its first `length` tokens. Raises SessionBusy while a turn runs."""
+
+    def flush(self) -> Future[bool]:
+        """Drops every cached prefix no session holds. False, and nothing done, while requests run."""
+
+    def stats(self) -> EngineStats: ...
+
+    def session_kv_tokens(self) -> Future[dict[str, int]]:
+        """Tokens of KV held per idle session."""

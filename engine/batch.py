@@ -1,0 +1,83 @@
+"""What the scheduler hands the runner and what comes back. Plain data: integers, arrays of integers, floats.
+
+One mechanism serves extend and decode (and, later, verify): an item computes a number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.api import SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True)
+class PenaltyCounts:
+    """Token statistics that penalties need. Owned by the live request; the sampler only reads it."""
+
+    output: Counter[int]
+    prompt: frozenset[int]
+
+
+@dataclass(slots=True)
+class SampleSpec:
+    """How to pick the token that follows an item's last token; `position` is the absolute position it will take."""
+
+    params: SamplingParams
+    position: int
+    penalties: PenaltyCounts | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class BatchItem:
+    """One request's share of a step: run `token_ids` at positions start .. start+len-1.
+
+    `pages` is a read-only int32 view of the page table that covers at least start+len tokens; token i lives in
+    page `pages[i // page_size]` at offset `i % page_size`. `contiguous` says that the pages are one ascending run.
+    `sample` is None while the prompt is not finished. `input_logprobs_from` asks for the log-probability of
+    each input token at absolute positions p with input_logprobs_from <= p <= start+len (the one at start+len is
+    only known when it is an input token: the runner is given it in `next_token`).
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    start: int
+    pages: NDArray[np.int32]
+    contiguous: bool
+    sample: SampleSpec | None
+    input_logprobs_from: int | None = None
+    next_token: int | None = None
+    top_input_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """The items of one step, decodes and extends mixed. Never empty."""
+
+    items: list[BatchItem]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items)
+
+
+@dataclass(slots=True)
+class ItemOutput:
+    """Result of one item: accepted tokens (empty mid-prefill) and any log-probabilities asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    input_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """Outputs in the order of the batch's items."""
+
+    items: list[ItemOutput]

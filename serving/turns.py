@@ -1,0 +1,188 @@
+"""What travels between ingress and replica: a turn's call, its events, and the service the protocols speak to.
+
+Plain, picklable data. Protocol adapters (serving/api) translate HTTP bodies into `TurnCall` and `TurnEvent`s back;
+rendering and tokenizing happen on the replica that owns the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.api import LogprobParams, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Chat messages, rendered with the model's template. In a session only the new messages are given."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text, tokenized as it is. `add_bos` follows the tokenizer's default for a fresh sequence."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, used as they are; the replica checks their range."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens."""
+
+    session_id: str
+    rewind_to: int | None = None
+    idempotency_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCall:
+    """One generation as the protocols ask for it.
+
+    `seed` None means: pick one. `max_new_tokens` None means: as much as the context allows. Both replace the fields of
+    `sampling`. `logprobs.input_start` is an absolute position in history + new input, as in the engine.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    seed: int | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    trim_stop: bool = True
+    skip_special_tokens: bool = True
+    logprobs: LogprobParams | None = None
+    session: SessionTurn | None = None
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A TokenLogprob with the tokens' text."""
+
+    token: TokenLogprob
+    text: str
+    top_texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as data: it crosses process borders without pickling exceptions. `status` is the HTTP status."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFinish:
+    """How the turn ended. `reason` is "stop", "length" or "abort"; `matched` is the stop token id or string."""
+
+    reason: str
+    matched: int | str | None = None
+    message: str | None = None
+    replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEvent:
+    """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    logprobs: tuple[TextLogprob, ...] = ()
+    input_logprobs: tuple[TextLogprob, ...] = ()
+    finish: TurnFinish | None = None
+    error: ErrorInfo | None = None
+
+
+class ServiceError(Exception):
+    """Raised by TurnService; carries what the client is to be told."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the protocols report of the served model."""
+
+    model_id: str
+    model_path: str
+    tokenizer_path: str
+    max_context_len: int
+    vocab_size: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as the ledger knows it. Times are seconds."""
+
+    session_id: str
+    replica_id: str | None
+    epoch: int
+    tokens: int
+    size_bytes: int
+    turns: int
+    idle_s: float
+    in_turn: bool
+    tenant: str = ""
+
+
+class TurnService(Protocol):
+    """The cluster as the protocol adapters see it. Implemented in serving/cluster_client.py.
+
+    Every method raises ServiceError for errors that the client is to be told.
+    """
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]:
+        """Streams a turn's events, each at least one token or the end. Leaving the context early (client
+        disconnect) aborts the turn. Errors after admission arrive as an event; refusals raise ServiceError on entry:
+        entering the context waits for the first event."""
+
+    async def open_session(
+        self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
+    ) -> str:
+        """Registers and places a session; returns its id. A duplicate id raises (400, "session_exists")."""
+
+    async def close_session(self, session_id: str) -> bool:
+        """Closes now, or when the turn in flight ends. False if the session was unknown."""
+
+    async def abort(self, request_id: str | None, *, all_requests: bool = False) -> None:
+        """Aborts one request (unknown ids are ignored) or all of them, on every replica."""
+
+    async def flush(self) -> bool:
+        """Drops cached prefixes on every replica; False if any replica was busy."""
+
+    async def sessions(self) -> list[SessionInfo]: ...
+
+    async def server_info(self) -> dict[str, Any]:
+        """Settings and per-replica figures, JSON ready."""
+
+    async def metrics_text(self) -> str:
+        """Prometheus exposition of every replica, the controller and the ingress."""
+
+    async def healthy(self) -> bool: ...
