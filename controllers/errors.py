@@ -1,0 +1,99 @@
+"""Typed errors of turns, ownership and the session log. All of them pickle: they cross processes."""
+
+from __future__ import annotations
+
+
+class ControllerError(Exception):
+    """Base of every error that the controllers answer with.
+
+    `code` is stable and machine readable; `param` names the request field at fault, if one is.
+    """
+
+    code: str = "controller_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class SessionNotFound(ControllerError):
+    """No such session, or it belongs to another tenant."""
+
+    code = "session_not_found"
+
+
+class SessionExists(ControllerError):
+    """A session of that id is open already."""
+
+    code = "session_exists"
+
+
+class TurnInFlight(ControllerError):
+    """The session has a turn in flight; there is at most one."""
+
+    code = "turn_in_flight"
+
+
+class TurnNotInFlight(ControllerError):
+    """The turn was committed or aborted before: a turn ends exactly once."""
+
+    code = "turn_not_in_flight"
+
+
+class SessionClosing(ControllerError):
+    """The session is being closed and takes no more turns."""
+
+    code = "session_closing"
+
+
+class StaleEpoch(ControllerError):
+    """The caller's view of the session is out of date: it moved to another owner, or its log went on."""
+
+    code = "stale_epoch"
+
+
+class InvalidRewind(ControllerError):
+    """The rewind offset is not within the committed history."""
+
+    code = "invalid_rewind"
+
+    def __init__(self, message: str, param: str | None = "offset") -> None:
+        super().__init__(message, param)
+
+
+class CapacityExceeded(ControllerError):
+    """The session would grow past the capacity it was opened with."""
+
+    code = "session_capacity_exceeded"
+
+
+class NoReplica(ControllerError):
+    """No live replica can own the session."""
+
+    code = "no_replica"
+
+
+class Overloaded(ControllerError):
+    """A limit is reached; `retry_after_s` estimates when trying again makes sense."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param)
+        self.retry_after_s = retry_after_s
+
+
+class IdempotencyConflict(ControllerError):
+    """The idempotency key was used before, for a different request."""
+
+    code = "idempotency_conflict"
+
+    def __init__(self, message: str, param: str | None = "idempotency_key") -> None:
+        super().__init__(message, param)
+
+
+class StoreError(ControllerError):
+    """The session log cannot be opened, read or written."""
+
+    code = "store_unavailable"

@@ -1,0 +1,137 @@
+"""OwnershipLedger: which replica owns which session, at which epoch. Pure logic, one owner.
+
+Invariant: a session's epoch grows by one with every change of owner and never otherwise, so that a former
+owner can always be told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from controllers.errors import SessionExists, SessionNotFound, StaleEpoch
+from controllers.records import LedgerEntry, SessionRecord, SessionStatus
+
+FIRST_EPOCH = 1
+
+
+class OwnershipLedger:
+    """Sessions and their owners. `clock` returns Unix time in seconds."""
+
+    def __init__(self, clock: Callable[[], float], entries: Iterable[LedgerEntry] = ()) -> None:
+        self._clock = clock
+        self._entries: dict[str, LedgerEntry] = {entry.session_id: entry for entry in entries}
+        self._by_replica: dict[str, set[str]] = {}
+        for entry in self._entries.values():
+            self._by_replica.setdefault(entry.replica_id, set()).add(entry.session_id)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._entries
+
+    def open(self, record: SessionRecord) -> LedgerEntry:
+        """Adds a session with its first owner. Raises SessionExists."""
+        if record.session_id in self._entries:
+            raise SessionExists(f"session {record.session_id!r} is open already", "session_id")
+        entry = LedgerEntry(
+            session_id=record.session_id,
+            tenant=record.tenant,
+            replica_id=record.replica_id,
+            epoch=record.epoch,
+            tokens=record.num_tokens,
+            turns=record.turns,
+            created_s=record.created_s,
+            last_used_s=self._clock(),
+            timeout_s=record.timeout_s,
+            capacity_tokens=record.capacity_tokens,
+            open_key=record.open_key,
+        )
+        self._entries[entry.session_id] = entry
+        self._by_replica.setdefault(entry.replica_id, set()).add(entry.session_id)
+        return entry
+
+    def get(self, session_id: str, tenant: str | None = None) -> LedgerEntry:
+        """The session's entry. Raises SessionNotFound, also for another tenant's; None is any tenant."""
+        entry = self._entries.get(session_id)
+        if entry is None or (tenant is not None and entry.tenant != tenant):
+            raise SessionNotFound(f"no session {session_id!r}", "session_id")
+        return entry
+
+    def fence(self, session_id: str, epoch: int, replica_id: str | None = None) -> LedgerEntry:
+        """The session's entry, if `epoch` (and `replica_id`, if given) owns it.
+
+        Raises SessionNotFound and StaleEpoch.
+        """
+        entry = self.get(session_id)
+        if entry.epoch != epoch:
+            raise StaleEpoch(f"session {session_id!r} is at epoch {entry.epoch}, not {epoch}")
+        if replica_id is not None and entry.replica_id != replica_id:
+            raise StaleEpoch(f"session {session_id!r} is owned by {entry.replica_id!r}, not {replica_id!r}")
+        return entry
+
+    def transfer(self, session_id: str, replica_id: str) -> LedgerEntry:
+        """Gives the session to another replica at the next epoch. Raises SessionNotFound."""
+        entry = self.get(session_id)
+        self._by_replica[entry.replica_id].discard(session_id)
+        self._by_replica.setdefault(replica_id, set()).add(session_id)
+        return self._put(
+            replace(
+                entry,
+                replica_id=replica_id,
+                epoch=entry.epoch + 1,
+                last_used_s=self._clock(),
+                size_bytes=0,
+                in_turn=False,
+            )
+        )
+
+    def committed(self, session_id: str, *, tokens: int, turns: int) -> LedgerEntry:
+        """Notes a committed turn: total tokens and turns of the session. Raises SessionNotFound."""
+        entry = self.get(session_id)
+        return self._put(replace(entry, tokens=tokens, turns=turns, last_used_s=self._clock()))
+
+    def touch(self, session_id: str) -> LedgerEntry:
+        """Restarts the session's idle clock. Raises SessionNotFound."""
+        return self._put(replace(self.get(session_id), last_used_s=self._clock()))
+
+    def report(self, replica_id: str, update: SessionStatus) -> bool:
+        """Notes what a replica says of a session it holds. False if it does not own it at that epoch."""
+        entry = self._entries.get(update.session_id)
+        if entry is None or entry.replica_id != replica_id or entry.epoch != update.epoch:
+            return False
+        used_s = self._clock() - update.idle_s
+        self._put(
+            replace(
+                entry,
+                size_bytes=update.size_bytes,
+                in_turn=update.in_turn,
+                last_used_s=max(entry.last_used_s, used_s),
+            )
+        )
+        return True
+
+    def expire(self, session_id: str) -> bool:
+        """Forgets a session, closed or expired. False if it was unknown."""
+        entry = self._entries.pop(session_id, None)
+        if entry is None:
+            return False
+        owned = self._by_replica[entry.replica_id]
+        owned.discard(session_id)
+        if not owned:
+            del self._by_replica[entry.replica_id]
+        return True
+
+    def entries(self) -> list[LedgerEntry]:
+        return list(self._entries.values())
+
+    def sessions_of(self, replica_id: str) -> list[LedgerEntry]:
+        return [self._entries[session_id] for session_id in self._by_replica.get(replica_id, ())]
+
+    def count_of(self, replica_id: str) -> int:
+        return len(self._by_replica.get(replica_id, ()))
+
+    def _put(self, entry: LedgerEntry) -> LedgerEntry:
+        self._entries[entry.session_id] = entry
+        return entry

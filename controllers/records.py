@@ -1,0 +1,142 @@
+"""Plain records that replicas, the cluster controller and the session log exchange. Frozen and picklable.
+
+Tokens are uint32, little endian (controllers/tokens.py). `*_s` are seconds: points in time are Unix time of
+the cluster controller's clock, `idle_s` and `timeout_s` are durations. `result` bytes are opaque here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controllers.tokens import count_tokens
+
+KEPT_RESULTS = 8
+"""How many of a session's latest idempotency keys can be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """What a turn with an idempotency key answered. `digest` identifies the request, if one was given."""
+
+    idempotency_key: str
+    turn_index: int
+    result: bytes
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session as its owner needs it: identity, committed history and the results that can be replayed.
+
+    `timeout_s` None is the default idle timeout; `capacity_tokens` None is unlimited. `results` is oldest
+    first. `open_key` identifies the request that opened the session, so that a retried open is recognized.
+    """
+
+    session_id: str
+    tenant: str
+    epoch: int
+    replica_id: str
+    history: bytes = b""
+    turns: int = 0
+    timeout_s: float | None = None
+    capacity_tokens: int | None = None
+    created_s: float = 0.0
+    results: tuple[StoredResult, ...] = ()
+    open_key: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return count_tokens(self.history)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One committed turn: history becomes `history[:start_len] + tokens`.
+
+    `turn_index` counts the session's committed turns before this one. The first `input_len` of `tokens` are
+    input, the rest output. `start_len` below the committed length is a rewind.
+    """
+
+    session_id: str
+    epoch: int
+    turn_index: int
+    start_len: int
+    tokens: bytes
+    input_len: int
+    idempotency_key: str | None = None
+    result: bytes = b""
+    digest: str | None = None
+
+    @property
+    def end_len(self) -> int:
+        """Committed length after this turn, in tokens."""
+        return self.start_len + count_tokens(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who owns a session. `fresh`: created or moved by this very call, so the owner has not loaded it yet."""
+
+    session_id: str
+    replica_id: str
+    epoch: int
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """A session as the ledger knows it. `size_bytes` is the KV its owner last reported."""
+
+    session_id: str
+    tenant: str
+    replica_id: str
+    epoch: int
+    tokens: int
+    turns: int
+    created_s: float
+    last_used_s: float
+    size_bytes: int = 0
+    in_turn: bool = False
+    timeout_s: float | None = None
+    capacity_tokens: int | None = None
+    open_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """What a replica reports of itself. `seen_s` is set by the cluster controller."""
+
+    replica_id: str
+    free_tokens: int
+    total_tokens: int
+    sessions: int = 0
+    running: int = 0
+    waiting: int = 0
+    draining: bool = False
+    seen_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """What a replica reports of a session it holds. `idle_s` is 0 during a turn."""
+
+    session_id: str
+    epoch: int
+    tokens: int
+    turns: int
+    idle_s: float
+    in_turn: bool
+    closing: bool = False
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """The controller's answer to a heartbeat.
+
+    `known` False: the replica was reported lost; it must register again before it owns anything new.
+    `stale_sessions`: sessions it reported that are closed or owned elsewhere; it must drop them.
+    """
+
+    known: bool
+    stale_sessions: tuple[str, ...] = ()

@@ -1,0 +1,298 @@
+"""SessionController: turns of the sessions one replica owns. Pure logic; one owner, the replica's event loop.
+
+A turn commits whole or leaves no trace: `begin_turn` only lends the history out, `commit_turn` is the one
+place where history changes. A rewind, too, takes effect only there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from controllers.errors import (
+    CapacityExceeded,
+    IdempotencyConflict,
+    InvalidRewind,
+    SessionClosing,
+    SessionNotFound,
+    StaleEpoch,
+    TurnInFlight,
+    TurnNotInFlight,
+)
+from controllers.records import KEPT_RESULTS, SessionRecord, SessionStatus, StoredResult, TurnRecord
+from controllers.tokens import decode_tokens, encode_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A turn in flight. Ended by exactly one of `commit_turn` and `abort_turn`.
+
+    Ownership: `history` is the session's own list, lent for reading; its first `history_len` entries do not
+    change until the turn ends. `room_tokens` is how many tokens the turn may add (None: no limit). `rewound`
+    says that `history_len` is below the committed length.
+    """
+
+    session_id: str
+    epoch: int
+    turn_index: int
+    history: list[int]
+    history_len: int
+    rewound: bool
+    room_tokens: int | None = None
+    idempotency_key: str | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The turn ran before; `result` is what it answered."""
+
+    session_id: str
+    turn_index: int
+    result: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    epoch: int
+    history: list[int]
+    turns: int
+    timeout_s: float
+    capacity_tokens: int | None
+    results: OrderedDict[str, StoredResult]
+    idle_since_s: float
+    turn: Turn | None = None
+    closing: bool = False
+    close_deferred: bool = False
+
+
+class SessionController:
+    """Begin, commit and abort turns; idle clocks; closing. `clock` returns seconds and never goes back."""
+
+    def __init__(self, clock: Callable[[], float], default_timeout_s: float) -> None:
+        self._clock = clock
+        self._default_timeout_s = default_timeout_s
+        self._sessions: dict[str, _Session] = {}
+
+    def adopt(self, record: SessionRecord) -> None:
+        """Takes a session over. Adopting an epoch that is held already changes nothing.
+
+        Raises StaleEpoch if a newer epoch is held, TurnInFlight while an older one has a turn in flight.
+        """
+        held = self._sessions.get(record.session_id)
+        if held is not None:
+            if held.epoch == record.epoch:
+                return
+            if held.epoch > record.epoch:
+                raise StaleEpoch(f"session {record.session_id!r} is held at epoch {held.epoch}")
+            if held.turn is not None:
+                raise TurnInFlight(f"session {record.session_id!r} has a turn in flight at an older epoch")
+        timeout_s = self._default_timeout_s if record.timeout_s is None else record.timeout_s
+        self._sessions[record.session_id] = _Session(
+            epoch=record.epoch,
+            history=decode_tokens(record.history),
+            turns=record.turns,
+            timeout_s=timeout_s,
+            capacity_tokens=record.capacity_tokens,
+            results=OrderedDict((r.idempotency_key, r) for r in record.results[-KEPT_RESULTS:]),
+            idle_since_s=self._clock(),
+        )
+
+    def knows(self, session_id: str, epoch: int) -> bool:
+        """True if the session is held at exactly this epoch."""
+        session = self._sessions.get(session_id)
+        return session is not None and session.epoch == epoch
+
+    def epoch(self, session_id: str) -> int | None:
+        """Epoch the session is held at; None if it is not held."""
+        session = self._sessions.get(session_id)
+        return None if session is None else session.epoch
+
+    def begin_turn(
+        self,
+        session_id: str,
+        epoch: int,
+        *,
+        rewind_to: int | None = None,
+        idempotency_key: str | None = None,
+        digest: str | None = None,
+        new_len: int = 1,
+    ) -> Turn | Replay:
+        """Starts a turn, or returns the stored result if the idempotency key has run before.
+
+        `rewind_to` is the number of history tokens to keep. `digest` identifies the request: a replay under
+        another digest is refused. `new_len` is the number of new input tokens, as far as known.
+
+        Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, InvalidRewind
+        and CapacityExceeded; nothing is changed then.
+        """
+        session = self._get(session_id)
+        if session.epoch != epoch:
+            raise StaleEpoch(f"session {session_id!r} is held at epoch {session.epoch}, not {epoch}")
+        if idempotency_key is not None and idempotency_key in session.results:
+            return _replay(session_id, session.results[idempotency_key], digest)
+        if session.closing:
+            raise SessionClosing(f"session {session_id!r} is closing")
+        if session.turn is not None:
+            raise TurnInFlight(f"session {session_id!r} has a turn in flight")
+        committed_len = len(session.history)
+        history_len = committed_len if rewind_to is None else rewind_to
+        if not 0 <= history_len <= committed_len:
+            raise InvalidRewind(
+                f"cannot rewind to {history_len}: committed history has {committed_len} tokens"
+            )
+        room_tokens = None if session.capacity_tokens is None else session.capacity_tokens - history_len
+        if room_tokens is not None and room_tokens < max(new_len, 1):
+            raise _capacity_error(session_id, session.capacity_tokens, history_len + max(new_len, 1))
+        session.turn = Turn(
+            session_id=session_id,
+            epoch=epoch,
+            turn_index=session.turns,
+            history=session.history,
+            history_len=history_len,
+            rewound=history_len < committed_len,
+            room_tokens=room_tokens,
+            idempotency_key=idempotency_key,
+            digest=digest,
+        )
+        return session.turn
+
+    def prepare_commit(
+        self, turn: Turn, new_tokens: Sequence[int], output_tokens: Sequence[int], result: bytes
+    ) -> TurnRecord:
+        """Describes the turn for the session log; changes nothing. The turn stays in flight.
+
+        Raises TurnNotInFlight if it has ended and CapacityExceeded if it is too long to be committed.
+        """
+        session = self._in_flight(turn)
+        end_len = turn.history_len + len(new_tokens) + len(output_tokens)
+        if session.capacity_tokens is not None and end_len > session.capacity_tokens:
+            raise _capacity_error(turn.session_id, session.capacity_tokens, end_len)
+        return TurnRecord(
+            session_id=turn.session_id,
+            epoch=turn.epoch,
+            turn_index=turn.turn_index,
+            start_len=turn.history_len,
+            tokens=encode_tokens(new_tokens) + encode_tokens(output_tokens),
+            input_len=len(new_tokens),
+            idempotency_key=turn.idempotency_key,
+            result=result,
+            digest=turn.digest,
+        )
+
+    def commit_turn(self, turn: Turn, record: TurnRecord) -> None:
+        """Ends the turn: history becomes `history[:start_len]` plus the record's tokens. O(new tokens).
+
+        Call it once the log holds `record`, as `prepare_commit` made it. Raises TurnNotInFlight.
+        """
+        session = self._in_flight(turn)
+        assert (record.session_id, record.epoch) == (turn.session_id, turn.epoch)
+        assert (record.turn_index, record.start_len) == (turn.turn_index, turn.history_len)
+        del session.history[record.start_len :]
+        session.history.extend(decode_tokens(record.tokens))
+        session.turns += 1
+        if record.idempotency_key is not None:
+            session.results[record.idempotency_key] = StoredResult(
+                record.idempotency_key, record.turn_index, record.result, record.digest
+            )
+            while len(session.results) > KEPT_RESULTS:
+                session.results.popitem(last=False)
+        self._end_turn(session)
+
+    def abort_turn(self, turn: Turn) -> None:
+        """Ends the turn without a trace. Raises TurnNotInFlight."""
+        self._end_turn(self._in_flight(turn))
+
+    def close(self, session_id: str) -> bool:
+        """Stops taking turns. True: nothing is in flight, so release the session now, then `drop` it.
+
+        False: a turn is in flight; when it has ended, `take_closing` tells to release the session.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            return True
+        session.closing = True
+        session.close_deferred = session.turn is not None
+        return session.turn is None
+
+    def take_closing(self, session_id: str) -> bool:
+        """True, once, if a close waited for the turn that has just ended: release the session, `drop` it."""
+        session = self._sessions.get(session_id)
+        if session is None or session.turn is not None or not session.close_deferred:
+            return False
+        session.close_deferred = False
+        return True
+
+    def expired(self) -> list[str]:
+        """Sessions idle for longer than their timeout. Never one with a turn in flight or closing already."""
+        now_s = self._clock()
+        return [
+            session_id
+            for session_id, session in self._sessions.items()
+            if session.turn is None
+            and not session.closing
+            and now_s - session.idle_since_s > session.timeout_s
+        ]
+
+    def drop(self, session_id: str) -> None:
+        """Forgets the session. Unknown ids are fine. Raises TurnInFlight: end the turn first."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        if session.turn is not None:
+            raise TurnInFlight(f"session {session_id!r} has a turn in flight")
+        del self._sessions[session_id]
+
+    def snapshot(self) -> list[SessionStatus]:
+        """Every held session, for heartbeats. `size_bytes` is left 0: the engine knows it."""
+        now_s = self._clock()
+        return [
+            SessionStatus(
+                session_id=session_id,
+                epoch=session.epoch,
+                tokens=len(session.history),
+                turns=session.turns,
+                idle_s=0.0 if session.turn is not None else now_s - session.idle_since_s,
+                in_turn=session.turn is not None,
+                closing=session.closing,
+            )
+            for session_id, session in self._sessions.items()
+        ]
+
+    def last_token(self, session_id: str) -> int | None:
+        """Last committed token; None if there is none. Raises SessionNotFound."""
+        history = self._get(session_id).history
+        return history[-1] if history else None
+
+    def committed_len(self, session_id: str) -> int:
+        """Committed tokens of the session. Raises SessionNotFound."""
+        return len(self._get(session_id).history)
+
+    def _get(self, session_id: str) -> _Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionNotFound(f"session {session_id!r} is not held here")
+        return session
+
+    def _in_flight(self, turn: Turn) -> _Session:
+        session = self._sessions.get(turn.session_id)
+        if session is None or session.turn is not turn:
+            raise TurnNotInFlight(f"turn {turn.turn_index} of session {turn.session_id!r} has ended")
+        return session
+
+    def _end_turn(self, session: _Session) -> None:
+        session.turn = None
+        session.idle_since_s = self._clock()
+
+
+def _replay(session_id: str, stored: StoredResult, digest: str | None) -> Replay:
+    if digest is not None and stored.digest is not None and digest != stored.digest:
+        raise IdempotencyConflict(f"key {stored.idempotency_key!r} was used for a different request")
+    return Replay(session_id, stored.turn_index, stored.result)
+
+
+def _capacity_error(session_id: str, capacity_tokens: int | None, needed_tokens: int) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"session {session_id!r} was opened for {capacity_tokens} tokens; this turn needs {needed_tokens}"
+    )

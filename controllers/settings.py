@@ -1,0 +1,23 @@
+"""Settings of the cluster controller. Validated at the edge (serving/config.py), frozen here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What the cluster controller needs to know.
+
+    `store_path` is the session log's SQLite file on the head node. `full_sync` makes every commit survive a
+    loss of power, not only of the process, at the price of a disk flush per commit. A replica unheard of for
+    `replica_timeout_s` is dead. `session_timeout_s` is the idle timeout of sessions opened without one.
+    `placement_tokens` is the KV that placement expects a new session to take before the next heartbeat.
+    """
+
+    store_path: str
+    full_sync: bool = False
+    replica_timeout_s: float = 10.0
+    session_timeout_s: float = 3600.0
+    max_sessions: int = 100_000
+    placement_tokens: int = 1024
