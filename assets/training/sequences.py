@@ -1,0 +1,76 @@
+"""Turns dialogues into token rows: one endless dialogue per row, cut where the row is full.
+
+A row never holds two dialogues, so attention needs no mask beside the causal one and positions begin at 0
+as they do when the model is served.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from assets.training.dialogues import Message, RecallCase, training_dialogue
+from assets.training.train_tokenizer import TURN_END, TURN_START
+
+IGNORED = -100
+CHUNK_CHARACTERS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    tokens: list[int]
+    labels: list[int]
+
+
+class Encoder:
+    """Encodes messages exactly as the chat template and tokenizer together would."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._start = int(tokenizer.convert_tokens_to_ids(TURN_START))
+        self._end = int(tokenizer.convert_tokens_to_ids(TURN_END))
+        self._newline: list[int] = self._backend.encode("\n").ids
+
+    def row(self, messages: Sequence[Message]) -> Row:
+        """Labels stand at the position of the token itself; the trainer shifts them."""
+        texts = self._backend.encode_batch([f"{message.role}\n{message.content}" for message in messages])
+        tokens: list[int] = []
+        labels: list[int] = []
+        for message, text in zip(messages, texts, strict=True):
+            body = [*text.ids, self._end]
+            tokens += [self._start, *body, *self._newline]
+            # Role name and line break are given by the prompt; what the model writes begins after them.
+            given = 1 + text.tokens.index("\u010a") + 1
+            wanted = body[given - 1 :] if message.learn else [IGNORED] * (len(body) - given + 1)
+            labels += [IGNORED] * given + wanted + [IGNORED] * len(self._newline)
+        return Row(tokens, labels)
+
+
+def training_rows(encoder: Encoder, first_seed: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, each [rows, length], of the dialogues ``first_seed`` and following."""
+    tokens, labels = [], []
+    for seed in range(first_seed, first_seed + rows):
+        messages: list[Message] = []
+        characters = 0
+        for message in training_dialogue(seed):
+            messages.append(message)
+            characters += len(message.content) + CHUNK_CHARACTERS * 4
+            if characters > length * CHUNK_CHARACTERS * 2:
+                break
+        row = encoder.row(messages)
+        if len(row.tokens) < length:
+            raise ValueError(f"dialogue {seed} is shorter than {length} tokens")
+        tokens.append(row.tokens[:length])
+        labels.append(row.labels[:length])
+    return torch.tensor(tokens), torch.tensor(labels)
+
+
+def case_row(encoder: Encoder, case: RecallCase) -> Row:
+    """A held-out dialogue with the generator's replies; only the last reply has labels."""
+    messages = [Message("system", case.system)] if case.system else []
+    last = len(case.references) - 1
+    for index, (user, reply) in enumerate(zip(case.user_messages, case.references, strict=True)):
+        messages += [Message("user", user), Message("assistant", reply, learn=index == last)]
+    return encoder.row(messages)
