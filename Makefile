@@ -1,0 +1,61 @@
+# make serve   installs into .venv and serves configs/cluster.yaml in the foreground
+# make test    installs what tests need and runs them
+# make check   linters, types, import and size rules
+#
+# CONFIG=path      another cluster
+# PYTHON=python3.x another interpreter (3.11 or newer)
+# PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch
+# TEST_ARGS=...    more arguments to pytest
+
+PYTHON ?= python3
+CONFIG ?= configs/cluster.yaml
+PIP_ARGS ?=
+TEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+
+# pip's modes: pins come from the lock alone, the project itself is linked in place.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: serve test check format install install-dev clean
+.DELETE_ON_ERROR:
+
+serve: install
+	$(BIN)/python -m serving.config $(CONFIG)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
+
+test: install-dev
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/architecture
+
+format: install-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(STAMPS)/run
+install-dev: $(STAMPS)/dev
+
+$(STAMPS)/venv:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+$(STAMPS)/run: requirements.lock pyproject.toml $(STAMPS)/venv
+	$(PIP) install $(PIP_ARGS) -r requirements.lock
+	$(PIP) install --no-deps --editable .
+	touch $@
+
+$(STAMPS)/dev: requirements-dev.lock $(STAMPS)/run
+	$(PIP) install $(PIP_ARGS) -r requirements-dev.lock
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

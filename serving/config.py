@@ -1,0 +1,209 @@
+"""Settings of an application, as `args` of configs/cluster.yaml: validated once at start, never changed.
+
+Unknown keys are refused with the key's name and the nearest valid one; Ray Serve itself would accept them silently.
+Models convert to the frozen dataclasses that the engine takes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from engine.settings import (
+    CacheSettings,
+    DeviceName,
+    DTypeName,
+    EngineSettings,
+    LoadFormat,
+    ModelSettings,
+    SchedulerSettings,
+)
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message names the key."""
+
+
+class StrictModel(BaseModel):
+    """A frozen model that refuses keys it does not know, by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = list(cls.model_fields)
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+                raise ValueError(f"unknown key {key!r}; {hint}")
+        return values
+
+
+class ModelArgs(StrictModel):
+    """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id."""
+
+    path: str
+    name: str | None = None
+    load_format: LoadFormat = "auto"
+    dtype: DTypeName = "auto"
+    device: DeviceName = "auto"
+    seed: int = 0
+    num_threads: PositiveInt | None = None
+
+    @property
+    def model_id(self) -> str:
+        return self.name or Path(self.path).name
+
+    @property
+    def resolved_path(self) -> str:
+        return resolve_path(self.path)
+
+
+class CacheArgs(StrictModel):
+    """The KV pool of each replica, in pages of `page_size` tokens or, without `num_pages`, in MiB."""
+
+    page_size: Annotated[int, Field(ge=1, le=256)] = 16
+    num_pages: PositiveInt | None = None
+    size_mib: PositiveInt = 256
+    prefix_cache: bool = True
+
+
+class SchedulerArgs(StrictModel):
+    """Limits of one step and of the queue, in tokens and requests."""
+
+    max_batch_tokens: PositiveInt = 2048
+    chunk_size: PositiveInt = 512
+    max_running: PositiveInt = 64
+    max_waiting: PositiveInt = 1024
+    max_context_len: PositiveInt | None = None
+    strict_books: bool = False
+
+
+class ReplicaArgs(StrictModel):
+    """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine."""
+
+    count: PositiveInt = 2
+    num_cpus: Annotated[float, Field(ge=0)] = 0.5
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    max_ongoing_requests: PositiveInt = 4096
+    graceful_shutdown_timeout_s: Seconds = 20.0
+
+
+class IngressArgs(StrictModel):
+    """HTTP front ends; any number of them agree, because ownership lives in the controller."""
+
+    count: PositiveInt = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    max_ongoing_requests: PositiveInt = 4096
+    failover_timeout_s: Seconds = 30.0
+
+
+class SessionArgs(StrictModel):
+    """Sessions end `idle_timeout_s` after their last turn, unless opened with a timeout of their own."""
+
+    idle_timeout_s: Seconds = 3600.0
+    sweep_interval_s: Seconds = 1.0
+
+
+class ControllerArgs(StrictModel):
+    """The ownership ledger and the durable session log (`state_dir`/sessions.sqlite3)."""
+
+    name: str = "kedge-controller"
+    state_dir: str = ".kedge"
+    heartbeat_interval_s: Seconds = 1.0
+    heartbeat_timeout_s: Seconds = 10.0
+
+
+class AppArgs(StrictModel):
+    """Everything `serving.app:build` takes."""
+
+    model: ModelArgs
+    cache: CacheArgs = CacheArgs()
+    scheduler: SchedulerArgs = SchedulerArgs()
+    replicas: ReplicaArgs = ReplicaArgs()
+    ingress: IngressArgs = IngressArgs()
+    sessions: SessionArgs = SessionArgs()
+    controller: ControllerArgs = ControllerArgs()
+
+    def engine_settings(self) -> EngineSettings:
+        """The frozen settings of one replica's engine."""
+        model, cache = self.model, self.cache
+        return EngineSettings(
+            model=ModelSettings(
+                path=model.resolved_path,
+                load_format=model.load_format,
+                dtype=model.dtype,
+                device=model.device,
+                seed=model.seed,
+                num_threads=model.num_threads,
+            ),
+            cache=CacheSettings(
+                page_size=cache.page_size,
+                num_pages=cache.num_pages,
+                size_bytes=cache.size_mib * 1024 * 1024,
+                prefix_cache=cache.prefix_cache,
+            ),
+            scheduler=SchedulerSettings(**self.scheduler.model_dump()),
+        )
+
+
+def project_root() -> Path:
+    """The directory that relative paths of the settings start from."""
+    return Path(__file__).resolve().parent.parent
+
+
+def resolve_path(path: str) -> str:
+    """Absolute path of a file below the project or the working directory; a hub id stays as it is."""
+    given = Path(path).expanduser()
+    for root in (project_root(), Path.cwd()):
+        if (root / given).exists():
+            return str((root / given).resolve())
+    return path
+
+
+def state_path(state_dir: str) -> Path:
+    """Absolute directory of the controller's durable state."""
+    return (project_root() / Path(state_dir).expanduser()).resolve()
+
+
+def parse_args(values: Any) -> AppArgs:
+    """Validates application args; raises SettingsError that names every key at fault on a line of its own."""
+    try:
+        return AppArgs.model_validate(values)
+    except ValidationError as error:
+        lines = [f"  args.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise SettingsError("bad application settings:\n" + "\n".join(lines)) from None
+
+
+def check_file(path: str) -> list[AppArgs]:
+    """Validates the args of every application in a `serve run` config file."""
+    with open(path, encoding="utf-8") as file:
+        document = yaml.safe_load(file)
+    return [parse_args(application.get("args") or {}) for application in document.get("applications", [])]
+
+
+def main(paths: list[str]) -> int:
+    """`python -m serving.config FILE...`: 0 if all files are good, else 2 and the reasons on stderr."""
+    for path in paths:
+        try:
+            check_file(path)
+        except (SettingsError, OSError, yaml.YAMLError) as error:
+            sys.stderr.write(f"{path}: {error}\n")
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
