@@ -1,0 +1,102 @@
+"""Reads a streamed OpenAI completion: bytes → event payloads → chunks.
+
+Knows what other servers send too (vLLM, SGLang, llama.cpp): `kedge bench` measures them with the same code.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request as the server reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+    @property
+    def new_prompt_tokens(self) -> int:
+        return self.prompt_tokens - (self.cached_tokens or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One streamed event. `carries_token` is False for the opening role, the closing usage and the like."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    carries_token: bool = False
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class EventSplitter:
+    """Cuts a byte stream into the payloads of its `data:` lines; keeps an unfinished rest."""
+
+    _rest: bytes = field(default=b"")
+
+    def push(self, data: bytes) -> list[str]:
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        return [line[5:].strip().decode() for line in lines if line.startswith(b"data:")]
+
+
+def parse_event(payload: str) -> Chunk | None:
+    """A chunk, or None for the end marker `[DONE]`. Raises ValueError if the payload is not a JSON object."""
+    if payload == "[DONE]":
+        return None
+    body = json.loads(payload)
+    if not isinstance(body, dict):
+        raise ValueError(f"not an object: {payload[:80]}")
+    if body.get("error"):
+        return Chunk(error=error_message(body))
+    usage = parse_usage(body.get("usage"))
+    choices = body.get("choices") or []
+    if not choices:
+        return Chunk(usage=usage)
+    return _parse_choice(choices[0], usage)
+
+
+def _parse_choice(choice: dict[str, Any], usage: Usage | None) -> Chunk:
+    delta = choice.get("delta") or {}
+    pieces = (choice.get("text"), delta.get("reasoning_content"), delta.get("content"))
+    text = "".join(piece for piece in pieces if piece)
+    finish_reason = choice.get("finish_reason")
+    # Some servers send a token whose text is held back (half of a character) as empty text: it is a token.
+    # The opening chunk of a chat has empty text too, but names the role.
+    held_back = "role" not in delta and finish_reason is None and any(piece is not None for piece in pieces)
+    return Chunk(
+        text=text,
+        token_ids=tuple(choice.get("token_ids") or ()),
+        carries_token=bool(text) or held_back,
+        finish_reason=finish_reason,
+        usage=usage,
+    )
+
+
+def parse_usage(usage: dict[str, Any] | None) -> Usage | None:
+    """Token counts; `cached_tokens` is None where the server does not report it."""
+    if not usage:
+        return None
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        completion_tokens=int(usage.get("completion_tokens") or 0),
+        cached_tokens=details.get("cached_tokens"),
+    )
+
+
+def error_message(body: object) -> str:
+    """The human part of an error body, whichever of the usual shapes it has."""
+    if isinstance(body, dict):
+        inner = body.get("error", body.get("detail", body.get("message", body)))
+        if isinstance(inner, dict):
+            inner = inner.get("message", inner)
+        return str(inner)
+    return str(body)

@@ -1,0 +1,1 @@
+"""The subcommands of `kedge`, one file each."""

@@ -1,0 +1,136 @@
+"""`kedge bench`: multi-turn load against any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from serving.client.server import DEFAULT_URL, first_model
+from serving.commands.failure import one_line_errors
+from serving.load.machine import describe_machine
+from serving.load.report import document, table
+from serving.load.runner import LoadResult, LoadRun
+from serving.load.sample import TurnSample
+from serving.load.settings import Endpoint, LoadSettings, Mode, PromptKind
+from serving.load.summary import Limits, summarize
+
+EXIT_REJECTED = 3
+"""Exit status of a run that went through but is not to be trusted."""
+
+SERVER_PID_HELP = "Process of the server, to tell its CPU use (with its children's) from others'; repeatable."
+
+
+def bench(
+    url: Annotated[str, typer.Option(help="Address of the server, without /v1.")] = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Send only what is new, or all history.")] = Mode.SESSION,
+    endpoint: Annotated[Endpoint, typer.Option(help="Which OpenAI endpoint.")] = Endpoint.CHAT,
+    prompt: Annotated[
+        PromptKind, typer.Option(help="ids: exact lengths, completions only.")
+    ] = PromptKind.TEXT,
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions in all.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each session.")] = 10,
+    input_tokens: Annotated[int, typer.Option(min=1, help="New tokens sent per turn.")] = 16,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per turn.")] = 16,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Sessions at a time; all if left out.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Whole sessions run before measuring.")] = 2,
+    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
+    vocab_size: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 1000,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for full-length answers.")] = True,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds without a byte before a turn fails.")
+    ] = 120.0,
+    server_pid: Annotated[list[int] | None, typer.Option(help=SERVER_PID_HELP)] = None,
+    max_burst_share: Annotated[
+        float, typer.Option(help="More bursts reject the run.")
+    ] = Limits().burst_share,
+    max_other_cores: Annotated[
+        float, typer.Option(help="More CPU use by others does.")
+    ] = Limits().other_cores,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+) -> None:
+    """Measure TTFT, time per token and throughput of multi-turn sessions.
+
+    Exit status: 0 measured; 1 the server is down or cannot carry the load; 3 measured but rejected.
+    On a small machine run `chrt -f 50 kedge bench ...`, or the client starves behind the server.
+    """
+    console = Console()
+    with one_line_errors("bench"):
+        settings = LoadSettings(
+            url=url.rstrip("/"),
+            model=model or _ask_model(url),
+            mode=mode,
+            endpoint=endpoint,
+            prompt=prompt,
+            sessions=sessions,
+            turns=turns,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            concurrency=min(concurrency or sessions, sessions),
+            warmup=warmup,
+            seed=seed,
+            vocab_size=vocab_size,
+            ignore_eos=ignore_eos,
+            timeout_s=timeout,
+        )
+        machine = describe_machine()
+        result = _run(console, settings, tuple(server_pid or ()))
+    if not _report(console, settings, Limits(max_burst_share, max_other_cores), result, machine, json_file):
+        raise typer.Exit(EXIT_REJECTED)
+
+
+def _ask_model(url: str) -> str:
+    with httpx.Client(base_url=url, timeout=10.0) as client:
+        return first_model(client)
+
+
+def _run(console: Console, settings: LoadSettings, server_pids: tuple[int, ...]) -> LoadResult:
+    """Runs the load under a progress bar that redraws seldom: drawing takes time from the client."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[last]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
+        task = progress.add_task("warming up", total=settings.sessions * settings.turns, last="")
+
+        def on_turn(sample: TurnSample) -> None:
+            last = sample.error or f"TTFT {sample.ttft_s * 1e3:.1f} ms"
+            progress.update(task, advance=1, description="turns", last=last)
+
+        return asyncio.run(LoadRun(settings, on_turn=on_turn, server_pids=server_pids).run())
+
+
+def _report(
+    console: Console,
+    settings: LoadSettings,
+    limits: Limits,
+    result: LoadResult,
+    machine: dict[str, object],
+    json_file: Path | None,
+) -> bool:
+    """Prints and writes the figures. False if the run is rejected."""
+    summary = summarize(settings, result, limits)
+    if json_file is not None:
+        json_file.write_text(
+            json.dumps(document(settings, limits, summary, result, machine), indent=1) + "\n"
+        )
+    console.print(table(settings, summary, result.cpu))
+    for reason, count in summary.errors.items():
+        console.print(f"{count} × {reason}", style="red", markup=False)
+    for note in summary.notes:
+        console.print(f"note: {note}", markup=False)
+    for reason in summary.rejected:
+        console.print(f"REJECTED: {reason}", style="bold red", markup=False)
+    return not summary.rejected

@@ -1,0 +1,63 @@
+"""`kedge sessions`: what the ownership ledger knows of every session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from serving.client.server import DEFAULT_URL, request_json
+from serving.commands.failure import one_line_errors
+
+SESSIONS_PATH = "/v1/kedge/sessions"
+
+
+def sessions(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
+) -> None:
+    """List sessions: owner, epoch, tokens, bytes, turns, idle time."""
+    with one_line_errors("sessions"), httpx.Client(base_url=url, timeout=10.0) as client:
+        rows = request_json(client, "GET", SESSIONS_PATH)["sessions"]
+    if as_json:
+        typer.echo(json.dumps({"sessions": rows}, indent=2))
+        return
+    Console().print(_table(rows) if rows else "no sessions")
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=f"{len(rows)} session{'s' if len(rows) != 1 else ''}", title_justify="left")
+    table.add_column("session", overflow="fold")
+    table.add_column("owner", overflow="fold")
+    for name in ("epoch", "tokens", "KV", "turns", "idle"):
+        table.add_column(name, justify="right")
+    with_tenant = any(row.get("tenant") for row in rows)
+    if with_tenant:
+        table.add_column("tenant")
+    for row in sorted(rows, key=lambda row: float(row["idle_s"])):
+        cells = [
+            str(row["session_id"]),
+            str(row["replica_id"] or "-"),
+            str(row["epoch"]),
+            f"{row['tokens']:,}",
+            decimal(int(row["size_bytes"])),
+            str(row["turns"]),
+            "in turn" if row["in_turn"] else _duration(float(row["idle_s"])),
+        ]
+        table.add_row(*cells, *([str(row.get("tenant") or "")] if with_tenant else []))
+    return table
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

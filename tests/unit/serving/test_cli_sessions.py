@@ -1,0 +1,77 @@
+"""`kedge sessions`: the ledger as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+from serving.cli import app
+from tests.unit.serving.openai_stub import Stub, running
+
+LEDGER = [
+    {
+        "session_id": "late",
+        "replica_id": "r1",
+        "epoch": 2,
+        "tokens": 12345,
+        "size_bytes": 2_500_000,
+        "turns": 7,
+        "idle_s": 125.0,
+        "in_turn": False,
+        "tenant": "",
+    },
+    {
+        "session_id": "busy",
+        "replica_id": None,
+        "epoch": 1,
+        "tokens": 0,
+        "size_bytes": 0,
+        "turns": 0,
+        "idle_s": 0.0,
+        "in_turn": True,
+        "tenant": "",
+    },
+]
+
+
+def sessions(stub: Stub, *options: str):
+    return CliRunner().invoke(app, ["sessions", "--url", stub.url, *options], env={"COLUMNS": "160"})
+
+
+def test_table_names_owner_tokens_bytes_and_idle_time():
+    with running(Stub(ledger=LEDGER)) as stub:
+        result = sessions(stub)
+    assert result.exit_code == 0
+    late = next(line for line in result.output.splitlines() if "late" in line)
+    for cell in ("r1", "12,345", "2.5 MB", "7", "2 min 05 s"):
+        assert cell in late
+    busy = next(line for line in result.output.splitlines() if "busy" in line)
+    assert "in turn" in busy
+    assert "tenant" not in result.output
+
+
+def test_tenants_are_shown_where_there_are_any():
+    with running(Stub(ledger=[LEDGER[0] | {"tenant": "acme"}])) as stub:
+        assert "acme" in sessions(stub).output
+
+
+def test_json_is_the_ledger_as_it_came():
+    with running(Stub(ledger=LEDGER)) as stub:
+        assert json.loads(sessions(stub, "--json").output) == {"sessions": LEDGER}
+
+
+def test_no_sessions():
+    with running(Stub()) as stub:
+        assert sessions(stub).output == "no sessions\n"
+
+
+def test_the_command_loads_neither_torch_nor_ray():
+    code = (
+        "import sys, serving.cli;"
+        "print(*({'torch', 'ray', 'transformers', 'fastapi', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
