@@ -13,6 +13,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
+from cache.audit import PageAccounts
+
 DEFAULT_MAX_NEW_TOKENS = 128
 
 
@@ -192,22 +194,6 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     input_logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PageAccounts:
-    """The KV books of one pool, in pages. They balance when `leaked` is zero."""
-
-    total: int
-    free: int
-    cached: int
-    protected: int
-    session: int
-    in_flight: int
-
-    @property
-    def leaked(self) -> int:
-        return self.total - self.free - self.cached - self.protected - self.session - self.in_flight
 
 
 @dataclass(frozen=True, slots=True)

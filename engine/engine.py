@@ -1,0 +1,293 @@
+"""The step loop: commands in, schedule, execute, update, deltas out. One thread owns everything behind it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from cache.sequence_kv import pages_for
+from cache.session_cache import SessionAwareCache
+from engine.api import (
+    ContextLengthExceeded,
+    DeltaSink,
+    EngineOverloaded,
+    EngineStats,
+    EngineStopped,
+    GenerateRequest,
+    InvalidRequest,
+    RequestTooLarge,
+    SessionBusy,
+    StepFailed,
+    TokenDelta,
+)
+from engine.batch import ModelOutput, ScheduledBatch
+from engine.counters import EngineCounters
+from engine.runner.protocol import Runner
+from engine.scheduler import Scheduler
+from engine.settings import SchedulerSettings
+
+T = TypeVar("T")
+
+_STATS_PERIOD_S = 0.1
+_logger = logging.getLogger("kedge.engine")
+
+
+class LocalEngine:
+    """Engine (see engine/api.py) on one thread of this process.
+
+    Ownership: `cache`, `scheduler` and `runner` belong to the step thread from `start` on. Other threads only
+    post commands to the inbox and read the last published stats. A fault in one model step fails the requests of
+    that step; a fault in the books stops the engine and fails every request.
+    """
+
+    def __init__(
+        self,
+        cache: SessionAwareCache,
+        scheduler: Scheduler,
+        runner: Runner,
+        counters: EngineCounters,
+        settings: SchedulerSettings,
+        sink: DeltaSink,
+    ) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._runner = runner
+        self._counters = counters
+        self._settings = settings
+        self._sink = sink
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards _accepting against a post racing with the end of the loop
+        self._accepting = True
+        self._stopping = False
+        self._deltas: list[TokenDelta] = []
+        self._thread = threading.Thread(target=self._run, name="kedge-engine", daemon=True)
+        self._stats = self._take_stats()
+        self._stats_due_s = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self._accepting
+
+    @property
+    def max_context_len(self) -> int:
+        limit = self._settings.max_context_len
+        return self._runner.max_context_len if limit is None else min(limit, self._runner.max_context_len)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the loop after its current step; requests still live get EngineStopped. Raises TimeoutError."""
+        try:
+            self._post(self._request_stop)
+        except EngineStopped:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's step did not end within {timeout_s} s")
+
+    def submit(self, request: GenerateRequest) -> None:
+        self._check(request)
+        if self._scheduler.num_waiting >= self._settings.max_waiting:
+            raise EngineOverloaded(f"{self._settings.max_waiting} requests are waiting already")
+        self._post(lambda: self._emit(self._scheduler.add(request)))
+
+    def abort(self, request_id: str) -> None:
+        self._post(lambda: self._emit(self._scheduler.abort(request_id)))
+
+    def close_session(self, session_id: str) -> Future[None]:
+        return self._on_idle_session(session_id, lambda: self._cache.release_session(session_id))
+
+    def rewind_session(self, session_id: str, length: int) -> Future[None]:
+        return self._on_idle_session(session_id, lambda: self._cache.rewind_session(session_id, length))
+
+    def flush(self) -> Future[bool]:
+        def operation() -> bool:
+            if self._scheduler.has_work:
+                return False
+            self._cache.flush()
+            return True
+
+        return self._call(operation)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def session_kv_tokens(self) -> Future[dict[str, int]]:
+        return self._call(self._cache.held_tokens)
+
+    def check_books(self) -> Future[None]:
+        """Walks every page; the future raises cache.pages.BooksError if one has no account, or two."""
+        return self._call(lambda: self._cache.check(deep=True))
+
+    def step(self) -> bool:
+        """One turn of the loop's crank: False if there was nothing to run. Only for the step thread and tests."""
+        batch = self._scheduler.schedule()
+        if batch is not None:
+            output = self._execute(batch)
+            if output is not None:
+                self._deltas.extend(self._scheduler.update(batch, output))
+            self._counters.steps += 1
+            if self._settings.strict_books:
+                self._cache.check()
+        self._flush_deltas()
+        return batch is not None
+
+    def _execute(self, batch: ScheduledBatch) -> ModelOutput | None:
+        try:
+            return self._runner.execute(batch)
+        except Exception as error:
+            _logger.exception("model step failed")
+            failure = StepFailed(f"the model step failed: {type(error).__name__}: {error}")
+            self._deltas.extend(self._scheduler.fail([item.request_id for item in batch.items], failure))
+            return None
+
+    def _run(self) -> None:
+        reason = EngineStopped("the engine is shut down")
+        try:
+            while not self._stopping:
+                self._drain_inbox(block=not self._scheduler.has_work)
+                self.step()
+                self._publish_stats()
+        except Exception as error:
+            _logger.exception("the engine's step loop died")
+            reason = EngineStopped(f"the engine died: {type(error).__name__}: {error}")
+        finally:
+            self._shut(reason)
+
+    def _drain_inbox(self, *, block: bool) -> None:
+        try:
+            if block:
+                self._publish_stats(now=True)
+                self._inbox.get()()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _shut(self, reason: EngineStopped) -> None:
+        with self._lock:
+            self._accepting = False
+        # Nothing is posted from here on: drain what came before, so that every caller gets its answer.
+        try:
+            self._drain_inbox(block=False)
+            self._deltas.extend(self._scheduler.fail_all(reason))
+        except Exception:
+            _logger.exception("shutting the engine down after a fault")
+        self._flush_deltas()
+
+    def _request_stop(self) -> None:
+        self._stopping = True
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._accepting:
+                raise EngineStopped("the engine is not running")
+            self._inbox.put(command)
+
+    def _call(self, operation: Callable[[], T]) -> Future[T]:
+        """Runs `operation` on the step thread, between two steps."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(operation())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(command)
+        return future
+
+    def _on_idle_session(self, session_id: str, operation: Callable[[], None]) -> Future[None]:
+        def checked() -> None:
+            if self._scheduler.in_turn(session_id):
+                raise SessionBusy(f"session {session_id} has a turn in flight", param="session_id")
+            operation()
+
+        return self._call(checked)
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Refuses what could never run. Any thread; reads only what never changes."""
+        if not 0 <= request.history_len <= len(request.history):
+            raise InvalidRequest("history_len does not fit the history", param="history_len")
+        if not request.new_tokens:
+            raise InvalidRequest("a request needs at least one new token", param="input_ids")
+        if min(request.new_tokens) < 0 or max(request.new_tokens) >= self.vocab_size:
+            raise InvalidRequest(f"token ids must be in 0..{self.vocab_size - 1}", param="input_ids")
+        if request.sampling.max_new_tokens < 0:
+            raise InvalidRequest("max_new_tokens must not be negative", param="max_new_tokens")
+        if request.prompt_len >= self.max_context_len:
+            raise ContextLengthExceeded(
+                f"the input is {request.prompt_len} tokens long ({request.history_len} of history); "
+                f"the model's context length is {self.max_context_len}",
+                param="input_ids",
+            )
+        longest = min(request.prompt_len + request.sampling.max_new_tokens, self.max_context_len)
+        pages = pages_for(longest, self._cache.page_size)
+        if pages > self._cache.num_pages:
+            raise RequestTooLarge(
+                f"{longest} tokens need {pages} KV pages, the whole pool has {self._cache.num_pages}",
+                param="max_new_tokens",
+            )
+        logprobs = request.logprobs
+        if logprobs is not None and logprobs.input_start is not None:
+            _check_input_start(request, logprobs.input_start)
+
+    def _emit(self, delta: TokenDelta | None) -> None:
+        if delta is not None:
+            self._deltas.append(delta)
+
+    def _flush_deltas(self) -> None:
+        if self._deltas:
+            deltas: Sequence[TokenDelta] = self._deltas
+            self._deltas = []
+            self._sink(deltas)
+
+    def _publish_stats(self, *, now: bool = False) -> None:
+        time_s = time.monotonic()
+        if now or time_s >= self._stats_due_s:
+            self._stats = self._take_stats()
+            self._stats_due_s = time_s + _STATS_PERIOD_S
+
+    def _take_stats(self) -> EngineStats:
+        counters = self._counters
+        return EngineStats(
+            pages=self._cache.accounts(),
+            page_size=self._cache.page_size,
+            page_size_bytes=self._runner.page_size_bytes,
+            sessions=self._cache.num_sessions,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            steps=counters.steps,
+            retractions=counters.retractions,
+            demotions=self._cache.num_demotions,
+            evicted_pages=self._cache.num_evicted_pages,
+            generated_tokens=counters.generated_tokens,
+            prefill_tokens=counters.prefill_tokens,
+            cached_tokens=counters.cached_tokens,
+        )
+
+
+def _check_input_start(request: GenerateRequest, start: int) -> None:
+    if start < request.history_len:
+        raise InvalidRequest(
+            f"input log-probabilities reach back to position {start}, but the session has committed "
+            f"{request.history_len} tokens; ask from {request.history_len} on",
+            param="logprob_start_len",
+        )
+    if start >= request.prompt_len:
+        raise InvalidRequest(
+            f"input log-probabilities from position {start} lie past the input's {request.prompt_len} tokens",
+            param="logprob_start_len",
+        )

@@ -1,0 +1,114 @@
+"""LiveRequest: one generation on its way through the scheduler, and the tokens it works on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from cache.prefix_cache import token_array
+from cache.radix_tree import TokenArray
+from cache.sequence_kv import SequenceKV
+from engine.api import GenerateRequest
+from engine.batch import PenaltyCounts
+
+
+class TokenSequence:
+    """History (by reference, its first `history_len` tokens) followed by this request's own tokens."""
+
+    __slots__ = ("_history", "_history_len", "_own")
+
+    def __init__(self, history: Sequence[int], history_len: int, new_tokens: Sequence[int]) -> None:
+        self._history = history
+        self._history_len = history_len
+        self._own = list(new_tokens)
+
+    def __len__(self) -> int:
+        return self._history_len + len(self._own)
+
+    def append(self, token_id: int) -> None:
+        self._own.append(token_id)
+
+    def at(self, position: int) -> int:
+        offset = position - self._history_len
+        return self._own[offset] if offset >= 0 else self._history[position]
+
+    def slice(self, start: int, end: int) -> Sequence[int]:
+        """Tokens start .. end-1; costs their number, not the history's."""
+        if start >= self._history_len:
+            return self._own[start - self._history_len : end - self._history_len]
+        head = list(self._history[start : min(end, self._history_len)])
+        return head + self._own[: max(0, end - self._history_len)]
+
+    def array(self, end: int | None = None) -> TokenArray:
+        """The first `end` tokens (all by default) as an array; costs their number."""
+        return token_array(self.slice(0, len(self) if end is None else end))
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class LiveRequest:
+    """State of one request, owned by the scheduler (the engine's thread).
+
+    While RUNNING it owns `kv`; otherwise `kv` is None. Between two steps the KV of all tokens but the last is
+    computed once the prompt is done.
+    """
+
+    __slots__ = ("arrival", "cached_tokens", "kv", "next_input_logprob", "num_output", "penalties", "prompt_len",
+                 "shares_prompt", "spec", "status", "tokens")  # fmt: skip
+
+    def __init__(self, spec: GenerateRequest, arrival: int) -> None:
+        self.spec = spec
+        self.arrival = arrival
+        self.tokens = TokenSequence(spec.history, spec.history_len, spec.new_tokens)
+        self.prompt_len = spec.prompt_len
+        self.status = Status.WAITING
+        self.kv: SequenceKV | None = None
+        self.num_output = 0
+        self.cached_tokens: int | None = None
+        self.shares_prompt = False
+        self.penalties = _penalties(spec, self.tokens)
+        logprobs = spec.logprobs
+        self.next_input_logprob = logprobs.input_start if logprobs is not None else None
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Smaller goes first: higher priority, then earlier arrival."""
+        return (-self.spec.priority, self.arrival)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose KV the next steps must compute."""
+        return len(self.tokens) - (self.kv.committed_len if self.kv is not None else 0)
+
+    @property
+    def max_prefix_len(self) -> int:
+        """How much KV may be reused: one token is left to compute for its logits, more if their log-probabilities
+        are asked for."""
+        limit = len(self.tokens) - 1
+        if self.next_input_logprob is not None:
+            limit = min(limit, max(self.next_input_logprob - 1, 0))
+        return limit
+
+    def accept(self, token_id: int) -> None:
+        """Appends an output token."""
+        self.tokens.append(token_id)
+        self.num_output += 1
+        if self.penalties is not None:
+            self.penalties.output[token_id] += 1
+
+
+def _penalties(spec: GenerateRequest, tokens: TokenSequence) -> PenaltyCounts | None:
+    sampling = spec.sampling
+    if not (sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0):
+        return None
+    seen = frozenset(tokens.slice(0, len(tokens))) if sampling.repetition_penalty != 1.0 else frozenset()
+    return PenaltyCounts(Counter(), seen)

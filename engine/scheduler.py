@@ -1,0 +1,297 @@
+"""The scheduler: schedule() picks a step's work, update() takes in its result. No tensors, no threads.
+
+Continuous batching: every step mixes decodes and prompt chunks. Order is by priority, then arrival. When pages run
+out cached prefixes go first, then idle sessions' KV, then the last in order among the running is retracted. The
+first in order is never retracted and fits the pool by itself, so something always finishes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from cache.session_cache import SessionAwareCache
+from engine.api import (
+    EngineError,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    SessionBusy,
+    TokenDelta,
+    TokenLogprob,
+)
+from engine.batch import BatchItem, ItemOutput, ModelOutput, SampleSpec, ScheduledBatch
+from engine.counters import EngineCounters
+from engine.request import LiveRequest, Status
+from engine.settings import SchedulerSettings
+from engine.stops import StopCriteria
+
+
+class Scheduler:
+    """Owns every live request. Called only from the engine's thread (`num_waiting` may be read anywhere)."""
+
+    def __init__(
+        self,
+        cache: SessionAwareCache,
+        stops: StopCriteria,
+        settings: SchedulerSettings,
+        counters: EngineCounters,
+    ) -> None:
+        self._cache = cache
+        self._stops = stops
+        self._settings = settings
+        self._counters = counters
+        self._live: dict[str, LiveRequest] = {}
+        self._sessions_in_turn: set[str] = set()
+        self._waiting: list[LiveRequest] = []  # both lists in LiveRequest.order
+        self._running: list[LiveRequest] = []
+        self._arrivals = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def in_turn(self, session_id: str) -> bool:
+        """True from a turn's arrival to its end."""
+        return session_id in self._sessions_in_turn
+
+    def add(self, spec: GenerateRequest) -> TokenDelta | None:
+        """Queues a request. Returns its final delta if it cannot even wait: its id or session is in use."""
+        if spec.request_id in self._live:
+            error = SessionBusy(f"request id {spec.request_id} is in flight", param="request_id")
+            return _refusal(spec, error)
+        if spec.session_id is not None:
+            if spec.session_id in self._sessions_in_turn:
+                return _refusal(spec, SessionBusy(f"session {spec.session_id} has a turn in flight"))
+            self._sessions_in_turn.add(spec.session_id)
+        request = LiveRequest(spec, self._arrivals)
+        self._arrivals += 1
+        self._live[spec.request_id] = request
+        insort(self._waiting, request, key=_order)
+        return None
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """Ends a request now; its session stands at its last commit. None for unknown ids."""
+        request = self._live.get(request_id)
+        return None if request is None else self._end(request, Finish(FinishReason.ABORT))
+
+    def fail(self, request_ids: Iterable[str], error: EngineError) -> list[TokenDelta]:
+        """Ends requests with an error, rolled back like an abort."""
+        finish = Finish(FinishReason.ERROR, message=error.message, error=error)
+        live = [self._live[request_id] for request_id in request_ids if request_id in self._live]
+        return [self._end(request, finish) for request in live]
+
+    def fail_all(self, error: EngineError) -> list[TokenDelta]:
+        return self.fail(list(self._live), error)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plans one step; None if there is nothing to run. May retract running requests."""
+        budget = self._settings.max_batch_tokens
+        items: list[BatchItem] = []
+        # Decodes first: a long prompt must not hold up the others' next token.
+        for decoding in (True, False):
+            for request in list(self._running):
+                if request.status is not Status.RUNNING or (request.num_uncomputed == 1) is not decoding:
+                    continue
+                count = min(request.num_uncomputed, self._settings.chunk_size, budget)
+                if count == 0 or not self._make_room(request, count):
+                    continue
+                items.append(self._item(request, count))
+                budget -= count
+        items = self._without_retracted(items)
+        while budget and self._waiting and len(self._running) < self._settings.max_running:
+            request = self._waiting[0]
+            count = self._admit(request, budget)
+            if count == 0:
+                break
+            items.append(self._item(request, count))
+            budget -= count
+        return ScheduledBatch(items) if items else None
+
+    def update(self, batch: ScheduledBatch, output: ModelOutput) -> list[TokenDelta]:
+        """Takes in a step's result: commits KV, accepts tokens, ends what is done."""
+        deltas = []
+        for item, result in zip(batch.items, output.items, strict=True):
+            request = self._live[item.request_id]
+            kv = request.kv
+            assert kv is not None
+            kv.committed_len = item.start + len(item.token_ids)
+            if request.next_input_logprob is not None:
+                request.next_input_logprob = _following_input_logprob(request, kv.committed_len)
+            if request.num_output == 0 and kv.committed_len == request.prompt_len and request.shares_prompt:
+                self._cache.cache_unfinished(kv, request.tokens.array(request.prompt_len))
+            delta = self._accept(request, item, result)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _accept(self, request: LiveRequest, item: BatchItem, result: ItemOutput) -> TokenDelta | None:
+        finish = None
+        accepted = 0
+        for token_id in result.token_ids:
+            request.accept(token_id)
+            accepted += 1
+            finish = self._stops.check(request, token_id)
+            if finish is not None:
+                break
+        self._counters.generated_tokens += accepted
+        if item.sample is None and item.next_token is None and request.num_uncomputed == 0:
+            finish = Finish(FinishReason.LENGTH)  # nothing was asked for beyond the prompt
+        token_ids, logprobs = result.token_ids[:accepted], result.logprobs[:accepted]
+        if finish is not None:
+            return self._end(request, finish, token_ids, logprobs, result.input_logprobs)
+        if not token_ids and not result.input_logprobs:
+            return None
+        return _delta(request, token_ids, logprobs, result.input_logprobs)
+
+    def _item(self, request: LiveRequest, count: int) -> BatchItem:
+        kv = request.kv
+        assert kv is not None
+        start, end = kv.committed_len, kv.committed_len + count
+        sampling = request.spec.sampling
+        last = end == len(request.tokens)
+        sample = None
+        if last and sampling.max_new_tokens > 0:
+            logprobs = request.spec.logprobs
+            wants = logprobs is not None and logprobs.output
+            top = logprobs.top if logprobs is not None else 0
+            sample = SampleSpec(sampling, end, request.penalties, wants, top)
+        item = BatchItem(
+            request_id=request.request_id,
+            token_ids=request.tokens.slice(start, end),
+            start=start,
+            pages=kv.pages,
+            contiguous=kv.contiguous,
+            sample=sample,
+            next_token=None if last else request.tokens.at(end),
+        )
+        if request.next_input_logprob is not None and request.next_input_logprob <= end:
+            item.input_logprobs_from = request.next_input_logprob
+            item.top_input_logprobs = request.spec.logprobs.top if request.spec.logprobs else 0
+        return item
+
+    def _admit(self, request: LiveRequest, budget: int) -> int:
+        """Moves the first waiting request to running; returns its tokens for this step, 0 if it must wait on."""
+        spec = request.spec
+        match = self._cache.match_prefix(
+            spec.session_id, spec.namespace, request.tokens.array, request.max_prefix_len
+        )
+        # Beside others all of it must fit, and one page more for everyone who grows; alone it fits by itself.
+        if self._running and not self._cache.can_begin(match, len(request.tokens), len(self._running)):
+            return 0
+        kv = self._cache.begin(match, request.request_id)
+        request.kv = kv
+        count = min(len(request.tokens) - kv.committed_len, self._settings.chunk_size, budget)
+        if not self._cache.extend(kv, kv.committed_len + count):
+            self._give_back(request)
+            return 0
+        request.shares_prompt = not match.from_slot
+        if request.cached_tokens is None:
+            request.cached_tokens = kv.committed_len
+            self._counters.cached_tokens += kv.committed_len
+        self._counters.prefill_tokens += len(request.tokens) - kv.committed_len
+        del self._waiting[0]
+        request.status = Status.RUNNING
+        insort(self._running, request, key=_order)
+        return count
+
+    def _make_room(self, request: LiveRequest, count: int) -> bool:
+        """Gets pages for `count` more tokens, retracting from the end of the order. False if `request` itself went."""
+        kv = request.kv
+        assert kv is not None
+        while not self._cache.extend(kv, kv.committed_len + count):
+            victim = self._running[-1]
+            self._retract(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _retract(self, request: LiveRequest) -> None:
+        """Running -> waiting: the turn's pages go back, its tokens stay, and it resumes exactly."""
+        self._counters.retractions += 1
+        self._running.remove(request)
+        self._give_back(request)
+        request.status = Status.WAITING
+        insort(self._waiting, request, key=_order)
+
+    def _without_retracted(self, items: list[BatchItem]) -> list[BatchItem]:
+        return [item for item in items if self._live[item.request_id].status is Status.RUNNING]
+
+    def _give_back(self, request: LiveRequest) -> None:
+        """Takes the KV of an unfinished request away from it."""
+        kv, session_id = request.kv, request.spec.session_id
+        assert kv is not None
+        request.kv = None
+        if session_id is None:
+            self._cache.release(kv)
+        else:
+            self._cache.rollback_turn(session_id, kv, request.spec.history_len)
+
+    def _end(
+        self,
+        request: LiveRequest,
+        finish: Finish,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        input_logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> TokenDelta:
+        """Ends a request in any state: KV settled, final delta made, the request forgotten."""
+        kv, session_id = request.kv, request.spec.session_id
+        done = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if kv is not None and done:
+            request.kv = None
+            if session_id is None:
+                self._cache.finish(kv, request.tokens.array())
+            else:
+                self._cache.finish_turn(session_id, kv, len(request.tokens))
+        elif kv is not None:
+            self._give_back(request)
+        (self._running if request.status is Status.RUNNING else self._waiting).remove(request)
+        request.status = Status.FINISHED
+        del self._live[request.request_id]
+        if session_id is not None:
+            self._sessions_in_turn.discard(session_id)
+        return _delta(request, token_ids, logprobs, input_logprobs, finish)
+
+
+def _order(request: LiveRequest) -> tuple[int, int]:
+    return request.order
+
+
+def _following_input_logprob(request: LiveRequest, committed_len: int) -> int | None:
+    """The next input position whose log-probability is still owed, once logits up to committed_len - 1 are out."""
+    assert request.next_input_logprob is not None
+    following = max(request.next_input_logprob, committed_len + 1)
+    return following if following < request.prompt_len else None
+
+
+def _delta(
+    request: LiveRequest,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprob, ...],
+    input_logprobs: tuple[TokenLogprob, ...],
+    finish: Finish | None = None,
+) -> TokenDelta:
+    return TokenDelta(
+        request.request_id,
+        token_ids,
+        request.prompt_len,
+        request.cached_tokens or 0,
+        request.num_output,
+        logprobs,
+        input_logprobs,
+        finish,
+    )
+
+
+def _refusal(spec: GenerateRequest, error: EngineError) -> TokenDelta:
+    finish = Finish(FinishReason.ERROR, message=error.message, error=error)
+    return TokenDelta(spec.request_id, (), spec.prompt_len, 0, 0, finish=finish)
