@@ -1,0 +1,256 @@
+"""ClusterController's logic without Ray: the ledger, the replicas and the session log kept in step.
+
+Single writer. Invariant: the log is written before the ledger, so whatever the ledger says survives a crash.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from controllers.admission import admit_session
+from controllers.cluster_stats import ClusterStats
+from controllers.errors import ControllerError, SessionExists, SessionNotFound
+from controllers.ownership import FIRST_EPOCH, OwnershipLedger
+from controllers.placement import choose_replica
+from controllers.records import (
+    Assignment,
+    HeartbeatReply,
+    LedgerEntry,
+    ReplicaStatus,
+    SessionRecord,
+    SessionStatus,
+    TurnRecord,
+)
+from controllers.replicas import ReplicaDirectory
+from controllers.retention import past_timeout
+from controllers.settings import ClusterSettings
+from controllers.store import SessionStore
+
+_SESSION_ID_BYTES = 16
+_TOUCH_LOG_AFTER_S = 30.0
+_FORGET_REPLICA_AFTER_S = 3600.0
+
+
+class Cluster:
+    """Who owns what. `clock` returns Unix time in seconds; `timer` a monotonic time, for latencies.
+
+    The constructor rebuilds the ledger from the store. Every method may raise StoreError.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        store: SessionStore,
+        clock: Callable[[], float],
+        timer: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._clock = clock
+        self._stats = ClusterStats(timer)
+        self._ledger = OwnershipLedger(clock, store.load_all_entries())
+        self._replicas = ReplicaDirectory(clock, settings.replica_timeout_s)
+        self._started_s = clock()
+
+    @property
+    def settings(self) -> ClusterSettings:
+        return self._settings
+
+    def register_replica(self, status: ReplicaStatus) -> None:
+        """Makes a replica placeable, also one that was reported lost."""
+        self._replicas.register(status)
+
+    def heartbeat(self, status: ReplicaStatus, session_updates: Sequence[SessionStatus]) -> HeartbeatReply:
+        """Notes a replica's load and sessions; tells it which of them it does not own."""
+        known = self._replicas.heartbeat(status)
+        stale = [
+            update.session_id
+            for update in session_updates
+            if not self._ledger.report(status.replica_id, update)
+        ]
+        return HeartbeatReply(known, tuple(stale))
+
+    def report_lost(self, replica_id: str) -> int:
+        """Counts a replica as dead. Its sessions move when they are next used; returns how many it owned."""
+        self._replicas.report_lost(replica_id)
+        return self._ledger.count_of(replica_id)
+
+    def open_session(
+        self,
+        session_id: str | None,
+        tenant: str,
+        timeout_s: float | None,
+        capacity_tokens: int | None,
+        open_key: str | None = None,
+    ) -> Assignment:
+        """Registers and places a session; None lets the controller pick the id.
+
+        Repeating an open with the same `open_key` gives the same assignment.
+        Raises SessionExists, NoReplica and Overloaded.
+        """
+        if session_id is None:
+            session_id = secrets.token_urlsafe(_SESSION_ID_BYTES)
+        if session_id in self._ledger:
+            entry = self._ledger.get(session_id)
+            if open_key is None or (entry.open_key, entry.tenant) != (open_key, tenant):
+                raise SessionExists(f"session {session_id!r} is open already", "session_id")
+            return _assignment(entry, fresh=False)
+        self._make_room()
+        record = SessionRecord(
+            session_id=session_id,
+            tenant=tenant,
+            epoch=FIRST_EPOCH,
+            replica_id=self._place(),
+            timeout_s=timeout_s,
+            capacity_tokens=capacity_tokens,
+            created_s=self._clock(),
+            open_key=open_key,
+        )
+        with self._stats.timed("open"):
+            self._store.open(record)
+        self._replicas.assign_tokens(record.replica_id, self._settings.placement_tokens)
+        self._stats.count("sessions_opened")
+        return _assignment(self._ledger.open(record), fresh=True)
+
+    def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+        """The session's owner; a session whose owner is gone or drains is moved first, at the next epoch.
+
+        Raises SessionNotFound for unknown ids (unless `create`) and for other tenants' sessions; NoReplica.
+        """
+        if session_id not in self._ledger and create:
+            return self.open_session(session_id, tenant, None, None)
+        entry = self._ledger.get(session_id, tenant)
+        if self._must_move(entry):
+            return self._move(entry)
+        if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
+            with self._stats.timed("touch"):
+                self._store.touch(session_id, self._clock())
+        return _assignment(self._ledger.touch(session_id), fresh=False)
+
+    def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
+        """The session with its committed history, for its owner. Raises SessionNotFound, StaleEpoch."""
+        self._ledger.fence(session_id, epoch, replica_id)
+        with self._stats.timed("load"):
+            return self._store.load(session_id)
+
+    def commit_turn(self, record: TurnRecord) -> None:
+        """Appends a turn to the session's log. Repeating the last commit is fine.
+
+        Raises SessionNotFound, StaleEpoch and IdempotencyConflict; nothing is changed then.
+        """
+        try:
+            entry = self._ledger.fence(record.session_id, record.epoch)
+            with self._stats.timed("commit"):
+                self._store.append_turn(record)
+        except ControllerError:
+            self._stats.count("turns_refused")
+            raise
+        if entry.turns == record.turn_index:
+            self._stats.count("turns_committed")
+        self._ledger.committed(record.session_id, tokens=record.end_len, turns=record.turn_index + 1)
+
+    def close_session(self, session_id: str, tenant: str | None = None, epoch: int | None = None) -> bool:
+        """Ends a session and deletes its log. False if it was unknown (to `tenant`, if given).
+
+        An owner gives its `epoch`, so that a former one cannot close a session that moved on: raises StaleEpoch.
+        """
+        try:
+            self._ledger.get(session_id, tenant)
+            if epoch is not None:
+                self._ledger.fence(session_id, epoch)
+        except SessionNotFound:
+            return False
+        self._forget(session_id)
+        self._stats.count("sessions_closed")
+        return True
+
+    def expire_idle(self) -> list[str]:
+        """Ends sessions past their idle timeout that no owner will end; returns their ids.
+
+        A live owner expires its sessions itself; those it never loaded are ended here a little later. Nothing
+        expires before owners had time to report after a restart.
+        """
+        now_s = self._clock()
+        grace_s = self._settings.replica_timeout_s
+        if now_s - self._started_s <= grace_s:
+            return []
+        expired: list[str] = []
+        for entry in self._ledger.entries():
+            owned = not self._replicas.gone(entry.replica_id)
+            if owned and entry.in_turn:
+                continue
+            if past_timeout(
+                entry,
+                now_s=now_s,
+                default_timeout_s=self._settings.session_timeout_s,
+                grace_s=grace_s if owned else 0.0,
+            ):
+                self._forget(entry.session_id)
+                expired.append(entry.session_id)
+        self._stats.count("sessions_expired", len(expired))
+        self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
+        return expired
+
+    def sessions(self) -> list[LedgerEntry]:
+        return self._ledger.entries()
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """Replicas that are alive; `sessions` is the ledger's count."""
+        return [
+            replace(status, sessions=self._ledger.count_of(status.replica_id))
+            for status in self._replicas.live()
+        ]
+
+    def stats(self) -> dict[str, float]:
+        """Figures for metrics: `*_total` only grow until the controller restarts, others are gauges."""
+        entries = self._ledger.entries()
+        live = self._replicas.live()
+        live_ids = {status.replica_id for status in live}
+        owned = [entry for entry in entries if entry.replica_id in live_ids]
+        in_turn = sum(entry.in_turn for entry in owned)
+        return {
+            "sessions_in_turn": float(in_turn),
+            "sessions_idle": float(len(owned) - in_turn),
+            "sessions_unowned": float(len(entries) - len(owned)),
+            "session_tokens": float(sum(entry.tokens for entry in entries)),
+            "session_size_bytes": float(sum(entry.size_bytes for entry in entries)),
+            "replicas_live": float(sum(not status.draining for status in live)),
+            "replicas_draining": float(sum(status.draining for status in live)),
+            **self._stats.figures(),
+        }
+
+    def _must_move(self, entry: LedgerEntry) -> bool:
+        if self._replicas.gone(entry.replica_id):
+            return True
+        # A draining owner finishes the turn it has; moving the session under it would throw that turn away.
+        return self._replicas.draining(entry.replica_id) and not entry.in_turn and self._has_place()
+
+    def _move(self, entry: LedgerEntry) -> Assignment:
+        replica_id = self._place()
+        with self._stats.timed("assign"):
+            self._store.assign(entry.session_id, replica_id, entry.epoch + 1)
+        self._replicas.assign_tokens(replica_id, entry.tokens + self._settings.placement_tokens)
+        self._stats.count("transfers")
+        return _assignment(self._ledger.transfer(entry.session_id, replica_id), fresh=True)
+
+    def _place(self) -> str:
+        return choose_replica(self._replicas.candidates(self._ledger.count_of))
+
+    def _has_place(self) -> bool:
+        return any(not candidate.draining for candidate in self._replicas.candidates(self._ledger.count_of))
+
+    def _make_room(self) -> None:
+        if len(self._ledger) >= self._settings.max_sessions:
+            self.expire_idle()
+        admit_session(len(self._ledger), self._settings.max_sessions)
+
+    def _forget(self, session_id: str) -> None:
+        with self._stats.timed("close"):
+            self._store.close(session_id)
+        self._ledger.expire(session_id)
+
+
+def _assignment(entry: LedgerEntry, *, fresh: bool) -> Assignment:
+    return Assignment(entry.session_id, entry.replica_id, entry.epoch, fresh)

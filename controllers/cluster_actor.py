@@ -1,0 +1,117 @@
+"""The cluster controller as a detached, named Ray actor. The only file of this package that imports Ray.
+
+The actor dies with nothing lost: a restarted one rebuilds the ledger from the session log, and replicas make
+themselves known again with their next heartbeat. Methods run one at a time on the actor's event loop (none
+awaits), so each is atomic. A method may run twice if the actor dies just before it answers; `open_key`, the
+turn index and the epoch make the repetition harmless.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import ray
+from ray.actor import ActorHandle
+
+from controllers.cluster import Cluster
+from controllers.records import (
+    Assignment,
+    HeartbeatReply,
+    LedgerEntry,
+    ReplicaStatus,
+    SessionRecord,
+    SessionStatus,
+    TurnRecord,
+)
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+
+_HEAD_NODE = "node:__internal_head__"
+_HEAD_NODE_SHARE = 0.001
+
+
+class ClusterController:
+    """Actor methods; `controllers.cluster.Cluster` says what each does and which ControllerError it raises.
+
+    Construction raises StoreError if the session log cannot be used.
+    """
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        store = SqliteSessionStore(settings.store_path, clock=time.time, full_sync=settings.full_sync)
+        self._cluster = Cluster(settings, store, clock=time.time, timer=time.perf_counter)
+        count = len(self._cluster.sessions())
+        logging.getLogger(__name__).info("session log %s: %d sessions", settings.store_path, count)
+
+    async def ping(self) -> bool:
+        return True
+
+    async def settings(self) -> ClusterSettings:
+        return self._cluster.settings
+
+    async def register_replica(self, status: ReplicaStatus) -> None:
+        self._cluster.register_replica(status)
+
+    async def heartbeat(
+        self, status: ReplicaStatus, session_updates: Sequence[SessionStatus] = ()
+    ) -> HeartbeatReply:
+        return self._cluster.heartbeat(status, session_updates)
+
+    async def report_lost(self, replica_id: str) -> int:
+        return self._cluster.report_lost(replica_id)
+
+    async def open_session(
+        self,
+        session_id: str | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        capacity_tokens: int | None = None,
+        open_key: str | None = None,
+    ) -> Assignment:
+        return self._cluster.open_session(session_id, tenant, timeout_s, capacity_tokens, open_key)
+
+    async def resolve(self, session_id: str, create: bool = False, tenant: str = "") -> Assignment:
+        return self._cluster.resolve(session_id, create, tenant)
+
+    async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
+        return self._cluster.load_session(session_id, epoch, replica_id)
+
+    async def commit_turn(self, record: TurnRecord) -> None:
+        self._cluster.commit_turn(record)
+
+    async def close_session(
+        self, session_id: str, tenant: str | None = None, epoch: int | None = None
+    ) -> bool:
+        return self._cluster.close_session(session_id, tenant, epoch)
+
+    async def expire_idle(self) -> list[str]:
+        return self._cluster.expire_idle()
+
+    async def sessions(self) -> list[LedgerEntry]:
+        return self._cluster.sessions()
+
+    async def replicas(self) -> list[ReplicaStatus]:
+        return self._cluster.replicas()
+
+    async def stats(self) -> dict[str, float]:
+        return self._cluster.stats()
+
+
+def get_or_create_controller(name: str, namespace: str, settings: ClusterSettings) -> ActorHandle:
+    """The cluster controller's handle; creates the actor if there is none. Does not wait for it to be up.
+
+    A running controller keeps its own settings: ask `settings()`. The actor lives on the head node, beside its
+    log. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the StoreError's text.
+    """
+    actor_class = ray.remote(ClusterController).options(
+        name=name,
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=-1,
+        num_cpus=0,
+        resources={_HEAD_NODE: _HEAD_NODE_SHARE},
+    )
+    return actor_class.remote(settings)

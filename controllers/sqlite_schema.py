@@ -1,0 +1,95 @@
+"""The session log's SQLite file: how it is opened, recognized and laid out."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from controllers.errors import StoreError
+
+_APPLICATION_ID = int.from_bytes(b"KEDG", "big")
+_SCHEMA_VERSION = 1
+_LOCK_TIMEOUT_S = 5.0
+
+_TABLES = """
+BEGIN;
+CREATE TABLE sessions (
+    session_id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    replica_id TEXT NOT NULL,
+    epoch INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    turns INTEGER NOT NULL,
+    timeout_s REAL,
+    capacity_tokens INTEGER,
+    created_s REAL NOT NULL,
+    last_used_s REAL NOT NULL,
+    open_key TEXT
+) WITHOUT ROWID;
+CREATE TABLE turns (
+    session_id TEXT NOT NULL,
+    turn_index INTEGER NOT NULL,
+    start_len INTEGER NOT NULL,
+    input_len INTEGER NOT NULL,
+    idempotency_key TEXT,
+    digest TEXT,
+    tokens BLOB NOT NULL,
+    PRIMARY KEY (session_id, turn_index)
+);
+CREATE TABLE results (
+    session_id TEXT NOT NULL,
+    turn_index INTEGER NOT NULL,
+    idempotency_key TEXT NOT NULL,
+    digest TEXT,
+    result BLOB NOT NULL,
+    PRIMARY KEY (session_id, turn_index)
+);
+PRAGMA application_id = {application_id};
+PRAGMA user_version = {version};
+COMMIT;
+"""
+
+
+def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
+    """Opens the log for one exclusive writer, creating file and folders as needed.
+
+    Write-ahead log. `synchronous=NORMAL` keeps every commit through the death of the process, but the last ones
+    may be lost with the machine's power; `full_sync` keeps those too. The exclusive lock ends with the process.
+
+    Raises StoreError if the path cannot be written, is not a session log, is damaged, or is in use elsewhere.
+    """
+    connection: sqlite3.Connection | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The owner serializes calls but may make them from another thread than the one that opened the log.
+        connection = sqlite3.connect(
+            path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
+        _create_or_check(connection, path)
+    except (sqlite3.Error, OSError) as exc:
+        if connection is not None:
+            connection.close()
+        raise StoreError(f"cannot open session log {path}: {exc}", "store_path") from exc
+    except StoreError:
+        if connection is not None:
+            connection.close()
+        raise
+    return connection
+
+
+def _create_or_check(connection: sqlite3.Connection, path: Path) -> None:
+    application_id = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    if is_empty:
+        connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))
+    elif application_id != _APPLICATION_ID:
+        raise StoreError(f"{path} is a database, but not a session log", "store_path")
+    elif version != _SCHEMA_VERSION:
+        raise StoreError(f"{path} has layout {version}; this version reads {_SCHEMA_VERSION}", "store_path")
+    # Takes the write lock at once, so that a second writer is refused here and not at its first commit.
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("COMMIT")

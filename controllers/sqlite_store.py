@@ -1,0 +1,243 @@
+"""SqliteSessionStore: the session log in one SQLite file. One owner; calls must not overlap.
+
+A turn's row is written once and costs O(new tokens), however long the history. A rewind deletes the rows of
+turns that lie wholly past its start, so the log stays in proportion to the histories it holds.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from controllers.errors import IdempotencyConflict, SessionExists, SessionNotFound, StaleEpoch, StoreError
+from controllers.records import KEPT_RESULTS, LedgerEntry, SessionRecord, StoredResult, TurnRecord
+from controllers.sqlite_schema import open_session_log
+from controllers.tokens import TOKEN_BYTES
+
+_ENTRY_COLUMNS = (
+    "session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s, timeout_s, "
+    "capacity_tokens, open_key"
+)
+
+_EntryRow = tuple[str, str, str, int, int, int, float, float, float | None, int | None, str | None]
+
+
+class SqliteSessionStore:
+    """A SessionStore in the file `path`. `clock` returns Unix time in seconds.
+
+    Raises StoreError if the file cannot be used; see `open_session_log` for what `full_sync` buys.
+    """
+
+    def __init__(
+        self, path: str | Path, *, clock: Callable[[], float] = time.time, full_sync: bool = False
+    ) -> None:
+        self._path = Path(path)
+        self._clock = clock
+        self._connection = open_session_log(self._path, full_sync=full_sync)
+
+    def open(self, record: SessionRecord) -> None:
+        assert not record.history
+        assert not record.turns
+        with self._transaction() as db:
+            added = db.execute(
+                f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, 0, 0, ?, ?, ?, ?, ?)",
+                (
+                    record.session_id,
+                    record.tenant,
+                    record.replica_id,
+                    record.epoch,
+                    record.created_s,
+                    self._clock(),
+                    record.timeout_s,
+                    record.capacity_tokens,
+                    record.open_key,
+                ),
+            )
+            if added.rowcount == 0:
+                raise SessionExists(f"session {record.session_id!r} is open already", "session_id")
+
+    def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
+        with self._transaction() as db:
+            entry = _entry(db, session_id)
+            if (entry.epoch, entry.replica_id) == (epoch, replica_id):
+                return
+            if entry.epoch + 1 != epoch:
+                raise StaleEpoch(f"session {session_id!r} is at epoch {entry.epoch}; cannot go to {epoch}")
+            db.execute(
+                "UPDATE sessions SET replica_id = ?, epoch = ?, last_used_s = ? WHERE session_id = ?",
+                (replica_id, epoch, self._clock(), session_id),
+            )
+
+    def append_turn(self, record: TurnRecord) -> None:
+        assert len(record.tokens) % TOKEN_BYTES == 0
+        with self._transaction() as db:
+            entry = _entry(db, record.session_id)
+            if record.epoch != entry.epoch:
+                raise StaleEpoch(
+                    f"session {record.session_id!r} is at epoch {entry.epoch}, not {record.epoch}"
+                )
+            if record.turn_index == entry.turns - 1 and _is_last_turn(db, record):
+                return
+            if record.turn_index != entry.turns or not 0 <= record.start_len <= entry.tokens:
+                raise StaleEpoch(f"session {record.session_id!r} has gone on to turn {entry.turns}")
+            _insert_turn(db, record)
+            if record.start_len < entry.tokens:
+                _delete_rewound(db, record)
+            db.execute(
+                "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ? WHERE session_id = ?",
+                (record.end_len, self._clock(), record.session_id),
+            )
+
+    def load(self, session_id: str) -> SessionRecord:
+        with self._transaction() as db:
+            entry = _entry(db, session_id)
+            history = bytearray()
+            for start_len, tokens in db.execute(
+                "SELECT start_len, tokens FROM turns WHERE session_id = ? ORDER BY turn_index", (session_id,)
+            ):
+                del history[start_len * TOKEN_BYTES :]
+                history += tokens
+            results = db.execute(
+                "SELECT idempotency_key, turn_index, result, digest FROM results"
+                " WHERE session_id = ? ORDER BY turn_index",
+                (session_id,),
+            ).fetchall()
+        if len(history) != entry.tokens * TOKEN_BYTES:
+            raise StoreError(f"session log {self._path}: turns of session {session_id!r} are missing")
+        return SessionRecord(
+            session_id=session_id,
+            tenant=entry.tenant,
+            epoch=entry.epoch,
+            replica_id=entry.replica_id,
+            history=bytes(history),
+            turns=entry.turns,
+            timeout_s=entry.timeout_s,
+            capacity_tokens=entry.capacity_tokens,
+            created_s=entry.created_s,
+            results=tuple(StoredResult(*row) for row in results),
+            open_key=entry.open_key,
+        )
+
+    def load_all_entries(self) -> list[LedgerEntry]:
+        with self._transaction() as db:
+            rows = db.execute(f"SELECT {_ENTRY_COLUMNS} FROM sessions").fetchall()
+        return [_to_entry(row) for row in rows]
+
+    def touch(self, session_id: str, last_used_s: float) -> None:
+        with self._transaction() as db:
+            touched = db.execute(
+                "UPDATE sessions SET last_used_s = ? WHERE session_id = ?", (last_used_s, session_id)
+            )
+            if touched.rowcount == 0:
+                raise SessionNotFound(f"no session {session_id!r}", "session_id")
+
+    def close(self, session_id: str) -> bool:
+        with self._transaction() as db:
+            db.execute("DELETE FROM results WHERE session_id = ?", (session_id,))
+            db.execute("DELETE FROM turns WHERE session_id = ?", (session_id,))
+            deleted = db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
+            return deleted.rowcount > 0
+
+    def disconnect(self) -> None:
+        self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing: commits at the end of the block, rolls back if it raises."""
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as exc:
+            raise StoreError(f"session log {self._path}: {exc}") from exc
+
+
+def _entry(db: sqlite3.Connection, session_id: str) -> LedgerEntry:
+    row = db.execute(f"SELECT {_ENTRY_COLUMNS} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    if row is None:
+        raise SessionNotFound(f"no session {session_id!r}", "session_id")
+    return _to_entry(row)
+
+
+def _to_entry(row: _EntryRow) -> LedgerEntry:
+    session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s, timeout_s, capacity, key = (
+        row
+    )
+    return LedgerEntry(
+        session_id=session_id,
+        tenant=tenant,
+        replica_id=replica_id,
+        epoch=epoch,
+        tokens=tokens,
+        turns=turns,
+        created_s=created_s,
+        last_used_s=last_used_s,
+        timeout_s=timeout_s,
+        capacity_tokens=capacity,
+        open_key=key,
+    )
+
+
+def _is_last_turn(db: sqlite3.Connection, record: TurnRecord) -> bool:
+    """True if the last turn's row holds just this record, results aside: they are no part of the history."""
+    row = db.execute(
+        "SELECT start_len, input_len, idempotency_key, digest, tokens FROM turns"
+        " WHERE session_id = ? AND turn_index = ?",
+        (record.session_id, record.turn_index),
+    ).fetchone()
+    return bool(
+        row == (record.start_len, record.input_len, record.idempotency_key, record.digest, record.tokens)
+    )
+
+
+def _insert_turn(db: sqlite3.Connection, record: TurnRecord) -> None:
+    db.execute(
+        "INSERT INTO turns (session_id, turn_index, start_len, input_len, idempotency_key, digest, tokens)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            record.session_id,
+            record.turn_index,
+            record.start_len,
+            record.input_len,
+            record.idempotency_key,
+            record.digest,
+            record.tokens,
+        ),
+    )
+    if record.idempotency_key is not None:
+        _insert_result(db, record)
+
+
+def _insert_result(db: sqlite3.Connection, record: TurnRecord) -> None:
+    """Keeps the turn's result and forgets those past the last KEPT_RESULTS."""
+    kept = db.execute(
+        "SELECT turn_index, idempotency_key FROM results WHERE session_id = ? ORDER BY turn_index DESC",
+        (record.session_id,),
+    ).fetchall()
+    if any(key == record.idempotency_key for _, key in kept):
+        raise IdempotencyConflict(f"key {record.idempotency_key!r} was used by another turn")
+    db.execute(
+        "INSERT INTO results (session_id, turn_index, idempotency_key, digest, result)"
+        " VALUES (?, ?, ?, ?, ?)",
+        (record.session_id, record.turn_index, record.idempotency_key, record.digest, record.result),
+    )
+    for turn_index, _ in kept[KEPT_RESULTS - 1 :]:
+        db.execute(
+            "DELETE FROM results WHERE session_id = ? AND turn_index = ?", (record.session_id, turn_index)
+        )
+
+
+def _delete_rewound(db: sqlite3.Connection, record: TurnRecord) -> None:
+    """Deletes the turns that lie wholly past a rewind's start: none of their tokens is history any more."""
+    db.execute(
+        "DELETE FROM turns WHERE session_id = ? AND start_len >= ? AND turn_index < ?",
+        (record.session_id, record.start_len, record.turn_index),
+    )
