@@ -1,0 +1,94 @@
+"""Chat messages to text with a model's own template: whole conversations, or only what a turn adds to one.
+
+A continuation must not render the history again. It is found by rendering a stand-in conversation (one question, one
+answer) followed by the new messages, and keeping what comes after the answer's words: the text that closes the
+answer, the new messages, and the opening of the next answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from engine.api import InvalidRequest
+
+Messages = Sequence[Mapping[str, Any]]
+
+_ANSWER = "KedgeStandInAnswer"
+_STAND_IN: Messages = (
+    {"role": "user", "content": "KedgeStandInQuestion"},
+    {"role": "assistant", "content": _ANSWER},
+)
+_PROBE: Messages = ({"role": "user", "content": "KedgeProbe"},)
+
+
+class TemplateRefused(InvalidRequest):
+    """The model's chat template does not take these messages."""
+
+    code = "chat_template_error"
+
+
+class TemplateNotIncremental(InvalidRequest):
+    """What the template writes for new messages depends on the messages before them."""
+
+    code = "chat_template_not_incremental"
+
+
+class ChatTemplate:
+    """The template of one tokenizer. Whether it can continue a conversation is found out once, here."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        own = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = frozenset(own) | {"messages", "bos_token", "eos_token"}
+        self._not_incremental = self._probe()
+
+    def render(self, messages: Messages, kwargs: Mapping[str, Any]) -> str:
+        """A whole conversation, up to the point where the model begins to answer."""
+        if reserved := self._reserved.intersection(kwargs):
+            name = min(reserved)
+            raise InvalidRequest(f"{name!r} cannot be set for the chat template.", "chat_template_kwargs")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **kwargs
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            message = f"The model's chat template refused the messages: {error}"
+            raise TemplateRefused(message, "messages") from error
+        return str(text)
+
+    def render_continuation(self, messages: Messages, kwargs: Mapping[str, Any]) -> str:
+        """What follows the words of a finished answer: its closing text, then `messages`, then the next opening."""
+        if self._not_incremental:
+            raise TemplateNotIncremental(self._not_incremental, "messages")
+        return _after_answer(self.render((*_STAND_IN, *messages), kwargs))
+
+    def _probe(self) -> str | None:
+        """Why the template cannot continue a conversation, or None."""
+        try:
+            once = _after_answer(self.render((*_STAND_IN, *_PROBE), {}))
+            earlier = ({"role": "user", "content": "Earlier"}, {"role": "assistant", "content": "Words"})
+            twice = _after_answer(self.render((*earlier, *_STAND_IN, *_PROBE), {}))
+        except InvalidRequest as error:
+            return error.message
+        if once != twice:
+            return (
+                "The model's chat template renders a message differently depending on the ones before it, so a "
+                "session cannot be continued by messages; append text or token ids instead."
+            )
+        return None
+
+
+def _after_answer(text: str) -> str:
+    _, answer, rest = text.partition(_ANSWER)
+    if not answer:
+        raise TemplateNotIncremental(
+            "The model's chat template does not show an earlier answer as it was given, so a session cannot be "
+            "continued by messages; append text or token ids instead.",
+            "messages",
+        )
+    return rest
