@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cache.pages import BooksError, PageAllocator, PageArray
+from cache.pages import BooksError, PageAllocator, PageArray, no_pages
 from cache.radix_tree import RadixTree, TokenArray, TreeMatch
 from cache.sequence_kv import SequenceKV, pages_for
 
@@ -123,7 +123,8 @@ class RadixPrefixCache:
 
     def extend(self, kv: SequenceKV, target_len: int) -> bool:
         """Adds pages until `target_len` tokens fit. False, and nothing changed, if too few pages are free."""
-        pages = self._allocator.allocate(kv.pages_missing(target_len), kv.last_page)
+        missing = kv.pages_missing(target_len)
+        pages = self._allocator.allocate(missing, kv.last_page) if missing else no_pages()
         if pages is None:
             return False
         kv.grow(pages, target_len)
