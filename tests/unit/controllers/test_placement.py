@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from controllers.errors import NoReplica
+from controllers.placement import Candidate, choose_replica
+
+
+def test_most_free_wins() -> None:
+    assert choose_replica([Candidate("a", 100, 0, 0), Candidate("b", 200, 0, 9)]) == "b"
+
+
+def test_tokens_assigned_since_count() -> None:
+    assert choose_replica([Candidate("a", 100, 0, 0), Candidate("b", 200, 150, 0)]) == "a"
+
+
+def test_ties_go_to_fewer_sessions_then_to_the_smaller_id() -> None:
+    assert choose_replica([Candidate("a", 100, 0, 2), Candidate("b", 100, 0, 1)]) == "b"
+    assert choose_replica([Candidate("b", 100, 0, 1), Candidate("a", 100, 0, 1)]) == "a"
+
+
+def test_draining_is_skipped() -> None:
+    assert choose_replica([Candidate("a", 1, 0, 5), Candidate("b", 200, 0, 0, draining=True)]) == "a"
+
+
+def test_a_full_replica_is_better_than_none() -> None:
+    assert choose_replica([Candidate("a", 0, 500, 5)]) == "a"
+
+
+@pytest.mark.parametrize("candidates", [[], [Candidate("b", 200, 0, 0, draining=True)]])
+def test_nobody_left(candidates: list[Candidate]) -> None:
+    with pytest.raises(NoReplica):
+        choose_replica(candidates)

@@ -1,0 +1,137 @@
+"""The store against a model in memory: whatever turns, rewinds, moves, retries and crashes come, they agree."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from controllers.errors import StaleEpoch
+from controllers.records import KEPT_RESULTS, SessionRecord, StoredResult, TurnRecord
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.tokens import decode_tokens, encode_tokens
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5)
+
+
+@dataclass
+class ModelSession:
+    epoch: int = 1
+    replica_id: str = "r1"
+    turns: int = 0
+    history: list[int] = field(default_factory=list)
+    results: list[StoredResult] = field(default_factory=list)
+    last_turn: TurnRecord | None = None
+
+
+class StoreMachine(RuleBasedStateMachine):
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.generation = 0
+        self.store = SqliteSessionStore(self._path())
+        self.model: dict[str, ModelSession] = {}
+        self.opened = 0
+
+    def _path(self) -> Path:
+        return self.folder / str(self.generation) / "sessions.db"
+
+    @rule(target=sessions)
+    def open(self) -> str:
+        self.opened += 1
+        session_id = f"s{self.opened}"
+        self.store.open(SessionRecord(session_id, "", 1, "r1"))
+        self.model[session_id] = ModelSession()
+        return session_id
+
+    @rule(
+        session_id=sessions, tokens=TOKENS, keep=st.floats(0, 1), rewinds=st.booleans(), keyed=st.booleans()
+    )
+    def turn(self, session_id: str, tokens: list[int], keep: float, rewinds: bool, keyed: bool) -> None:
+        session = self.model[session_id]
+        start_len = int(len(session.history) * keep) if rewinds else len(session.history)
+        key = f"key{session.turns}" if keyed else None
+        record = TurnRecord(
+            session_id, session.epoch, session.turns, start_len, encode_tokens(tokens), 1, key, b"result"
+        )
+        self.store.append_turn(record)
+        session.history = session.history[:start_len] + tokens
+        if key is not None:
+            session.results.append(StoredResult(key, session.turns, b"result"))
+        session.turns += 1
+        session.last_turn = record
+
+    @rule(session_id=sessions)
+    def retry_last_turn(self, session_id: str) -> None:
+        session = self.model[session_id]
+        if session.last_turn is None:
+            return
+        if session.last_turn.epoch == session.epoch:
+            self.store.append_turn(session.last_turn)
+        else:
+            with pytest.raises(StaleEpoch):
+                self.store.append_turn(session.last_turn)
+
+    @rule(session_id=sessions, behind=st.integers(1, 3), tokens=TOKENS)
+    def stale_turn(self, session_id: str, behind: int, tokens: list[int]) -> None:
+        session = self.model[session_id]
+        record = TurnRecord(session_id, session.epoch - behind, session.turns, 0, encode_tokens(tokens), 0)
+        with pytest.raises(StaleEpoch):
+            self.store.append_turn(record)
+
+    @rule(session_id=sessions, replica_id=st.sampled_from(["r1", "r2", "r3"]))
+    def move(self, session_id: str, replica_id: str) -> None:
+        session = self.model[session_id]
+        session.epoch += 1
+        session.replica_id = replica_id
+        self.store.assign(session_id, replica_id, session.epoch)
+
+    @rule(session_id=consumes(sessions))
+    def close(self, session_id: str) -> None:
+        assert self.store.close(session_id)
+        del self.model[session_id]
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.disconnect()
+        self.store = SqliteSessionStore(self._path())
+
+    @rule()
+    def crash(self) -> None:
+        """Goes on with a copy of the files, as a killed process leaves them."""
+        before = self._path().parent
+        self.generation += 1
+        shutil.copytree(before, self._path().parent)
+        self.store.disconnect()
+        self.store = SqliteSessionStore(self._path())
+
+    @invariant()
+    def store_equals_model(self) -> None:
+        entries = {entry.session_id: entry for entry in self.store.load_all_entries()}
+        assert entries.keys() == self.model.keys()
+        for session_id, session in self.model.items():
+            record = self.store.load(session_id)
+            assert decode_tokens(record.history) == session.history
+            assert (record.epoch, record.replica_id) == (session.epoch, session.replica_id)
+            assert record.turns == session.turns
+            assert list(record.results) == session.results[-KEPT_RESULTS:]
+            entry = entries[session_id]
+            assert (entry.tokens, entry.turns) == (len(session.history), session.turns)
+
+    def teardown(self) -> None:
+        self.store.disconnect()
+        shutil.rmtree(self.folder)
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=20, stateful_step_count=30, deadline=None, print_blob=True
+)
+TestStoreAgainstModel = StoreMachine.TestCase
