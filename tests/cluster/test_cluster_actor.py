@@ -1,0 +1,170 @@
+"""The controller as a real Ray actor: killed in every way, it finds ownership and histories intact."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.actor import ActorHandle
+
+from controllers.cluster_actor import get_or_create_controller
+from controllers.errors import ControllerError, SessionExists, SessionNotFound, StaleEpoch
+from controllers.records import Assignment, ReplicaStatus, TurnRecord
+from controllers.settings import ClusterSettings
+from controllers.tokens import decode_tokens, encode_tokens
+
+pytestmark = pytest.mark.cluster
+
+NAMESPACE = "cluster-actor-test"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[ActorHandle]:
+    settings = ClusterSettings(str(tmp_path / "sessions.db"), replica_timeout_s=60.0)
+    handle = get_or_create_controller(tmp_path.name, NAMESPACE, settings)
+    for replica_id in ("a", "b"):
+        ray.get(handle.register_replica.remote(ReplicaStatus(replica_id, 1000, 1000)))
+    yield handle
+    ray.kill(handle)
+
+
+def _pid(handle: ActorHandle) -> int:
+    """Process id of the actor, by running a function in its process."""
+    return int(ray.get(handle.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def _kill_by_ray(handle: ActorHandle) -> None:
+    ray.kill(handle, no_restart=False)
+
+
+def _kill_by_signal(handle: ActorHandle) -> None:
+    os.kill(_pid(handle), signal.SIGKILL)
+
+
+def _run_turns(
+    handle: ActorHandle, owners: dict[str, Assignment], histories: dict[str, list[int]], rng: random.Random
+) -> None:
+    """A few turns, some with a rewind, on every session; `histories` is what they must amount to."""
+    entries = {entry.session_id: entry for entry in ray.get(handle.sessions.remote())}
+    for session_id, owner in owners.items():
+        turn_index = entries[session_id].turns
+        for index in range(turn_index, turn_index + rng.randint(1, 3)):
+            history = histories[session_id]
+            start_len = rng.randint(0, len(history)) if rng.random() < 0.3 else len(history)
+            tokens = [rng.randrange(2**32) for _ in range(rng.randint(1, 50))]
+            record = TurnRecord(session_id, owner.epoch, index, start_len, encode_tokens(tokens), 1)
+            ray.get(handle.commit_turn.remote(record))
+            histories[session_id] = history[:start_len] + tokens
+
+
+def _check(handle: ActorHandle, owners: dict[str, Assignment], histories: dict[str, list[int]]) -> None:
+    for session_id, owner in owners.items():
+        resolved = ray.get(handle.resolve.remote(session_id))
+        assert (resolved.replica_id, resolved.epoch) == (owner.replica_id, owner.epoch)
+        record = ray.get(handle.load_session.remote(session_id, owner.epoch, owner.replica_id))
+        assert decode_tokens(record.history) == histories[session_id]
+
+
+def test_killing_the_actor_loses_nothing(controller: ActorHandle) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # noqa: T201
+    rng = random.Random(seed)
+    owners = {f"s{index}": ray.get(controller.open_session.remote(f"s{index}")) for index in range(6)}
+    assert {owner.replica_id for owner in owners.values()} == {"a", "b"}
+    histories: dict[str, list[int]] = {session_id: [] for session_id in owners}
+    for kill in (_kill_by_ray, _kill_by_signal, _kill_by_ray):
+        _run_turns(controller, owners, histories, rng)
+        pid = _pid(controller)
+        kill(controller)
+        _check(controller, owners, histories)
+        assert _pid(controller) != pid
+    _run_turns(controller, owners, histories, rng)
+    _check(controller, owners, histories)
+
+
+def test_a_kill_amid_commits_loses_and_repeats_none(controller: ActorHandle) -> None:
+    """Ray repeats calls whose answer the kill swallowed, whether or not their turn had reached the log."""
+    owners = ray.get([controller.open_session.remote(f"s{index}") for index in range(200)])
+    pid = _pid(controller)
+    calls = [
+        controller.commit_turn.remote(TurnRecord(owner.session_id, 1, 0, 0, encode_tokens([index, 7]), 1))
+        for index, owner in enumerate(owners)
+    ]
+    ray.wait(calls, num_returns=20)
+    os.kill(pid, signal.SIGKILL)
+    ray.get(calls)
+    for index, owner in enumerate(owners):
+        record = ray.get(controller.load_session.remote(owner.session_id, 1, owner.replica_id))
+        assert (decode_tokens(record.history), record.turns) == ([index, 7], 1)
+
+
+def test_moved_ownership_survives(controller: ActorHandle) -> None:
+    opened = ray.get(controller.open_session.remote("s"))
+    record = TurnRecord("s", 1, 0, 0, encode_tokens([1, 2]), 1, "key", b"result")
+    ray.get(controller.commit_turn.remote(record))
+    assert ray.get(controller.report_lost.remote(opened.replica_id)) == 1
+    moved = ray.get(controller.resolve.remote("s"))
+    assert (moved.epoch, moved.fresh) == (2, True)
+    _kill_by_signal(controller)
+    assert ray.get(controller.resolve.remote("s")) == Assignment("s", moved.replica_id, 2, fresh=False)
+    with pytest.raises(StaleEpoch):
+        ray.get(controller.commit_turn.remote(TurnRecord("s", 1, 1, 2, encode_tokens([3]), 1)))
+    loaded = ray.get(controller.load_session.remote("s", 2, moved.replica_id))
+    assert decode_tokens(loaded.history) == [1, 2]
+    assert [result.result for result in loaded.results] == [b"result"]
+
+
+def test_errors_arrive_typed(controller: ActorHandle) -> None:
+    ray.get(controller.open_session.remote("s"))
+    with pytest.raises(SessionExists) as exists:
+        ray.get(controller.open_session.remote("s"))
+    assert (exists.value.code, exists.value.param) == ("session_exists", "session_id")
+    with pytest.raises(SessionNotFound) as missing:
+        ray.get(controller.resolve.remote("s", False, "other tenant"))
+    assert isinstance(missing.value, ControllerError)
+    assert missing.value.message == "no session 's'"
+
+
+def test_one_controller_per_name(controller: ActorHandle, tmp_path: Path) -> None:
+    other_settings = ClusterSettings(str(tmp_path / "other.db"))
+    again = get_or_create_controller(tmp_path.name, NAMESPACE, other_settings)
+    assert _pid(again) == _pid(controller)
+    assert ray.get(again.settings.remote()).store_path == str(tmp_path / "sessions.db")
+    assert ray.get(again.ping.remote())
+
+
+def test_a_log_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "garbage.db"
+    path.write_bytes(b"no database at all" * 100)
+    handle = get_or_create_controller("broken", NAMESPACE, ClusterSettings(str(path)))
+    with pytest.raises(
+        ray.exceptions.ActorDiedError, match=r"StoreError: cannot open session log .*garbage\.db"
+    ):
+        ray.get(handle.ping.remote())
+
+
+def test_a_round_trip_is_quick(controller: ActorHandle) -> None:
+    owner = ray.get(controller.open_session.remote("s"))
+    took_s = []
+    for index in range(100):
+        started_s = time.perf_counter()
+        ray.get(
+            controller.commit_turn.remote(
+                TurnRecord("s", owner.epoch, index, index, encode_tokens([index]), 1)
+            )
+        )
+        took_s.append(time.perf_counter() - started_s)
+    assert sorted(took_s)[50] < 0.05

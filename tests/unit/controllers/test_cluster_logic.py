@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from manual_clock import ManualClock
+
+from controllers.cluster import Cluster
+from controllers.errors import (
+    ControllerError,
+    NoReplica,
+    Overloaded,
+    SessionExists,
+    SessionNotFound,
+    StaleEpoch,
+    StoreError,
+)
+from controllers.records import Assignment, ReplicaStatus, SessionStatus, TurnRecord
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.tokens import decode_tokens, encode_tokens
+
+SILENCE_S = 10.0
+IDLE_S = 100.0
+
+
+class World:
+    """A cluster, its log and its clock. `restart` is what a crash of the controller's process does."""
+
+    def __init__(self, path: Path, clock: ManualClock) -> None:
+        self.clock = clock
+        self._path = path
+        self.store = SqliteSessionStore(path, clock=clock)
+        self.cluster = self._build()
+
+    def restart(self) -> Cluster:
+        self.store.disconnect()
+        self.store = SqliteSessionStore(self._path, clock=self.clock)
+        self.cluster = self._build()
+        return self.cluster
+
+    def _build(self) -> Cluster:
+        settings = ClusterSettings(
+            str(self._path),
+            replica_timeout_s=SILENCE_S,
+            session_timeout_s=IDLE_S,
+            max_sessions=20,
+            placement_tokens=10,
+        )
+        return Cluster(settings, self.store, self.clock, self.clock)
+
+    def beat(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
+        for replica_id in replica_ids:
+            self.cluster.heartbeat(ReplicaStatus(replica_id, free_tokens, 1000, draining=draining), [])
+
+
+@pytest.fixture
+def world(tmp_path: Path, clock: ManualClock) -> Iterator[World]:
+    world = World(tmp_path / "sessions.db", clock)
+    world.beat("a", "b")
+    yield world
+    world.store.disconnect()
+
+
+def _open(world: World, session_id: str | None = "s", tenant: str = "t") -> Assignment:
+    return world.cluster.open_session(session_id, tenant, None, None)
+
+
+def _turn(assignment: Assignment, index: int, start_len: int, tokens: list[int]) -> TurnRecord:
+    return TurnRecord(
+        assignment.session_id, assignment.epoch, index, start_len, encode_tokens(tokens), len(tokens)
+    )
+
+
+def test_a_burst_of_opens_spreads(world: World) -> None:
+    owners = [_open(world, f"s{index}").replica_id for index in range(10)]
+    assert sorted(owners) == ["a"] * 5 + ["b"] * 5
+
+
+def test_most_free_kv_wins(world: World) -> None:
+    world.beat("b", free_tokens=500)
+    assert {_open(world, f"s{index}").replica_id for index in range(5)} == {"a"}
+
+
+def test_opens_without_an_id_get_one(world: World) -> None:
+    first, second = _open(world, None), _open(world, None)
+    assert first.session_id != second.session_id
+    assert len(first.session_id) >= 20
+    assert (first.epoch, first.fresh) == (1, True)
+
+
+def test_duplicates_are_refused_but_not_retries(world: World) -> None:
+    first = world.cluster.open_session("s", "t", None, None, open_key="k")
+    retried = world.cluster.open_session("s", "t", None, None, open_key="k")
+    assert (retried.replica_id, retried.epoch, retried.fresh) == (first.replica_id, 1, False)
+    for tenant, open_key in (("t", None), ("t", "other"), ("u", "k")):
+        with pytest.raises(SessionExists):
+            world.cluster.open_session("s", tenant, None, None, open_key=open_key)
+
+
+def test_no_replica_leaves_no_session(tmp_path: Path, clock: ManualClock) -> None:
+    world = World(tmp_path / "empty.db", clock)
+    with pytest.raises(NoReplica):
+        _open(world)
+    assert world.cluster.sessions() == world.store.load_all_entries() == []
+    world.store.disconnect()
+
+
+def test_resolve_keeps_the_owner(world: World) -> None:
+    opened = _open(world)
+    resolved = world.cluster.resolve("s", False, "t")
+    assert (resolved.replica_id, resolved.epoch, resolved.fresh) == (opened.replica_id, 1, False)
+
+
+def test_resolve_creates_on_request(world: World) -> None:
+    with pytest.raises(SessionNotFound):
+        world.cluster.resolve("s", False, "t")
+    assert world.cluster.resolve("s", True, "t").fresh
+    assert not world.cluster.resolve("s", True, "t").fresh
+
+
+def test_tenants_are_kept_apart(world: World) -> None:
+    _open(world)
+    for create in (True, False):
+        with pytest.raises(SessionNotFound):
+            world.cluster.resolve("s", create, "other")
+    assert not world.cluster.close_session("s", "other")
+    assert world.cluster.close_session("s", "t")
+
+
+def test_commits_reach_log_and_ledger(world: World) -> None:
+    opened = _open(world)
+    world.cluster.commit_turn(_turn(opened, 0, 0, [1, 2, 3]))
+    world.cluster.commit_turn(_turn(opened, 0, 0, [1, 2, 3]))
+    record = world.cluster.load_session("s", 1, opened.replica_id)
+    assert decode_tokens(record.history) == [1, 2, 3]
+    (entry,) = world.cluster.sessions()
+    assert (entry.tokens, entry.turns) == (3, 1)
+    assert world.cluster.stats()["turns_committed_total"] == 1
+
+
+def test_load_is_fenced(world: World) -> None:
+    opened = _open(world)
+    for epoch, replica_id in ((2, opened.replica_id), (1, "stranger")):
+        with pytest.raises(StaleEpoch):
+            world.cluster.load_session("s", epoch, replica_id)
+    with pytest.raises(SessionNotFound):
+        world.cluster.load_session("unknown", 1, opened.replica_id)
+
+
+def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
+    opened = _open(world)
+    world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
+    assert world.cluster.report_lost(opened.replica_id) == 1
+    moved = world.cluster.resolve("s", False, "t")
+    assert (moved.epoch, moved.fresh) == (2, True)
+    assert moved.replica_id != opened.replica_id
+    with pytest.raises(StaleEpoch):
+        world.cluster.commit_turn(_turn(opened, 1, 1, [2]))
+    record = world.cluster.load_session("s", 2, moved.replica_id)
+    assert decode_tokens(record.history) == [1]
+    world.cluster.commit_turn(_turn(moved, 1, 1, [3]))
+    assert world.cluster.stats()["transfers_total"] == 1
+    assert world.cluster.stats()["turns_refused_total"] == 1
+
+
+def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
+    opened = _open(world)
+    status = ReplicaStatus(opened.replica_id, 5000, 5000)
+    world.cluster.report_lost(opened.replica_id)
+    moved = world.cluster.resolve("s", False, "t")
+    held = SessionStatus("s", opened.epoch, 0, 0, 0.0, False)
+    reply = world.cluster.heartbeat(status, [held])
+    assert (reply.known, reply.stale_sessions) == (False, ("s",))
+    world.cluster.register_replica(status)
+    assert world.cluster.heartbeat(status, [held]).known
+    assert world.cluster.resolve("s", False, "t").replica_id == moved.replica_id
+    assert _open(world, "new").replica_id == opened.replica_id
+
+
+def test_a_false_alarm_before_the_next_use_moves_nothing(world: World) -> None:
+    opened = _open(world)
+    world.cluster.report_lost(opened.replica_id)
+    world.cluster.register_replica(ReplicaStatus(opened.replica_id, 1000, 1000))
+    assert world.cluster.resolve("s", False, "t").epoch == 1
+
+
+def test_a_silent_owner_is_replaced(world: World) -> None:
+    opened = _open(world)
+    world.clock.advance(SILENCE_S + 1)
+    with pytest.raises(NoReplica):
+        world.cluster.resolve("s", False, "t")
+    other = "b" if opened.replica_id == "a" else "a"
+    world.beat(other)
+    assert world.cluster.resolve("s", False, "t").replica_id == other
+
+
+def test_a_draining_owner_gives_up_idle_sessions_only(world: World) -> None:
+    opened = _open(world)
+    status = ReplicaStatus(opened.replica_id, 1000, 1000, draining=True)
+    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, True)])
+    assert world.cluster.resolve("s", False, "t").epoch == 1
+    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, False)])
+    moved = world.cluster.resolve("s", False, "t")
+    assert (moved.epoch, moved.fresh) == (2, True)
+
+
+def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> None:
+    _open(world)
+    world.beat("a", "b", draining=True)
+    assert world.cluster.resolve("s", False, "t").epoch == 1
+    with pytest.raises(NoReplica):
+        _open(world, "new")
+
+
+def test_a_restart_keeps_ownership(world: World) -> None:
+    opened = _open(world)
+    world.cluster.commit_turn(_turn(opened, 0, 0, [1, 2]))
+    before = world.cluster.sessions()
+    cluster = world.restart()
+    assert cluster.sessions() == before
+    assert cluster.resolve("s", False, "t") == Assignment("s", opened.replica_id, 1, fresh=False)
+    cluster.commit_turn(_turn(opened, 0, 0, [1, 2]))
+    cluster.commit_turn(_turn(opened, 1, 2, [3]))
+
+
+def test_after_a_restart_owners_that_stay_away_are_replaced(world: World) -> None:
+    opened = _open(world)
+    world.restart()
+    other = "b" if opened.replica_id == "a" else "a"
+    world.clock.advance(SILENCE_S + 1)
+    world.beat(other)
+    assert world.cluster.resolve("s", False, "t").replica_id == other
+
+
+def test_close(world: World) -> None:
+    opened = _open(world)
+    with pytest.raises(StaleEpoch):
+        world.cluster.close_session("s", epoch=2)
+    assert world.cluster.close_session("s", epoch=1)
+    assert not world.cluster.close_session("s")
+    with pytest.raises(SessionNotFound):
+        world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
+    assert _open(world).epoch == 1
+
+
+def test_heartbeats_name_sessions_that_are_closed(world: World) -> None:
+    opened = _open(world)
+    status = ReplicaStatus(opened.replica_id, 1000, 1000)
+    held = SessionStatus("s", 1, 0, 0, 3.0, False, size_bytes=42)
+    assert world.cluster.heartbeat(status, [held]).stale_sessions == ()
+    assert world.cluster.stats()["session_size_bytes"] == 42
+    world.cluster.close_session("s")
+    assert world.cluster.heartbeat(status, [held]).stale_sessions == ("s",)
+
+
+def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:
+    opened = _open(world)
+    world.cluster.heartbeat(ReplicaStatus(opened.replica_id, 1, 1), [SessionStatus("s", 1, 0, 0, 0.0, True)])
+    world.cluster.report_lost(opened.replica_id)
+    world.clock.advance(IDLE_S)
+    assert world.cluster.expire_idle() == []
+    world.clock.advance(0.1)
+    assert world.cluster.expire_idle() == ["s"]
+    assert world.cluster.sessions() == world.store.load_all_entries() == []
+
+
+def test_a_turn_in_flight_never_expires(world: World) -> None:
+    opened = _open(world)
+    status = ReplicaStatus(opened.replica_id, 1000, 1000)
+    for _ in range(30):
+        world.clock.advance(SILENCE_S)
+        world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, True)])
+        assert world.cluster.expire_idle() == []
+    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, False)])
+    for _ in range(11):
+        assert world.cluster.expire_idle() == []
+        world.clock.advance(SILENCE_S)
+        world.cluster.heartbeat(status, [])
+    world.clock.advance(0.1)
+    assert world.cluster.expire_idle() == ["s"]
+
+
+def test_nothing_expires_right_after_a_restart(world: World) -> None:
+    _open(world)
+    world.clock.advance(IDLE_S * 10)
+    world.restart()
+    world.clock.advance(SILENCE_S)
+    assert world.cluster.expire_idle() == []
+    world.clock.advance(SILENCE_S)
+    assert world.cluster.expire_idle() == ["s"]
+
+
+def test_use_after_a_pause_is_noted_durably(world: World) -> None:
+    _open(world)
+    world.clock.advance(60)
+    world.beat("a", "b")
+    world.cluster.resolve("s", False, "t")
+    (entry,) = world.restart().sessions()
+    assert entry.last_used_s == world.clock.now_s
+
+
+def test_the_session_limit(world: World) -> None:
+    for index in range(20):
+        _open(world, f"s{index}")
+    with pytest.raises(Overloaded) as caught:
+        _open(world, "more")
+    assert caught.value.retry_after_s is not None
+    world.clock.advance(IDLE_S + SILENCE_S + 1)
+    world.beat("a", "b")
+    assert _open(world, "more").fresh
+    assert len(world.cluster.sessions()) == 1
+
+
+def test_a_failing_log_changes_no_ledger(world: World) -> None:
+    opened = _open(world)
+    before = world.cluster.sessions()
+    world.store.disconnect()
+    for operation in (
+        lambda: world.cluster.commit_turn(_turn(opened, 0, 0, [1])),
+        lambda: _open(world, "new"),
+        lambda: world.cluster.close_session("s"),
+    ):
+        with pytest.raises(StoreError):
+            operation()
+    assert world.cluster.sessions() == before
+
+
+def test_figures(world: World) -> None:
+    opened = _open(world)
+    with pytest.raises(ControllerError):
+        world.cluster.commit_turn(_turn(opened, 5, 0, [1]))
+    world.cluster.commit_turn(_turn(opened, 0, 0, [1, 2]))
+    world.cluster.heartbeat(ReplicaStatus(opened.replica_id, 1, 1), [SessionStatus("s", 1, 2, 1, 0.0, True)])
+    figures = world.cluster.stats()
+    assert (figures["sessions_in_turn"], figures["sessions_idle"], figures["sessions_unowned"]) == (1, 0, 0)
+    assert (figures["session_tokens"], figures["replicas_live"]) == (2, 2)
+    assert (figures["turns_refused_total"], figures["store_commit_total"]) == (1, 2)
+    assert all(type(value) is float for value in figures.values())
+    world.cluster.report_lost(opened.replica_id)
+    assert world.cluster.stats()["sessions_unowned"] == 1
+
+
+def test_replicas_carry_the_ledgers_count(world: World) -> None:
+    opened = _open(world)
+    counts = {status.replica_id: status.sessions for status in world.cluster.replicas()}
+    assert counts == {opened.replica_id: 1, "b" if opened.replica_id == "a" else "a": 0}
