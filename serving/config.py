@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from controllers.settings import ClusterSettings
 from engine.settings import (
     CacheSettings,
     DeviceName,
@@ -118,12 +119,18 @@ class SessionArgs(StrictModel):
 
 
 class ControllerArgs(StrictModel):
-    """The ownership ledger and the durable session log (`state_dir`/sessions.sqlite3)."""
+    """The ownership ledger and the durable session log (`state_dir`/sessions.sqlite3).
+
+    `full_sync` flushes the disk at every commit: it survives a loss of power, and costs milliseconds. A replica
+    unheard of for `replica_timeout_s` is dead.
+    """
 
     name: str = "kedge-controller"
     state_dir: str = ".kedge"
+    full_sync: bool = False
     heartbeat_interval_s: Seconds = 1.0
-    heartbeat_timeout_s: Seconds = 10.0
+    replica_timeout_s: Seconds = 10.0
+    max_sessions: PositiveInt = 100_000
 
 
 class AppArgs(StrictModel):
@@ -156,6 +163,17 @@ class AppArgs(StrictModel):
                 prefix_cache=cache.prefix_cache,
             ),
             scheduler=SchedulerSettings(**self.scheduler.model_dump()),
+        )
+
+    def cluster_settings(self) -> ClusterSettings:
+        """The frozen settings of the cluster controller."""
+        controller = self.controller
+        return ClusterSettings(
+            store_path=str(state_path(controller.state_dir) / "sessions.sqlite3"),
+            full_sync=controller.full_sync,
+            replica_timeout_s=controller.replica_timeout_s,
+            session_timeout_s=self.sessions.idle_timeout_s,
+            max_sessions=controller.max_sessions,
         )
 
 

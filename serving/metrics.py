@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.api import EngineStats, PageAccounts
+from cache.audit import PageAccounts
+from engine.api import EngineStats
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 INTER_TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -83,7 +84,9 @@ class ReplicaMetrics:
         self._registry.register(EngineCollector(stats, replica_id))
         self._replica_id = replica_id
         labels = ["replica"]
-        self._turns = Counter("kedge_turns", "Turns by outcome.", [*labels, "outcome"], registry=self._registry)
+        self._turns = Counter(
+            "kedge_turns", "Turns by outcome.", [*labels, "outcome"], registry=self._registry
+        )
         self._ttft = Histogram(
             "kedge_ttft_seconds",
             "Arrival at the replica to first token.",
@@ -121,7 +124,10 @@ class IngressMetrics:
     def __init__(self, ingress_id: str) -> None:
         self._registry = CollectorRegistry()
         self._failovers = Counter(
-            "kedge_failovers", "Calls sent again because their owner was lost.", ["ingress"], registry=self._registry
+            "kedge_failovers",
+            "Calls sent again because their owner was lost.",
+            ["ingress"],
+            registry=self._registry,
         ).labels(ingress_id)
         self._resolves = Counter(
             "kedge_ownership_lookups",

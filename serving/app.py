@@ -1,0 +1,42 @@
+"""The application that `serve run configs/cluster.yaml` builds: engine replicas behind an HTTP ingress."""
+
+# No `from __future__ import annotations`: Ray Serve reads the class of `args` from the signature.
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.deployment import Application
+
+from engine.build import build_engine
+from serving.config import AppArgs
+from serving.ingress import Ingress
+from serving.replica import EngineFactory, LLMReplica
+
+HEALTH_CHECK_PERIOD_S = 1.0
+HEALTH_CHECK_TIMEOUT_S = 10.0
+
+
+def build(args: AppArgs) -> Application:
+    """Typed builder for Ray Serve: `args` of the config file, validated strictly."""
+    return compose(args, build_engine)
+
+
+def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
+    """The application around any engine."""
+    replicas = serve.deployment(LLMReplica).options(
+        name="LLMReplica",
+        num_replicas=args.replicas.count,
+        ray_actor_options={"num_cpus": args.replicas.num_cpus, "num_gpus": args.replicas.num_gpus},
+        max_ongoing_requests=args.replicas.max_ongoing_requests,
+        graceful_shutdown_timeout_s=args.replicas.graceful_shutdown_timeout_s,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        request_router_config=RequestRouterConfig(request_router_class="serving.router:PinnedRequestRouter"),
+    )
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        name="Ingress",
+        num_replicas=args.ingress.count,
+        ray_actor_options={"num_cpus": args.ingress.num_cpus},
+        max_ongoing_requests=args.ingress.max_ongoing_requests,
+    )
+    application: Application = ingress.bind(args, replicas.bind(args, engine_factory))
+    return application

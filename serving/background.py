@@ -1,0 +1,59 @@
+"""Tasks that outlive the call that started them, and loops; all of them end with their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class BackgroundTasks:
+    """Holds its tasks until they are done, logs their failures, and stops them within a bound."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loops: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Work that should come to its end even if the caller is cancelled; await it under `asyncio.shield`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def every(self, interval_s: float, work: Callable[[], Awaitable[None]], *, timeout_s: float) -> None:
+        """Repeats `work`, each run bounded by `timeout_s`. A failed run is logged; the loop goes on."""
+        task = asyncio.create_task(_repeat(interval_s, work, timeout_s))
+        self._loops.add(task)
+        task.add_done_callback(self._loops.discard)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Cancels the loops, lets the work finish for `timeout_s`, then cancels what is left."""
+        for loop in list(self._loops):
+            loop.cancel()
+        if self._tasks:
+            _, late = await asyncio.wait(list(self._tasks), timeout=timeout_s)
+            for task in late:
+                task.cancel()
+        if left := [*self._tasks, *self._loops]:
+            await asyncio.wait(left, timeout=timeout_s)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("background work failed", exc_info=error)
+
+
+async def _repeat(interval_s: float, work: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await work()
+        except Exception as error:
+            logger.warning("%s failed: %r", getattr(work, "__qualname__", "periodic work"), error)

@@ -1,0 +1,142 @@
+"""The cluster as the protocols see it (TurnService): finds a session's owner, pins the call there, and fails over.
+
+Ownership is the controller's; this end only remembers it. A call is repeated only while the client has been told
+nothing, and under one idempotency key, so that a turn that did commit is answered, not run again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from controllers.errors import ControllerError, SessionNotFound
+from controllers.records import LedgerEntry
+from serving.controller_calls import ControllerCalls
+from serving.errors import error_info, unavailable
+from serving.metrics import IngressMetrics, merge_expositions, render_gauges
+from serving.replica_calls import ANY_REPLICA, ReplicaCalls
+from serving.routing_errors import ReplicaGone
+from serving.turn_dispatch import TurnDispatcher
+from serving.turns import ErrorInfo, ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
+
+
+class ClusterClient:
+    """Implements TurnService (serving/turns.py). One per ingress process; used on its event loop."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        replicas: ReplicaCalls,
+        controller: ControllerCalls,
+        dispatcher: TurnDispatcher,
+        metrics: IngressMetrics,
+        settings: dict[str, Any],
+    ) -> None:
+        self._model = model
+        self._replicas = replicas
+        self._controller = controller
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._settings = settings
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @asynccontextmanager
+    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        async with self._dispatcher.dispatch(call) as events:
+            yield events
+
+    async def open_session(
+        self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
+    ) -> str:
+        return await self._dispatcher.open_session(session_id, tenant, timeout_s, capacity_tokens)
+
+    async def close_session(self, session_id: str) -> bool:
+        try:
+            return await self._close(session_id)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def abort(self, request_id: str | None, *, all_requests: bool = False) -> None:
+        if all_requests or request_id is not None:
+            await self._replicas.broadcast("abort", None if all_requests else request_id)
+
+    async def flush(self) -> bool:
+        answers = await self._replicas.broadcast("flush")
+        if not answers:
+            raise ServiceError(unavailable("no replica answers"))
+        return all(answers)
+
+    async def sessions(self) -> list[SessionInfo]:
+        try:
+            entries = await self._controller.sessions()
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+        now_s = time.time()
+        return [_session_info(entry, now_s) for entry in entries]
+
+    async def server_info(self) -> dict[str, Any]:
+        return {
+            "settings": self._settings,
+            "replicas": await self._replicas.broadcast("describe"),
+            "controller": await self._controller_stats(),
+        }
+
+    async def metrics_text(self) -> str:
+        texts = await self._replicas.broadcast("metrics_text")
+        figures = [
+            (_metric_name(name), f"Cluster controller: {name.replace('_', ' ')}.", value)
+            for name, value in (await self._controller_stats()).items()
+        ]
+        return merge_expositions([*texts, render_gauges(figures), self._metrics.render()])
+
+    async def healthy(self) -> bool:
+        try:
+            await self._replicas.call(ANY_REPLICA, "model_info")
+        except ReplicaGone:
+            return False
+        return True
+
+    async def _controller_stats(self) -> dict[str, float]:
+        try:
+            return await self._controller.stats()
+        except ControllerError:
+            return {}
+
+    async def _close(self, session_id: str) -> bool:
+        """The owner closes, so that nothing of the session outlives it there; without an owner, the controller."""
+        try:
+            owner = await self._dispatcher.owner_of(session_id)
+            held = await self._replicas.call(owner.replica_id, "close_session", session_id)
+        except SessionNotFound:
+            return False
+        except ReplicaGone:
+            held = False
+        finally:
+            self._dispatcher.forget(session_id)
+        if isinstance(held, ErrorInfo):
+            raise ServiceError(held)
+        return bool(held) or await self._controller.close_session(session_id)
+
+
+def _session_info(entry: LedgerEntry, now_s: float) -> SessionInfo:
+    return SessionInfo(
+        session_id=entry.session_id,
+        replica_id=entry.replica_id,
+        epoch=entry.epoch,
+        tokens=entry.tokens,
+        size_bytes=entry.size_bytes,
+        turns=entry.turns,
+        idle_s=0.0 if entry.in_turn else max(0.0, now_s - entry.last_used_s),
+        in_turn=entry.in_turn,
+        tenant=entry.tenant,
+    )
+
+
+def _metric_name(figure: str) -> str:
+    return "kedge_ownership_transfers_total" if figure == "transfers_total" else f"kedge_controller_{figure}"

@@ -1,0 +1,85 @@
+"""The HTTP front end as a Ray Serve deployment: any number of them, none of which knows anything the others need."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from controllers.cluster_actor import get_or_create_controller
+from serving.background import BackgroundTasks
+from serving.cluster_client import ClusterClient
+from serving.config import AppArgs
+from serving.controller_calls import ControllerCalls
+from serving.http import create_http_app
+from serving.metrics import IngressMetrics
+from serving.ownership_cache import OwnershipCache
+from serving.replica import CONTROLLER_TIMEOUT_S, NAMESPACE
+from serving.replica_calls import ANY_REPLICA, ReplicaCalls
+from serving.routing_errors import ReplicaGone
+from serving.turn_dispatch import TurnDispatcher
+from serving.turns import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+SILENCE_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 900.0
+EXPIRE_INTERVAL_S = 15.0
+CACHED_OWNERS = 100_000
+
+
+class Ingress:
+    """Wires the HTTP application to the cluster. Ready once a replica has answered."""
+
+    async def __init__(self, args: AppArgs, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
+        actor = get_or_create_controller(args.controller.name, NAMESPACE, args.cluster_settings())
+        controller = ControllerCalls(actor, timeout_s=CONTROLLER_TIMEOUT_S)
+        calls = ReplicaCalls(replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S)
+        metrics = IngressMetrics(serve.get_replica_context().replica_id.unique_id)
+        dispatcher = TurnDispatcher(
+            calls,
+            controller,
+            OwnershipCache(CACHED_OWNERS),
+            metrics,
+            failover_timeout_s=args.ingress.failover_timeout_s,
+        )
+        self._service = ClusterClient(
+            model=await _model_info(calls),
+            replicas=calls,
+            controller=controller,
+            dispatcher=dispatcher,
+            metrics=metrics,
+            settings=args.model_dump(mode="json"),
+        )
+        self._tasks = BackgroundTasks()
+
+        async def expire_idle() -> None:
+            await controller.expire_idle()
+
+        # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
+        self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app: FastAPI = create_http_app(lambda: self._service)
+        return app
+
+    async def __del__(self) -> None:
+        await self._tasks.stop(timeout_s=1.0)
+
+
+async def _model_info(calls: ReplicaCalls) -> ModelInfo:
+    """Asks until a replica answers: models may take minutes to load."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            try:
+                answer = await calls.call(ANY_REPLICA, "model_info")
+            except ReplicaGone:
+                logger.info("waiting for a replica")
+                await asyncio.sleep(0.5)
+            else:
+                assert isinstance(answer, ModelInfo)
+                return answer

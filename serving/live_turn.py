@@ -1,0 +1,82 @@
+"""One turn in flight on a replica: what was asked, what has come, and the events that tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from controllers.session import Turn
+from engine.api import Finish, FinishReason, TokenDelta
+from serving.mailbox import Inbox
+from serving.metrics import ReplicaMetrics
+from serving.text import OutputText, TextProcessor
+from serving.turns import TurnCall, TurnEvent, TurnFinish
+
+
+@dataclass(slots=True, eq=False)
+class LiveTurn:
+    """Owned by the coroutine that streams it. `request_id` is the engine's, unique on this replica.
+
+    `turn` is None outside a session. `finish` is set once the engine has sent its final delta; `settled` once the
+    turn has been committed or rolled back (or will be, by a task of its own).
+    """
+
+    call: TurnCall
+    request_id: str
+    turn: Turn | None
+    new_tokens: list[int]
+    inbox: Inbox
+    output: OutputText
+    started_s: float
+    output_tokens: list[int] = field(default_factory=list)
+    told: list[TurnEvent] = field(default_factory=list)
+    last_token_s: float | None = None
+    finish: Finish | None = None
+    settled: bool = False
+
+    def final_event(self) -> TurnEvent:
+        """The event that ends a turn which did not fail; totals are those of the last delta."""
+        assert self.finish is not None
+        last = self.told[-1] if self.told else TurnEvent(prompt_tokens=len(self.new_tokens))
+        finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
+        return replace(last, text="", token_ids=(), logprobs=(), input_logprobs=(), finish=finish)
+
+
+class TurnTeller:
+    """Turns deltas into events, and counts what users feel."""
+
+    def __init__(self, text: TextProcessor, metrics: ReplicaMetrics, clock: Callable[[], float]) -> None:
+        self._text = text
+        self._metrics = metrics
+        self._clock = clock
+
+    def tell(self, live: LiveTurn, deltas: list[TokenDelta]) -> list[TurnEvent]:
+        """The events of a burst of deltas: one for each that carries tokens. Notes the finish, if it is there."""
+        self._time(live, sum(len(delta.token_ids) for delta in deltas))
+        events = [self._event(live, delta) for delta in deltas]
+        live.told.extend(events)
+        return [event for event in events if event.token_ids or event.text or event.input_logprobs]
+
+    def _event(self, live: LiveTurn, delta: TokenDelta) -> TurnEvent:
+        live.output_tokens.extend(delta.token_ids)
+        live.finish = delta.finish
+        failed = delta.finish is not None and delta.finish.reason is FinishReason.ERROR
+        return TurnEvent(
+            text="" if failed else live.output.push(delta.token_ids, delta.finish),
+            token_ids=delta.token_ids,
+            prompt_tokens=delta.prompt_tokens,
+            cached_tokens=delta.cached_tokens,
+            completion_tokens=delta.completion_tokens,
+            logprobs=self._text.text_logprobs(delta.logprobs),
+            input_logprobs=self._text.text_logprobs(delta.input_logprobs),
+        )
+
+    def _time(self, live: LiveTurn, count: int) -> None:
+        if count == 0:
+            return
+        now_s = self._clock()
+        if live.last_token_s is None:
+            self._metrics.first_token(now_s - live.started_s)
+        else:
+            self._metrics.next_tokens(count, now_s - live.last_token_s)
+        live.last_token_s = now_s

@@ -1,0 +1,52 @@
+"""A turn's answer as bytes for the session log, and back: a retried turn is answered from it, not run again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from engine.api import TokenLogprob
+from serving.turns import TextLogprob, TurnEvent, TurnFinish
+
+
+def merge_events(events: list[TurnEvent], last: TurnEvent) -> TurnEvent:
+    """One event that tells what all of them told; totals and the finish are those of `last`."""
+    every = [*events, last]
+    return replace(
+        last,
+        text="".join(event.text for event in every),
+        token_ids=tuple(token for event in every for token in event.token_ids),
+        logprobs=tuple(entry for event in every for entry in event.logprobs),
+        input_logprobs=tuple(entry for event in every for entry in event.input_logprobs),
+    )
+
+
+def encode_result(event: TurnEvent) -> bytes:
+    """The whole turn, as one event, in JSON."""
+    return json.dumps(asdict(event), separators=(",", ":"), allow_nan=True).encode()
+
+
+def decode_result(data: bytes) -> TurnEvent:
+    """The event that `encode_result` was given, marked as replayed."""
+    fields: dict[str, Any] = json.loads(data)
+    return TurnEvent(
+        text=fields["text"],
+        token_ids=tuple(fields["token_ids"]),
+        prompt_tokens=fields["prompt_tokens"],
+        cached_tokens=fields["cached_tokens"],
+        completion_tokens=fields["completion_tokens"],
+        logprobs=tuple(map(_logprob, fields["logprobs"])),
+        input_logprobs=tuple(map(_logprob, fields["input_logprobs"])),
+        finish=TurnFinish(**{**fields["finish"], "replayed": True}),
+    )
+
+
+def _logprob(fields: dict[str, Any]) -> TextLogprob:
+    token = fields["token"]
+    top = tuple((int(token_id), float(logprob)) for token_id, logprob in token["top"])
+    return TextLogprob(
+        token=TokenLogprob(token["token_id"], token["logprob"], top),
+        text=fields["text"],
+        top_texts=tuple(fields["top_texts"]),
+    )

@@ -1,0 +1,169 @@
+"""LLMReplica: one engine with its sessions, as a Ray Serve deployment. Puts the parts together and keeps them running.
+
+The engine runs on its own thread; everything else on the deployment's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
+from typing import Any
+
+from ray import serve
+
+from controllers.cluster_actor import get_or_create_controller
+from controllers.errors import ControllerError
+from controllers.session import SessionController
+from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
+from engine.settings import EngineSettings
+from serving.background import BackgroundTasks
+from serving.config import AppArgs
+from serving.controller_calls import ControllerCalls
+from serving.errors import error_info
+from serving.live_turn import TurnTeller
+from serving.mailbox import Mailbox
+from serving.metrics import ReplicaMetrics
+from serving.ray_gauges import RayGauges
+from serving.session_host import SessionHost
+from serving.text import TextProcessor
+from serving.turn_request import RequestBuilder
+from serving.turn_runner import TurnRunner
+from serving.turns import ChatPrompt, ErrorInfo, ModelInfo, TurnCall, TurnEvent
+
+logger = logging.getLogger(__name__)
+
+ENGINE_CALL_TIMEOUT_S = 10.0
+ENGINE_STOP_TIMEOUT_S = 5.0
+CONTROLLER_TIMEOUT_S = 15.0
+GAUGE_INTERVAL_S = 5.0
+START_TIMEOUT_S = 60.0
+NAMESPACE = "kedge"
+
+EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
+
+
+class LLMReplica:
+    """Actor methods of a replica. Errors cross as data (ErrorInfo), never as pickled exceptions."""
+
+    async def __init__(self, args: AppArgs, build_engine: EngineFactory) -> None:  # type: ignore[misc]
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._args = args
+        self._tasks = BackgroundTasks()
+        mailbox = Mailbox(asyncio.get_running_loop())
+        settings = args.engine_settings()
+        self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
+        self._text = await asyncio.to_thread(_load_text, settings.model.path, self._engine)
+        self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
+        self._gauges = RayGauges(self._replica_id)
+        actor = get_or_create_controller(args.controller.name, NAMESPACE, args.cluster_settings())
+        self._controller = ControllerCalls(actor, timeout_s=CONTROLLER_TIMEOUT_S)
+        sessions = SessionController(time.monotonic, args.sessions.idle_timeout_s)
+        self._host = SessionHost(
+            self._replica_id,
+            self._engine,
+            sessions,
+            self._controller,
+            self._tasks,
+            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
+        )
+        self._turns = TurnRunner(
+            engine=self._engine,
+            sessions=sessions,
+            host=self._host,
+            controller=self._controller,
+            builder=RequestBuilder(self._engine, self._text),
+            teller=TurnTeller(self._text, self._metrics, time.perf_counter),
+            mailbox=mailbox,
+            metrics=self._metrics,
+            tasks=self._tasks,
+            clock=time.perf_counter,
+        )
+        self._created = int(time.time())
+        await self._start()
+
+    async def turn(self, call: TurnCall, epoch: int | None) -> AsyncGenerator[list[TurnEvent], None]:
+        """Streams a turn in batches of events, see TurnRunner.run."""
+        async for batch in self._turns.run(call, epoch):
+            yield batch
+
+    async def close_session(self, session_id: str) -> bool | ErrorInfo:
+        """True if the session was held here; it is closed now or when its turn ends."""
+        try:
+            return await self._host.close(session_id)
+        except ControllerError as error:
+            return error_info(error)
+
+    async def abort(self, request_id: str | None) -> int:
+        """Aborts the requests of that name, or all; returns how many."""
+        return self._turns.abort(request_id)
+
+    async def flush(self) -> bool:
+        """Drops every cached prefix; False while requests run."""
+        async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
+            return await asyncio.wrap_future(self._engine.flush())
+
+    async def metrics_text(self) -> str:
+        return self._metrics.render()
+
+    async def model_info(self) -> ModelInfo:
+        return ModelInfo(
+            model_id=self._args.model.model_id,
+            model_path=self._args.model.path,
+            tokenizer_path=self._args.model.path,
+            max_context_len=self._engine.max_context_len,
+            vocab_size=self._engine.vocab_size,
+            created=self._created,
+        )
+
+    async def describe(self) -> dict[str, Any]:
+        """Figures for /get_server_info, JSON ready."""
+        stats = self._engine.stats()
+        pages = asdict(stats.pages) | {"leaked": stats.pages.leaked}
+        return {
+            "replica_id": self._replica_id,
+            "live_turns": self._turns.num_live,
+            **asdict(stats),
+            "pages": pages,
+        }
+
+    async def check_health(self) -> None:
+        """Ray Serve replaces the replica when this raises."""
+        if not self._engine.alive:
+            raise RuntimeError("the engine's thread has ended")
+
+    async def __del__(self) -> None:
+        await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
+        try:
+            await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
+        except (EngineError, TimeoutError) as error:
+            logger.error("the engine did not stop: %s", error)
+
+    async def _start(self) -> None:
+        await asyncio.to_thread(_warm, self._text)
+        self._engine.start()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await self._controller.register_replica(self._host.status())
+        controller, sessions = self._args.controller, self._args.sessions
+        self._tasks.every(
+            controller.heartbeat_interval_s, self._host.heartbeat, timeout_s=controller.replica_timeout_s
+        )
+        self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
+
+    async def _publish_gauges(self) -> None:
+        self._gauges.publish(self._engine.stats())
+
+
+def _load_text(path: str, engine: Engine) -> TextProcessor:
+    return TextProcessor.load(path, vocab_size=engine.vocab_size, max_context_len=engine.max_context_len)
+
+
+def _warm(text: TextProcessor) -> None:
+    """Compiles the chat template now rather than at the first request."""
+    try:
+        text.encode_prompt(ChatPrompt(({"role": "user", "content": "hello"},)))
+    except InvalidRequest as error:
+        logger.info("no chat: %s", error.message)

@@ -1,0 +1,165 @@
+"""The sessions that live on this replica: taken over from the log, ended, reported to the cluster controller.
+
+Keeps three parties in step: SessionController (turns), the engine (KV) and the controller's ledger (ownership).
+Used on the replica's event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+from controllers.errors import ControllerError, StaleEpoch, TurnInFlight
+from controllers.records import ReplicaStatus, SessionStatus
+from controllers.session import SessionController
+from engine.api import Engine, EngineError, SessionBusy
+from serving.background import BackgroundTasks
+from serving.controller_calls import ControllerCalls
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class SessionHost:
+    """`engine_timeout_s` bounds every wait for the engine to do something between two steps."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        engine: Engine,
+        sessions: SessionController,
+        controller: ControllerCalls,
+        tasks: BackgroundTasks,
+        *,
+        engine_timeout_s: float,
+    ) -> None:
+        self._replica_id = replica_id
+        self._engine = engine
+        self._sessions = sessions
+        self._controller = controller
+        self._tasks = tasks
+        self._engine_timeout_s = engine_timeout_s
+        self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    async def hold(self, session_id: str, epoch: int) -> None:
+        """Makes sure that the session is held at `epoch`, loading its committed history if need be.
+
+        Raises StaleEpoch if this replica does not own it (any more), SessionNotFound if it has ended.
+        """
+        if self._sessions.knows(session_id, epoch):
+            return
+        held = self._sessions.epoch(session_id)
+        if held is not None and held > epoch:
+            raise StaleEpoch(f"session {session_id!r} is held at epoch {held}, not {epoch}")
+        key = (session_id, epoch)
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = self._tasks.start(self._load(session_id, epoch))
+            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+        await asyncio.shield(loading)
+
+    async def release(self, session_id: str) -> None:
+        """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""
+        self._sessions.drop(session_id)
+        await self._free_kv(session_id)
+
+    async def close(self, session_id: str) -> bool:
+        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here.
+
+        Raises ControllerError if the ledger could not be told.
+        """
+        epoch = self._sessions.epoch(session_id)
+        if epoch is None:
+            return False
+        if self._sessions.close(session_id):
+            await self._end(session_id, epoch)
+        return True
+
+    async def turn_ended(self, session_id: str) -> None:
+        """Carries out a close that waited for the turn which has just ended."""
+        epoch = self._sessions.epoch(session_id)
+        if epoch is not None and self._sessions.take_closing(session_id):
+            await self._end_quietly(session_id, epoch)
+
+    async def rewind_kv(self, session_id: str, length: int) -> None:
+        """Cuts the session's KV to `length` tokens. Raises EngineError."""
+        await self._from_engine(self._engine.rewind_session(session_id, length))
+
+    async def expire_idle(self) -> None:
+        """Ends the sessions past their idle timeout, never one with a turn in flight."""
+        for session_id in self._sessions.expired():
+            logger.info("session %s: idle timeout", session_id)
+            epoch = self._sessions.epoch(session_id)
+            if epoch is not None and self._sessions.close(session_id):
+                await self._end_quietly(session_id, epoch)
+
+    async def heartbeat(self) -> None:
+        """Reports load and sessions; drops the sessions that turn out to be closed or owned elsewhere."""
+        kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
+        load, held = self.status(), self._statuses(kv_tokens)
+        reply = await self._controller.heartbeat(load, held)
+        if not reply.known:
+            await self._controller.register_replica(load)
+        epochs = {status.session_id: status.epoch for status in held}
+        for session_id in reply.stale_sessions:
+            if self._sessions.epoch(session_id) == epochs[session_id]:
+                await self._drop_stale(session_id)
+
+    def status(self) -> ReplicaStatus:
+        """This replica's load. Cached pages count as free: they give way."""
+        stats = self._engine.stats()
+        return ReplicaStatus(
+            replica_id=self._replica_id,
+            free_tokens=(stats.pages.free + stats.pages.cached) * stats.page_size,
+            total_tokens=stats.pages.total * stats.page_size,
+            sessions=stats.sessions,
+            running=stats.running,
+            waiting=stats.waiting,
+        )
+
+    def _statuses(self, kv_tokens: dict[str, int]) -> list[SessionStatus]:
+        stats = self._engine.stats()
+        token_bytes = stats.page_size_bytes // stats.page_size
+        return [
+            replace(status, size_bytes=kv_tokens.get(status.session_id, 0) * token_bytes)
+            for status in self._sessions.snapshot()
+        ]
+
+    async def _load(self, session_id: str, epoch: int) -> None:
+        record = await self._controller.load_session(session_id, epoch, self._replica_id)
+        # KV left from an earlier ownership may not be a prefix of the history any more.
+        await self._free_kv(session_id)
+        self._sessions.adopt(record)
+
+    async def _end(self, session_id: str, epoch: int) -> None:
+        self._sessions.drop(session_id)
+        await self._free_kv(session_id)
+        await self._controller.close_session(session_id, None, epoch)
+
+    async def _end_quietly(self, session_id: str, epoch: int) -> None:
+        try:
+            await self._end(session_id, epoch)
+        except ControllerError as error:
+            logger.warning("session %s: not closed in the ledger: %s", session_id, error)
+
+    async def _drop_stale(self, session_id: str) -> None:
+        try:
+            await self.release(session_id)
+        except TurnInFlight:
+            logger.warning("session %s moved during a turn; the turn will fail to commit", session_id)
+
+    async def _free_kv(self, session_id: str) -> None:
+        try:
+            await self._from_engine(self._engine.close_session(session_id))
+        except SessionBusy:
+            logger.warning("session %s: KV still in use", session_id)
+        except (EngineError, TimeoutError) as error:
+            logger.warning("session %s: KV not freed: %r", session_id, error)
+
+    async def _from_engine(self, future: Future[T]) -> T:
+        async with asyncio.timeout(self._engine_timeout_s):
+            return await asyncio.wrap_future(future)

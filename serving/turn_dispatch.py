@@ -1,0 +1,196 @@
+"""Gets a turn to the replica that owns its session, and tries again elsewhere while the client knows nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+from controllers.errors import ControllerError, NoReplica
+from serving.controller_calls import ControllerCalls
+from serving.errors import SESSION_NOT_FOUND, STALE_EPOCH, error_info, unavailable
+from serving.metrics import IngressMetrics
+from serving.ownership_cache import Owner, OwnershipCache
+from serving.replica_calls import ANY_REPLICA, ReplicaCalls
+from serving.routing_errors import ReplicaGone
+from serving.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 0.05
+NEWCOMER_GRACE_S = 5.0
+"""A replica makes itself known to the controller a moment before this ingress's router hears of it."""
+RETRIED_CODES = frozenset({STALE_EPOCH, "engine_stopped"})
+RETRIED_AFTER_FAILURE = frozenset({"turn_in_flight", SESSION_NOT_FOUND})
+
+
+class TurnDispatcher:
+    """`failover_timeout_s` bounds how long a call looks for a replica that takes it."""
+
+    def __init__(
+        self,
+        replicas: ReplicaCalls,
+        controller: ControllerCalls,
+        owners: OwnershipCache,
+        metrics: IngressMetrics,
+        *,
+        failover_timeout_s: float,
+    ) -> None:
+        self._replicas = replicas
+        self._controller = controller
+        self._owners = owners
+        self._metrics = metrics
+        self._failover_timeout_s = failover_timeout_s
+        self._seen: set[str] = set()
+        self._missing_since_s: dict[str, float] = {}
+
+    @asynccontextmanager
+    async def dispatch(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        """The turn's events; the first is there. Raises ServiceError if the turn was refused."""
+        call = _with_key(call)
+        async with AsyncExitStack() as stack:
+            replica_id, first, rest = await self._start(call, stack)
+            yield self._events(replica_id, first, rest)
+
+    async def open_session(
+        self, session_id: str | None, tenant: str, timeout_s: float | None, capacity_tokens: int | None
+    ) -> str:
+        """Registers and places a session, waiting for a replica if there is none yet. Raises ServiceError."""
+        open_key = uuid.uuid4().hex
+        deadline_s = time.monotonic() + self._failover_timeout_s
+        while True:
+            try:
+                assignment = await self._controller.open_session(
+                    session_id, tenant, timeout_s, capacity_tokens, open_key
+                )
+            except NoReplica as error:
+                await self._pause(deadline_s, error_info(error))
+            except ControllerError as error:
+                raise ServiceError(error_info(error)) from error
+            else:
+                owner = Owner(assignment.replica_id, assignment.epoch)
+                self._owners.put(tenant, assignment.session_id, owner)
+                return assignment.session_id
+
+    async def owner_of(self, session_id: str, tenant: str = "", *, create: bool = False) -> Owner:
+        """From the cache or the controller. Raises ControllerError."""
+        owner = self._owners.get(tenant, session_id)
+        if owner is None:
+            self._metrics.looked_up()
+            assignment = await self._controller.resolve(session_id, create, tenant)
+            owner = Owner(assignment.replica_id, assignment.epoch)
+            self._owners.put(tenant, session_id, owner)
+        return owner
+
+    def forget(self, session_id: str, tenant: str = "") -> None:
+        self._owners.forget(tenant, session_id)
+
+    async def _start(
+        self, call: TurnCall, stack: AsyncExitStack
+    ) -> tuple[str, list[TurnEvent], AsyncIterator[list[TurnEvent]]]:
+        """Where the turn runs, its first events and the rest. `stack` then holds the stream."""
+        deadline_s = time.monotonic() + self._failover_timeout_s
+        failed = False
+        while True:
+            owner = await self._find(call, deadline_s)
+            replica_id = ANY_REPLICA if owner is None else owner.replica_id
+            epoch = None if owner is None else owner.epoch
+            attempt = AsyncExitStack()
+            try:
+                stream = await attempt.enter_async_context(self._replicas.turn(replica_id, call, epoch))
+                first = await anext(stream)
+                refusal = first[0].error
+                if refusal is None:
+                    stack.push_async_exit(attempt.pop_all())
+                    self._saw(replica_id)
+                    return replica_id, first, stream
+            except ReplicaGone:
+                refusal = unavailable("the session's replica is gone and no other could take over in time")
+                await self._lost(replica_id)
+                failed = True
+            except StopAsyncIteration:
+                raise ServiceError(
+                    ErrorInfo(500, "internal_error", "the turn ended without an answer")
+                ) from None
+            finally:
+                await attempt.aclose()
+            if not _retried(refusal, failed):
+                raise ServiceError(refusal)
+            if call.session is not None:
+                self._owners.forget(call.tenant, call.session.session_id)
+            self._metrics.failed_over()
+            await self._pause(deadline_s, refusal)
+
+    async def _find(self, call: TurnCall, deadline_s: float) -> Owner | None:
+        """The session's owner; waits while no replica can take it. None for a call without a session."""
+        if call.session is None:
+            return None
+        while True:
+            try:
+                return await self.owner_of(call.session.session_id, call.tenant, create=True)
+            except NoReplica as error:
+                await self._pause(deadline_s, error_info(error))
+            except ControllerError as error:
+                raise ServiceError(error_info(error)) from error
+
+    async def _events(
+        self, replica_id: str, first: list[TurnEvent], rest: AsyncIterator[list[TurnEvent]]
+    ) -> AsyncIterator[TurnEvent]:
+        last: TurnEvent | None = None
+        try:
+            for last in first:
+                yield last
+            async for batch in rest:
+                for last in batch:
+                    yield last
+        except ReplicaGone:
+            await self._lost(replica_id)
+            yield TurnEvent(error=unavailable("the replica was lost during the answer", "replica_lost"))
+            return
+        if last is not None and last.finish is None and last.error is None:
+            yield TurnEvent(error=ErrorInfo(500, "internal_error", "the answer broke off"))
+
+    def _saw(self, replica_id: str) -> None:
+        self._seen.add(replica_id)
+        self._missing_since_s.pop(replica_id, None)
+
+    async def _lost(self, replica_id: str) -> None:
+        """Tells the controller, so that the sessions move; a replica never seen is first given time to appear."""
+        if replica_id == ANY_REPLICA:
+            return
+        since_s = self._missing_since_s.setdefault(replica_id, time.monotonic())
+        if replica_id not in self._seen and time.monotonic() - since_s < NEWCOMER_GRACE_S:
+            return
+        self._seen.discard(replica_id)
+        self._missing_since_s.pop(replica_id, None)
+        self._owners.forget_replica(replica_id)
+        try:
+            count = await self._controller.report_lost(replica_id)
+        except ControllerError as error:
+            logger.warning("replica %s is lost; the controller was not told: %s", replica_id, error)
+        else:
+            logger.warning("replica %s is lost; %d sessions move when they are next used", replica_id, count)
+
+    async def _pause(self, deadline_s: float, reason: ErrorInfo) -> None:
+        if time.monotonic() + RETRY_PAUSE_S > deadline_s:
+            raise ServiceError(reason)
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+
+def _retried(refusal: ErrorInfo, failed: bool) -> bool:
+    """After a failed attempt its remains may still be in the way; before, such refusals are the client's affair."""
+    if refusal.code in RETRIED_CODES or refusal.code == "replica_unavailable":
+        return True
+    return failed and refusal.code in RETRIED_AFTER_FAILURE
+
+
+def _with_key(call: TurnCall) -> TurnCall:
+    """A turn without an idempotency key gets one of its own: this very call may be repeated, no other."""
+    session = call.session
+    if session is None or session.idempotency_key is not None:
+        return call
+    return replace(call, session=replace(session, idempotency_key=f"call-{uuid.uuid4().hex}"))

@@ -1,0 +1,166 @@
+"""One replica without Ray: the real engine on the null runner, the real controller logic on SQLite, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from controllers.cluster import Cluster
+from controllers.session import SessionController
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+from engine.api import SamplingParams
+from engine.build import assemble_engine
+from engine.runner.null import EOS_TOKEN_ID, NullRunner
+from engine.settings import CacheSettings, SchedulerSettings
+from serving.background import BackgroundTasks
+from serving.live_turn import TurnTeller
+from serving.mailbox import Mailbox
+from serving.metrics import ReplicaMetrics
+from serving.session_host import SessionHost
+from serving.text import TextProcessor
+from serving.turn_request import RequestBuilder
+from serving.turn_runner import TurnRunner
+from serving.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
+
+VOCAB_SIZE = 1000
+REPLICA_ID = "replica-a"
+
+
+class LocalController:
+    """Stands in for ControllerCalls: the same methods on a Cluster in this process. `failures` raise once each."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.failures: dict[str, list[Exception]] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.cluster, name)
+
+        async def call(*args: Any) -> Any:
+            await self.gate.wait()
+            if failures := self.failures.get(name):
+                raise failures.pop(0)
+            return method(*args)
+
+        return call
+
+
+class SlowRunner(NullRunner):
+    """A null runner whose steps take `step_s`, so that a test can act during a turn."""
+
+    def __init__(self, *args: Any, step_s: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.step_s = step_s
+
+    def execute(self, batch: Any) -> Any:
+        time.sleep(self.step_s)
+        return super().execute(batch)
+
+
+class Rig:
+    """Everything of one replica, for tests to look into."""
+
+    def __init__(self, directory: Path, *, idle_timeout_s: float = 3600.0) -> None:
+        settings = ClusterSettings(store_path=str(directory / "log.sqlite3"))
+        store = SqliteSessionStore(settings.store_path)
+        self.controller = LocalController(Cluster(settings, store, time.time, time.perf_counter))
+        self.runner = SlowRunner(256, 4, VOCAB_SIZE, 512)
+        self.mailbox = Mailbox(asyncio.get_running_loop())
+        scheduler = SchedulerSettings(chunk_size=32, strict_books=True)
+        self.engine = assemble_engine(
+            self.runner, CacheSettings(), scheduler, frozenset({EOS_TOKEN_ID}), self.mailbox.deliver
+        )
+        self.tasks = BackgroundTasks()
+        self.sessions = SessionController(time.monotonic, idle_timeout_s)
+        self.host = SessionHost(
+            REPLICA_ID,
+            self.engine,
+            self.sessions,
+            self.controller,  # type: ignore[arg-type]
+            self.tasks,
+            engine_timeout_s=5.0,
+        )
+        text = TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
+        self.metrics = ReplicaMetrics(REPLICA_ID, self.engine.stats)
+        self.turns = TurnRunner(
+            engine=self.engine,
+            sessions=self.sessions,
+            host=self.host,
+            controller=self.controller,  # type: ignore[arg-type]
+            builder=RequestBuilder(self.engine, text),
+            teller=TurnTeller(text, self.metrics, time.perf_counter),
+            mailbox=self.mailbox,
+            metrics=self.metrics,
+            tasks=self.tasks,
+            clock=time.perf_counter,
+        )
+
+    def open_session(self, session_id: str, **options: Any) -> int:
+        """Registers a session in the ledger; returns its epoch."""
+        cluster = self.controller.cluster
+        cluster.register_replica(self.host.status())
+        assignment = cluster.open_session(
+            session_id, "", options.get("timeout_s"), options.get("capacity_tokens")
+        )
+        return int(assignment.epoch)
+
+    async def run(self, call: TurnCall, epoch: int | None = None) -> list[TurnEvent]:
+        """The whole turn's events."""
+        return [event async for batch in self.turns.run(call, epoch) for event in batch]
+
+    async def settled(self) -> None:
+        """Waits until nothing is left of any turn."""
+        for _ in range(500):
+            if not self.turns.num_live and not self.tasks._tasks and not self.engine.stats().running:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("turns did not settle")
+
+    async def books_are_empty(self) -> None:
+        """All pages are free once sessions are closed and cached prefixes flushed."""
+        await self.settled()
+        assert await asyncio.wrap_future(self.engine.flush())
+        await asyncio.wrap_future(self.engine.check_books())
+        assert await asyncio.wrap_future(self.engine.session_kv_tokens()) == {}
+        await asyncio.sleep(0.15)
+        pages = self.engine.stats().pages
+        assert pages.free == pages.total, pages
+
+
+@asynccontextmanager
+async def running_rig(directory: Path, **options: Any) -> AsyncIterator[Rig]:
+    rig = Rig(directory, **options)
+    rig.engine.start()
+    try:
+        yield rig
+    finally:
+        await rig.tasks.stop(2.0)
+        await asyncio.to_thread(rig.engine.stop, 5.0)
+
+
+def call(
+    tokens: list[int], session: str | None = None, *, max_new_tokens: int | None = 8, **options: Any
+) -> TurnCall:
+    """A greedy call with token ids."""
+    turn = None
+    if session is not None:
+        turn = SessionTurn(session, options.pop("rewind_to", None), options.pop("key", None))
+    return TurnCall(
+        request_id=options.pop("request_id", "r"),
+        prompt=TokenPrompt(tuple(tokens)),
+        sampling=SamplingParams(temperature=0.0),
+        max_new_tokens=max_new_tokens,
+        session=turn,
+        **options,
+    )
+
+
+def tokens_of(events: list[TurnEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
