@@ -127,11 +127,12 @@ class TurnDispatcher:
 
     async def _find(self, call: TurnCall, deadline_s: float) -> Owner | None:
         """The session's owner; waits while no replica can take it. None for a call without a session."""
-        if call.session is None:
+        session = call.session
+        if session is None:
             return None
         while True:
             try:
-                return await self.owner_of(call.session.session_id, call.tenant, create=True)
+                return await self.owner_of(session.session_id, call.tenant, create=session.create)
             except NoReplica as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:

@@ -41,11 +41,15 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens."""
+    """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens.
+
+    `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404).
+    """
 
     session_id: str
     rewind_to: int | None = None
     idempotency_key: str | None = None
+    create: bool = True
 
 
 @dataclass(frozen=True, slots=True)
