@@ -1,0 +1,115 @@
+"""PageAllocator: every page is free or given out once; runs where possible."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from cache.pages import BooksError, PageAllocator, PageArray, no_pages
+
+
+def pages_of(*numbers: int) -> PageArray:
+    return np.asarray(numbers, dtype=np.int32)
+
+
+def take(allocator: PageAllocator, count: int, after: int | None = None) -> list[int]:
+    pages = allocator.allocate(count, after)
+    assert pages is not None
+    return pages.tolist()
+
+
+def test_a_pool_without_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        PageAllocator(0)
+
+
+def test_all_pages_can_be_taken_once() -> None:
+    allocator = PageAllocator(5)
+    taken = take(allocator, 2) + take(allocator, 3)
+    assert sorted(taken) == [0, 1, 2, 3, 4]
+    assert allocator.num_free == 0
+    assert not allocator.is_free(3)
+
+
+def test_too_large_an_allocation_changes_nothing() -> None:
+    allocator = PageAllocator(4)
+    take(allocator, 3)
+    before = allocator.free_pages().tolist()
+    assert allocator.allocate(2) is None
+    assert allocator.allocate(2, after=0) is None
+    assert (allocator.num_free, allocator.free_pages().tolist()) == (1, before)
+
+
+def test_nothing_is_a_fine_thing_to_take_and_to_give_back() -> None:
+    allocator = PageAllocator(1)
+    take(allocator, 1)
+    assert take(allocator, 0) == []
+    allocator.free(no_pages())
+    assert allocator.num_free == 0
+
+
+def test_double_free_is_named_and_changes_nothing() -> None:
+    allocator = PageAllocator(8)
+    pages = pages_of(*take(allocator, 8))
+    allocator.free(pages[2:4])
+    with pytest.raises(BooksError, match=r"double free of pages \[3\]"):
+        allocator.free(pages_of(7, 3, 5))
+    assert allocator.num_free == 2
+    assert not allocator.is_free(7)
+
+
+def test_a_page_named_twice_in_one_call_is_a_double_free() -> None:
+    allocator = PageAllocator(4)
+    take(allocator, 4)
+    with pytest.raises(BooksError, match=r"double free of pages \[1, 2, 1\]"):
+        allocator.free(pages_of(1, 2, 1))
+    assert allocator.num_free == 0
+
+
+def test_a_sequence_grows_right_after_its_last_page() -> None:
+    allocator = PageAllocator(10)
+    first = take(allocator, 2)
+    assert take(allocator, 3, after=first[-1]) == [2, 3, 4]
+
+
+def test_growth_past_the_end_or_into_a_neighbour_goes_elsewhere() -> None:
+    allocator = PageAllocator(6)
+    take(allocator, 6)
+    allocator.free(pages_of(0, 1, 2, 4))
+    assert take(allocator, 2, after=5) == [0, 1]
+    assert take(allocator, 2, after=1) == [2, 4]
+
+
+def test_a_new_sequence_starts_in_the_middle_of_the_largest_gap() -> None:
+    allocator = PageAllocator(16)
+    first = take(allocator, 2)
+    second = take(allocator, 2)
+    assert second == [9, 10], "half of the gap stays for the first one's growth"
+    assert take(allocator, 7, after=first[-1]) == list(range(2, 9))
+
+
+def test_scattered_pages_serve_when_no_run_is_long_enough() -> None:
+    allocator = PageAllocator(6)
+    take(allocator, 6)
+    allocator.free(pages_of(0, 2, 4))
+    assert take(allocator, 3) == [0, 2, 4]
+
+
+def test_random_traffic_keeps_counts_and_marks_together() -> None:
+    rng = random.Random(7)
+    allocator = PageAllocator(64)
+    held: list[list[int]] = []
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            allocator.free(pages_of(*held.pop(rng.randrange(len(held)))))
+        else:
+            after = held[-1][-1] if held and held[-1] and rng.random() < 0.5 else None
+            pages = allocator.allocate(rng.randrange(9), after)
+            if pages is not None:
+                held.append(pages.tolist())
+        given = [page for pages in held for page in pages]
+        assert len(set(given)) == len(given)
+        assert allocator.num_free == 64 - len(given)
+        assert sorted(given + allocator.free_pages().tolist()) == list(range(64))
