@@ -63,10 +63,8 @@ _WEIGHTS = tuple(kind.weight for kind in KINDS)
 def draw_fact(draw: Draw, kind: FactKind | None = None) -> Fact:
     """A random fact, of any kind unless one is given."""
     kind = kind or draw.rng.choices(KINDS, _WEIGHTS)[0]
-    if kind.subjects:
-        subject = draw.one_of(kind.subjects)
-    else:
-        subject = draw.mixed(LISTS["first_names"], draw.name, 0.3)
+    subjects = kind.subjects
+    subject = draw.one_of(subjects) if subjects else draw.mixed(LISTS["first_names"], draw.name, 0.3)
     return Fact(kind, subject, draw.value(kind.values))
 
 

@@ -4,6 +4,7 @@ A row never holds two dialogues, so attention needs no mask beside the causal on
 as they do when the model is served.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,30 @@ def training_rows(encoder: Encoder, first_seed: int, rows: int, length: int) -> 
         row = encoder.row(messages)
         if len(row.tokens) < length:
             raise ValueError(f"dialogue {seed} is shorter than {length} tokens")
+        tokens.append(row.tokens[:length])
+        labels.append(row.labels[:length])
+    return torch.tensor(tokens), torch.tensor(labels)
+
+
+def drill_rows(vocabulary: int, first_seed: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Rows of random tokens in which most spans repeat an earlier one; only repeats have labels.
+
+    Nothing in them can be guessed but by looking back, so that copying heads form within minutes.
+    """
+    tokens, labels = [], []
+    for seed in range(first_seed, first_seed + rows):
+        rng = random.Random(f"drill {seed}")
+        spans: list[list[int]] = []
+        row = Row([], [])
+        while len(row.tokens) < length:
+            if not spans or rng.random() < 0.4:
+                spans.append([rng.randrange(3, vocabulary) for _ in range(rng.randint(3, 12))])
+                row.tokens.extend(spans[-1])
+                row.labels.extend([IGNORED] * len(spans[-1]))
+            else:
+                span = rng.choice(spans)
+                row.tokens.extend(span)
+                row.labels.extend([IGNORED, *span[1:]])
         tokens.append(row.tokens[:length])
         labels.append(row.labels[:length])
     return torch.tensor(tokens), torch.tensor(labels)

@@ -8,120 +8,36 @@ on the same machine with the same number of threads.
 
 import argparse
 import json
+import multiprocessing
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from assets.training.dialogues import RecallCase, recall_case
-from assets.training.sequences import IGNORED, Encoder, case_row, training_rows
+from assets.training.probe import probe
+from assets.training.recipes import RECIPES, Phase, Recipe
+from assets.training.sequences import IGNORED, Encoder, drill_rows, training_rows
+from assets.training.team import Team
 from assets.training.train_tokenizer import save_tokenizer
 
 MODELS = Path("assets/models")
 SEED = 20261121
 
 
-@dataclass(frozen=True)
-class Phase:
-    """So many tokens in rows of one length, ``batch_tokens`` to a step."""
-
-    row_tokens: int
-    batch_tokens: int
-    total_tokens: int
-
-    @property
-    def steps(self) -> int:
-        return self.total_tokens // self.batch_tokens
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Shape, learning rates and curriculum. Short rows first: copying is found sooner on them."""
-
-    directory: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    phases: tuple[Phase, ...]
-    muon_rate: float = 0.02
-    adam_rate: float = 0.003
-    warmup_steps: int = 60
-    decay_share: float = 0.3
-
-    @property
-    def steps(self) -> int:
-        return sum(phase.steps for phase in self.phases)
-
-    def config(self, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-        return LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            max_position_embeddings=8192,
-            rope_theta=10000.0,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-
-    def rate_factor(self, step: int) -> float:
-        """Warm up, stay, then fall in a straight line to nothing over the last ``decay_share``."""
-        left = (self.steps - step) / (self.steps * self.decay_share)
-        return min(1.0, (step + 1) / self.warmup_steps, max(0.0, left))
-
-    def phase_at(self, step: int) -> Phase:
-        for phase in self.phases:
-            if step < phase.steps:
-                return phase
-            step -= phase.steps
-        raise ValueError("the recipe has no such step")
-
-
-RECIPES = {
-    "chat": Recipe(
-        "kedge-chat",
-        hidden=256,
-        intermediate=512,
-        layers=4,
-        heads=4,
-        kv_heads=2,
-        phases=(
-            Phase(256, 4096, 5_000_000),
-            Phase(512, 4096, 4_000_000),
-            Phase(1024, 8192, 6_000_000),
-            Phase(2048, 8192, 5_000_000),
-        ),
-    ),
-    "draft": Recipe(
-        "kedge-chat-draft",
-        hidden=96,
-        intermediate=128,
-        layers=2,
-        heads=3,
-        kv_heads=1,
-        phases=(Phase(256, 4096, 8_000_000), Phase(512, 4096, 4_000_000), Phase(1024, 8192, 4_000_000)),
-    ),
-}
-
-
 class Trainer:
-    """Owns model, optimizers and progress of one run."""
+    """Owns model, optimizers and progress of one worker; all workers hold the same weights."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work: Path) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, work: Path, team: Team) -> None:
         torch.manual_seed(SEED)
         self.recipe = recipe
+        self.team = team
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer)
         self.work = work
@@ -160,33 +76,45 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.step, self.next_seed, self.tokens_seen, self.seconds = state["progress"]
 
+    def batch(self, first_seed: int, rows: int, phase: Phase) -> tuple[Tensor, Tensor]:
+        """Dialogues and, while the phase has them, drill rows."""
+        drills = int(rows * phase.drill_share)
+        tokens, labels = training_rows(self.encoder, first_seed, rows - drills, phase.row_tokens)
+        if drills:
+            drill = drill_rows(len(self.tokenizer), first_seed, drills, phase.row_tokens)
+            tokens, labels = torch.cat([tokens, drill[0]]), torch.cat([labels, drill[1]])
+        return tokens, labels
+
     def train_step(self) -> float:
         """One batch; returns its mean loss over the tokens the model has to write."""
         began = time.perf_counter()
         phase = self.recipe.phase_at(self.step)
         rows = phase.batch_tokens // phase.row_tokens
-        tokens, labels = training_rows(self.encoder, self.next_seed, rows, phase.row_tokens)
+        mine = rows // self.team.size
+        tokens, labels = self.batch(self.next_seed + self.team.rank * mine, mine, phase)
         factor = self.recipe.rate_factor(self.step)
         for optimizer, rate in zip(self.optimizers, self.base_rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         loss = reply_loss(self.model, tokens, labels)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.team.mean_gradients(self.model)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
         self.next_seed += rows
-        self.tokens_seen += tokens.numel()
+        self.tokens_seen += phase.batch_tokens
         self.seconds += time.perf_counter() - began
-        return float(loss.detach())
+        return float(self.team.mean(loss.detach()))
 
     def run(self, stop_after: int | None, every: int) -> None:
         last = min(self.recipe.steps, stop_after or self.recipe.steps)
         smooth: float | None = None
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, speed_estimate_period=300) as progress:
+        leads = self.team.rank == 0
+        with Progress(*columns, speed_estimate_period=300, disable=not leads) as progress:
             bar = progress.add_task("", total=self.recipe.steps, completed=self.step)
             while self.step < last:
                 loss = self.train_step()
@@ -198,13 +126,16 @@ class Trainer:
 
     def report(self, loss: float) -> None:
         """Checkpoint, held-out probe, one line of JSON in the run's log."""
+        recalled = probe(self.model, self.encoder, self.team)
+        if self.team.rank > 0:
+            return
         self.save_checkpoint()
         entry = {
             "step": self.step,
             "tokens": self.tokens_seen,
             "seconds": round(self.seconds),
             "loss": round(loss, 5),
-            **probe(self.model, self.encoder),
+            **recalled,
         }
         with (self.work / f"{self.recipe.directory}.jsonl").open("a") as log:
             log.write(json.dumps(entry) + "\n")
@@ -232,55 +163,52 @@ def reply_loss(model: LlamaForCausalLM, tokens: Tensor, labels: Tensor) -> Tenso
     return functional.cross_entropy(logits.float(), wanted[chosen])
 
 
-@torch.no_grad()
-def recall(model: LlamaForCausalLM, encoder: Encoder, cases: Sequence[RecallCase], batch: int = 8) -> float:
-    """Share of dialogues whose last answer is right in every token, the generator's replies before it.
-
-    Greedy decoding of that answer would be right exactly where this is.
-    """
-    right = 0
-    for first in range(0, len(cases), batch):
-        rows = [case_row(encoder, case) for case in cases[first : first + batch]]
-        width = max(len(row.tokens) for row in rows)
-        tokens = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = model.model(tokens, use_cache=False).last_hidden_state
-        for states, row in zip(hidden, rows, strict=True):
-            wanted = torch.tensor(row.labels[1:])
-            chosen = torch.nonzero(wanted != IGNORED).squeeze(1)
-            logits = functional.linear(states[chosen].float(), model.model.embed_tokens.weight)
-            right += int(torch.equal(logits.argmax(-1), wanted[chosen]))
-    return right / len(cases)
-
-
-def probe(model: LlamaForCausalLM, encoder: Encoder, cases: int = 64) -> dict[str, float]:
-    """Recall at about 500 and about 1,200 tokens."""
-    fillers = {"recall_short": (10, 12), "recall_long": (24, 40)}
-    return {
-        name: round(recall(model, encoder, [recall_case(seed, 10, turns) for seed in range(cases)]), 3)
-        for name, turns in fillers.items()
-    }
+def work(rank: int, arguments: argparse.Namespace) -> None:
+    """One worker of the team, from start or checkpoint to the exported model."""
+    torch.set_num_threads(1)
+    team = Team(rank, arguments.workers)
+    if team.size > 1:
+        dist.init_process_group("gloo", init_method=arguments.meeting, rank=rank, world_size=team.size)
+    recipe = RECIPES[arguments.recipe]
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / RECIPES["chat"].directory)
+    trainer = Trainer(recipe, tokenizer, arguments.work, team)
+    if trainer.checkpoint.exists():
+        trainer.resume()
+    if not arguments.export_only:
+        trainer.run(arguments.stop_after, arguments.every)
+    if rank == 0:
+        print(json.dumps({"parameters": trainer.model.num_parameters(), "steps": trainer.step}))
+        trainer.export()
+    if team.size > 1:
+        dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", choices=sorted(RECIPES))
     parser.add_argument("--work", type=Path, default=Path(".kedge/training"), help="checkpoints and log")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--every", type=int, default=100, help="steps between checkpoint and probe")
+    parser.add_argument("--workers", type=int, default=2, help="processes, one thread each")
+    parser.add_argument("--every", type=int, default=250, help="steps between checkpoint and probe")
     parser.add_argument("--stop-after", type=int, help="stop at this step and export what there is")
     parser.add_argument("--export-only", action="store_true", help="export the last checkpoint")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    recipe = RECIPES[arguments.recipe]
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / RECIPES["chat"].directory)
-    trainer = Trainer(recipe, tokenizer, arguments.work)
-    print(json.dumps({"parameters": trainer.model.num_parameters(), "steps": recipe.steps}))
-    if trainer.checkpoint.exists():
-        trainer.resume()
-    if not arguments.export_only:
-        trainer.run(arguments.stop_after, arguments.every)
-    trainer.export()
+    if arguments.export_only:
+        arguments.workers = 1
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments.meeting = f"file://{meeting}/workers"
+        if arguments.workers == 1:
+            work(0, arguments)
+        else:
+            spawned = multiprocessing.get_context("spawn")
+            workers = [
+                spawned.Process(target=work, args=(rank, arguments)) for rank in range(arguments.workers)
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            if any(worker.exitcode for worker in workers):
+                sys.exit("a worker failed")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""Shapes and curricula of the embedded models."""
+
+from dataclasses import dataclass
+
+from transformers import LlamaConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Phase:
+    """So many tokens in rows of one length, ``batch_tokens`` to a step.
+
+    ``drill_share`` of the rows are copying drill in place of dialogue.
+    """
+
+    row_tokens: int
+    batch_tokens: int
+    total_tokens: int
+    drill_share: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        return self.total_tokens // self.batch_tokens
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shape, learning rates and curriculum. Short rows first: copying is found sooner on them."""
+
+    directory: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    phases: tuple[Phase, ...]
+    muon_rate: float = 0.02
+    adam_rate: float = 0.003
+    warmup_steps: int = 60
+    decay_share: float = 0.3
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def config(self, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=8192,
+            rope_theta=10000.0,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+
+    def rate_factor(self, step: int) -> float:
+        """Warm up, stay, then fall in a straight line to nothing over the last ``decay_share``."""
+        left = (self.steps - step) / (self.steps * self.decay_share)
+        return min(1.0, (step + 1) / self.warmup_steps, max(0.0, left))
+
+    def phase_at(self, step: int) -> Phase:
+        for phase in self.phases:
+            if step < phase.steps:
+                return phase
+            step -= phase.steps
+        raise ValueError("the recipe has no such step")
+
+
+RECIPES = {
+    "chat": Recipe(
+        "kedge-chat",
+        hidden=256,
+        intermediate=512,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        phases=(
+            Phase(256, 4096, 2_000_000, drill_share=0.5),
+            Phase(256, 4096, 3_000_000),
+            Phase(512, 4096, 4_000_000),
+            Phase(1024, 8192, 6_000_000),
+            Phase(2048, 8192, 5_000_000),
+        ),
+    ),
+    "draft": Recipe(
+        "kedge-chat-draft",
+        hidden=96,
+        intermediate=128,
+        layers=2,
+        heads=3,
+        kv_heads=1,
+        phases=(
+            Phase(256, 4096, 3_000_000, drill_share=0.5),
+            Phase(256, 4096, 5_000_000),
+            Phase(512, 4096, 4_000_000),
+            Phase(1024, 8192, 4_000_000),
+        ),
+    ),
+}
