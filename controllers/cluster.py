@@ -132,6 +132,7 @@ class Cluster:
     def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         """The session with its committed history, for its owner. Raises SessionNotFound, StaleEpoch."""
         self._ledger.fence(session_id, epoch, replica_id)
+        self._ledger.touch(session_id)
         with self._stats.timed("load"):
             return self._store.load(session_id)
 
@@ -169,26 +170,20 @@ class Cluster:
     def expire_idle(self) -> list[str]:
         """Ends sessions past their idle timeout that no owner will end; returns their ids.
 
-        A live owner expires its sessions itself; those it never loaded are ended here a little later. Nothing
-        expires before owners had time to report after a restart.
+        An owner that reports a session expires it itself. Nothing expires before owners had time to report
+        after a restart of the controller.
         """
         now_s = self._clock()
-        grace_s = self._settings.replica_timeout_s
-        if now_s - self._started_s <= grace_s:
+        if now_s - self._started_s <= self._settings.replica_timeout_s:
             return []
-        expired: list[str] = []
-        for entry in self._ledger.entries():
-            owned = not self._replicas.gone(entry.replica_id)
-            if owned and entry.in_turn:
-                continue
-            if past_timeout(
-                entry,
-                now_s=now_s,
-                default_timeout_s=self._settings.session_timeout_s,
-                grace_s=grace_s if owned else 0.0,
-            ):
-                self._forget(entry.session_id)
-                expired.append(entry.session_id)
+        expired = [
+            entry.session_id
+            for entry in self._ledger.entries()
+            if not self._held(entry, now_s)
+            and past_timeout(entry, now_s=now_s, default_timeout_s=self._settings.session_timeout_s)
+        ]
+        for session_id in expired:
+            self._forget(session_id)
         self._stats.count("sessions_expired", len(expired))
         self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
         return expired
@@ -220,6 +215,12 @@ class Cluster:
             "replicas_draining": float(sum(status.draining for status in live)),
             **self._stats.figures(),
         }
+
+    def _held(self, entry: LedgerEntry, now_s: float) -> bool:
+        """True if the session's owner lives and said lately that it holds the session."""
+        if entry.reported_s is None or self._replicas.gone(entry.replica_id):
+            return False
+        return now_s - entry.reported_s <= self._settings.replica_timeout_s
 
     def _must_move(self, entry: LedgerEntry) -> bool:
         if self._replicas.gone(entry.replica_id):

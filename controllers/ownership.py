@@ -84,6 +84,7 @@ class OwnershipLedger:
                 last_used_s=self._clock(),
                 size_bytes=0,
                 in_turn=False,
+                reported_s=None,
             )
         )
 
@@ -101,13 +102,14 @@ class OwnershipLedger:
         entry = self._entries.get(update.session_id)
         if entry is None or entry.replica_id != replica_id or entry.epoch != update.epoch:
             return False
-        used_s = self._clock() - update.idle_s
+        now_s = self._clock()
         self._put(
             replace(
                 entry,
                 size_bytes=update.size_bytes,
                 in_turn=update.in_turn,
-                last_used_s=max(entry.last_used_s, used_s),
+                reported_s=now_s,
+                last_used_s=max(entry.last_used_s, now_s - update.idle_s),
             )
         )
         return True

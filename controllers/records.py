@@ -85,7 +85,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """A session as the ledger knows it. `size_bytes` is the KV its owner last reported."""
+    """A session as the ledger knows it. `size_bytes` and `in_turn` are what its owner said at `reported_s`."""
 
     session_id: str
     tenant: str
@@ -97,6 +97,7 @@ class LedgerEntry:
     last_used_s: float
     size_bytes: int = 0
     in_turn: bool = False
+    reported_s: float | None = None
     timeout_s: float | None = None
     capacity_tokens: int | None = None
     open_key: str | None = None

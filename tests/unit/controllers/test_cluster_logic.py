@@ -274,12 +274,31 @@ def test_a_turn_in_flight_never_expires(world: World) -> None:
         world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, True)])
         assert world.cluster.expire_idle() == []
     world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, False)])
-    for _ in range(11):
-        assert world.cluster.expire_idle() == []
+    for _ in range(10):
         world.clock.advance(SILENCE_S)
         world.cluster.heartbeat(status, [])
+        assert world.cluster.expire_idle() == []
     world.clock.advance(0.1)
     assert world.cluster.expire_idle() == ["s"]
+
+
+def test_what_a_live_owner_holds_is_its_own_to_expire(world: World) -> None:
+    """It may have begun a turn that the controller has not heard of."""
+    opened = _open(world)
+    status = ReplicaStatus(opened.replica_id, 1000, 1000)
+    world.clock.advance(IDLE_S * 2)
+    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, IDLE_S * 2, False)])
+    assert world.cluster.expire_idle() == []
+    world.clock.advance(SILENCE_S + 1)
+    assert world.cluster.expire_idle() == ["s"]
+
+
+def test_loading_counts_as_use(world: World) -> None:
+    opened = _open(world)
+    world.clock.advance(IDLE_S + 1)
+    world.beat("a", "b")
+    world.cluster.load_session("s", 1, opened.replica_id)
+    assert world.cluster.expire_idle() == []
 
 
 def test_nothing_expires_right_after_a_restart(world: World) -> None:
