@@ -75,7 +75,7 @@ class TurnCall:
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """A TokenLogprob with the tokens' text."""
+    """A TokenLogprob with the tokens' texts. Bytes that are no whole character are surrogate escapes in them."""
 
     token: TokenLogprob
     text: str

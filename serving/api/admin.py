@@ -1,0 +1,72 @@
+"""For operators: health, metrics, and the sessions as the ledger knows them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+
+from serving.api.errors import refusal
+from serving.api.fields import Count, Name, Service
+from serving.api.strict_json import StrictBody, StrictJsonRoute
+from serving.turns import ServiceError
+
+
+class NewSession(StrictBody):
+    """`timeout_s`: idle seconds until it ends; `capacity_tokens`: the most it may hold."""
+
+    session_id: Name | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    capacity_tokens: Count | None = None
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["operations"])
+    router.add_api_route("/health", health, methods=["GET"])
+    router.add_api_route("/metrics", metrics, methods=["GET"])
+    router.add_api_route("/v1/kedge/sessions", list_sessions, methods=["GET"])
+    router.add_api_route("/v1/kedge/sessions", create_session, methods=["POST"], status_code=201)
+    router.add_api_route("/v1/kedge/sessions/{session_id}", get_session, methods=["GET"])
+    router.add_api_route("/v1/kedge/sessions/{session_id}", delete_session, methods=["DELETE"])
+    return router
+
+
+async def health(service: Service) -> Response:
+    healthy = await service.healthy()
+    return JSONResponse({"status": "ok" if healthy else "unhealthy"}, 200 if healthy else 503)
+
+
+async def metrics(service: Service) -> Response:
+    return Response(await service.metrics_text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def list_sessions(service: Service) -> dict[str, Any]:
+    return {"sessions": [asdict(session) for session in await service.sessions()]}
+
+
+async def create_session(body: NewSession, service: Service) -> dict[str, str]:
+    session_id = await service.open_session(
+        body.session_id, timeout_s=body.timeout_s, capacity_tokens=body.capacity_tokens, tenant=""
+    )
+    return {"session_id": session_id}
+
+
+async def get_session(session_id: str, service: Service) -> dict[str, Any]:
+    for session in await service.sessions():
+        if session.session_id == session_id:
+            return asdict(session)
+    raise _unknown()
+
+
+async def delete_session(session_id: str, service: Service) -> Response:
+    if not await service.close_session(session_id):
+        raise _unknown()
+    return Response(status_code=204)
+
+
+def _unknown() -> ServiceError:
+    return refusal("This session does not exist.", "session_id", status=404, code="session_not_found")

@@ -1,0 +1,164 @@
+"""OpenAI's /v1/chat/completions. With `x-session-id` only the new messages are sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from engine.api import LogprobParams
+from serving.api.errors import openai_error, refusal
+from serving.api.fields import IdempotencyHeader, Service, SessionHeader, new_id, nth_seed, stop_strings
+from serving.api.openai_chat_schema import (
+    AnswerMessage,
+    ChatBody,
+    ChatChoice,
+    ChatChunk,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatReply,
+    ChunkChoice,
+    Delta,
+    TokenChoice,
+)
+from serving.api.openai_replies import (
+    UsageCounter,
+    finite,
+    json_reply,
+    shown,
+    stop_fields,
+    token_bytes,
+    top_pairs,
+    usage_of,
+)
+from serving.api.openai_requests import FIELD_NAMES, check_model, check_stream_options, session_turn
+from serving.api.sse import TurnEventStream
+from serving.api.strict_json import StrictJsonRoute
+from serving.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.turns import ChatPrompt, ErrorInfo, ModelInfo, SessionTurn, TextLogprob, TurnCall, TurnEvent
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
+    router.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    return router
+
+
+async def chat_completions(
+    body: ChatBody,
+    request: Request,
+    service: Service,
+    x_session_id: SessionHeader = None,
+    idempotency_key: IdempotencyHeader = None,
+) -> Response:
+    check_model(body, service.model)
+    check_stream_options(body)
+    session = session_turn(x_session_id, idempotency_key, body.n or 1, "n")
+    reply_id = new_id("chatcmpl-")
+    plan = _plan(body, reply_id, session, service.model)
+    if body.stream:
+        return TurnEventStream(service, plan, ChatEncoder(body, reply_id, service.model.model_id))
+    results = await until_disconnect(request.receive, collect(service, plan))
+    return json_reply(_reply(body, reply_id, service.model.model_id, results), results)
+
+
+def _plan(body: ChatBody, reply_id: str, session: SessionTurn | None, model: ModelInfo) -> TurnPlan:
+    prompt = ChatPrompt(
+        tuple(message.for_template() for message in body.messages), body.chat_template_kwargs or {}
+    )
+    sampling = body.sampling(model)
+    logprobs = _logprobs(body)
+    count = body.n or 1
+    calls = [
+        TurnCall(
+            request_id=reply_id if count == 1 else f"{reply_id}-{index}",
+            prompt=prompt,
+            sampling=sampling,
+            seed=nth_seed(body.seed, index),
+            max_new_tokens=_max_tokens(body),
+            stop=stop_strings(body.stop),
+            trim_stop=not body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            logprobs=logprobs,
+            session=session,
+        )
+        for index in range(count)
+    ]
+    return TurnPlan(calls, FIELD_NAMES)
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _logprobs(body: ChatBody) -> LogprobParams | None:
+    if body.logprobs:
+        return LogprobParams(output=True, top=body.top_logprobs or 0)
+    if body.top_logprobs:
+        raise refusal("top_logprobs: needs logprobs to be true.", "top_logprobs")
+    return None
+
+
+def _chat_logprobs(entries: Sequence[TextLogprob]) -> ChatLogprobs:
+    return ChatLogprobs(
+        content=[
+            ChatLogprob(
+                token=shown(entry.text),
+                logprob=finite(entry.token.logprob or 0.0),
+                bytes=list(token_bytes(entry.text)),
+                top_logprobs=[
+                    TokenChoice(token=shown(text), logprob=logprob, bytes=list(token_bytes(text)))
+                    for text, logprob in top_pairs(entry)
+                ],
+            )
+            for entry in entries
+        ]
+    )
+
+
+def _reply(body: ChatBody, reply_id: str, model_id: str, results: Sequence[TurnResult]) -> ChatReply:
+    with_ids = bool(body.return_token_ids)
+    choices = [
+        ChatChoice(
+            index=index,
+            message=AnswerMessage(content=result.text),
+            logprobs=_chat_logprobs(result.logprobs) if body.logprobs else None,
+            **stop_fields(result.finish, result.token_ids, with_token_ids=with_ids),
+        )
+        for index, result in enumerate(results)
+    ]
+    usage = usage_of(results, len(results))
+    return ChatReply(id=reply_id, created=int(time.time()), model=model_id, choices=choices, usage=usage)
+
+
+class ChatEncoder:
+    """Writes the chunks of one request; the first of each choice names the role."""
+
+    def __init__(self, body: ChatBody, reply_id: str, model_id: str) -> None:
+        self._body = body
+        self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
+        self._started: set[int] = set()
+        self._usage = UsageCounter(body.n or 1)
+
+    def chunk(self, index: int, event: TurnEvent) -> str:
+        self._usage.note(index, event)
+        role: Literal["assistant"] | None = None if index in self._started else "assistant"
+        self._started.add(index)
+        choice = ChunkChoice(
+            index=index,
+            delta=Delta(role=role, content=event.text),
+            logprobs=_chat_logprobs(event.logprobs) if event.logprobs else None,
+            **stop_fields(event.finish, event.token_ids, with_token_ids=bool(self._body.return_token_ids)),
+        )
+        return ChatChunk(**self._head, choices=[choice]).model_dump_json()
+
+    def closing(self) -> Iterable[str]:
+        if self._body.wants_usage_chunk:
+            chunk = ChatChunk(**self._head, choices=[], usage=self._usage.usage())
+            yield chunk.model_dump_json()
+
+    def error(self, info: ErrorInfo) -> dict[str, Any]:
+        return openai_error(info)

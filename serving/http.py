@@ -1,0 +1,29 @@
+"""The HTTP application: every protocol on the same sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import FastAPI
+
+from serving.api import admin, openai_chat, openai_completions, openai_models, session_protocol
+from serving.api.errors import install_error_handlers
+from serving.turns import TurnService
+
+MAX_BODY_SIZE_BYTES = 32 * 1024 * 1024
+
+
+def create_http_app(
+    service_provider: Callable[[], TurnService], *, max_body_size_bytes: int = MAX_BODY_SIZE_BYTES
+) -> FastAPI:
+    """`service_provider` is called for each request, so that the service may come up after the application."""
+    app = FastAPI(
+        title="Kedge",
+        summary="Session-native serving of large language models",
+        max_body_size=max_body_size_bytes,
+    )
+    app.state.service_provider = service_provider
+    install_error_handlers(app)
+    for protocol in (openai_chat, openai_completions, openai_models, session_protocol, admin):
+        app.include_router(protocol.routes())
+    return app
