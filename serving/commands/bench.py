@@ -16,8 +16,7 @@ from serving.client.server import DEFAULT_URL, first_model
 from serving.commands.failure import one_line_errors
 from serving.load.machine import describe_machine
 from serving.load.report import document, table
-from serving.load.runner import LoadResult, LoadRun
-from serving.load.sample import TurnSample
+from serving.load.sample import LoadResult, TurnSample
 from serving.load.settings import Endpoint, LoadSettings, Mode, PromptKind
 from serving.load.summary import Limits, summarize
 
@@ -95,6 +94,8 @@ def _ask_model(url: str) -> str:
 
 def _run(console: Console, settings: LoadSettings, server_pids: tuple[int, ...]) -> LoadResult:
     """Runs the load under a progress bar that redraws seldom: drawing takes time from the client."""
+    from serving.load.runner import LoadRun  # here, because importing aiohttp would slow the other commands
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

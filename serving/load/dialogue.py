@@ -43,7 +43,7 @@ class Dialogue:
         if settings.mode is Mode.RESEND and settings.prompt is PromptKind.IDS:
             body["return_token_ids"] = True
         headers = {SESSION_HEADER: self.session_id} if settings.mode is Mode.SESSION else {}
-        return TurnRequest(self.number, turn, settings.endpoint.path, body, headers)
+        return TurnRequest(self.number, turn, settings.url + settings.endpoint.path, body, headers)
 
     def _prompt(self, turn: int) -> dict[str, Any]:
         """Adds the turn's input to what is kept, and returns what is to be sent of it."""

@@ -9,8 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from serving.load.machine import CpuShares
-from serving.load.runner import LoadResult
-from serving.load.sample import TurnSample
+from serving.load.sample import LoadResult, TurnSample
 from serving.load.settings import LoadSettings
 from serving.load.summary import Limits, Spread, Summary
 

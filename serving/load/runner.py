@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import httpx
+import aiohttp
 
 from serving.load.dialogue import Dialogue
-from serving.load.machine import CpuMeter, CpuShares
+from serving.load.machine import CpuMeter
 from serving.load.prompts import PromptSource
-from serving.load.sample import TurnSample
+from serving.load.sample import LoadResult, TurnSample
 from serving.load.settings import LoadError, LoadSettings, Mode, PromptKind
 from serving.load.turn import run_turn
 
 _WARMUP_NUMBER = 1_000_000
 """Warm-up sessions are numbered from here, so that their prompts share no prefix with measured ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """Every measured turn, the run's wall time in seconds, and who used the processors meanwhile."""
-
-    samples: tuple[TurnSample, ...]
-    wall_s: float
-    cpu: CpuShares | None
 
 
 class LoadRun:
@@ -41,12 +31,10 @@ class LoadRun:
         *,
         on_turn: Callable[[TurnSample], None],
         server_pids: tuple[int, ...] = (),
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._settings = settings
         self._on_turn = on_turn
         self._server_pids = server_pids
-        self._transport = transport
         self._prompts = PromptSource(settings.seed, settings.vocab_size)
         self._run_id = uuid.uuid4().hex[:8]
         self._words_per_turn = settings.input_tokens
@@ -54,26 +42,22 @@ class LoadRun:
     async def run(self) -> LoadResult:
         """Errors of turns are in the samples. Raises LoadError if the server cannot carry this load."""
         settings = self._settings
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
-        async with httpx.AsyncClient(
-            base_url=settings.url,
-            timeout=httpx.Timeout(settings.timeout_s),
-            limits=limits,
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=settings.timeout_s),
             headers={"accept-encoding": "identity"},
-            transport=self._transport,
         ) as client:
             if settings.prompt is PromptKind.TEXT:
                 await self._calibrate(client)
             await self._warm_up(client)
             with _no_garbage_collection():
                 meter = CpuMeter(self._server_pids)
-                started_s = time.perf_counter()
                 samples = await self._measure(client)
-                wall_s = time.perf_counter() - started_s
                 cpu = meter.read()
+        wall_s = max(turn.ended_s for turn in samples) - min(turn.started_s for turn in samples)
         return LoadResult(samples, wall_s, cpu)
 
-    async def _calibrate(self, client: httpx.AsyncClient) -> None:
+    async def _calibrate(self, client: aiohttp.ClientSession) -> None:
         """Finds how many words make `input_tokens` tokens, from the prompt lengths of two short requests."""
         few, many = 16, 80
         lengths = []
@@ -88,7 +72,7 @@ class LoadRun:
         if tokens_per_word > 0:
             self._words_per_turn = max(1, round(self._settings.input_tokens / tokens_per_word))
 
-    async def _warm_up(self, client: httpx.AsyncClient) -> None:
+    async def _warm_up(self, client: aiohttp.ClientSession) -> None:
         """Whole sessions, as many at a time as when measuring, so that replicas and connections are warm."""
         if self._settings.warmup == 0:
             return
@@ -98,7 +82,7 @@ class LoadRun:
         if len(failed) == self._settings.warmup:
             raise LoadError(f"every warm-up session failed: {failed[0]}")
 
-    async def _measure(self, client: httpx.AsyncClient) -> tuple[TurnSample, ...]:
+    async def _measure(self, client: aiohttp.ClientSession) -> tuple[TurnSample, ...]:
         samples: list[TurnSample] = []
 
         def note(sample: TurnSample) -> None:
@@ -109,7 +93,7 @@ class LoadRun:
         return tuple(samples)
 
     async def _run_sessions(
-        self, client: httpx.AsyncClient, first: int, count: int, note: Callable[[TurnSample], None]
+        self, client: aiohttp.ClientSession, first: int, count: int, note: Callable[[TurnSample], None]
     ) -> None:
         slots = asyncio.Semaphore(self._settings.concurrency)
         dialogues = [
@@ -137,14 +121,16 @@ class LoadRun:
         finally:
             await self._close(client, dialogues)
 
-    async def _close(self, client: httpx.AsyncClient, dialogues: list[Dialogue]) -> None:
+    async def _close(self, client: aiohttp.ClientSession, dialogues: list[Dialogue]) -> None:
         """Frees the sessions; a server without sessions may not know the path."""
         if self._settings.mode is not Mode.SESSION:
             return
         for dialogue in dialogues:
+            body = {"session_id": dialogue.session_id}
             try:
-                await client.post("/close_session", json={"session_id": dialogue.session_id})
-            except httpx.HTTPError:
+                async with client.post(f"{self._settings.url}/close_session", json=body):
+                    pass
+            except (aiohttp.ClientError, TimeoutError):
                 return
 
 

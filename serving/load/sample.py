@@ -1,4 +1,4 @@
-"""What was seen of one turn."""
+"""What was seen of one turn, and of a whole run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from serving.client.stream import Usage
+from serving.load.machine import CpuShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,12 @@ class TurnSample:
         if self.output_tokens < 2 or len(self.token_times_s) < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Every measured turn and who used the processors. `wall_s`: first request to last answer, in seconds."""
+
+    samples: tuple[TurnSample, ...]
+    wall_s: float
+    cpu: CpuShares | None

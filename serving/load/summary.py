@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from serving.load.runner import LoadResult
-from serving.load.sample import TurnSample
+from serving.load.sample import LoadResult, TurnSample
 from serving.load.settings import LoadSettings
 
 BURST_S = 50e-6

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 
-import httpx
+import aiohttp
 
 from serving.client.stream import Chunk, EventSplitter, error_message, parse_event
 from serving.load.sample import TurnSample
@@ -18,29 +18,27 @@ class TurnRequest:
 
     session: int
     turn: int
-    path: str
+    url: str
     body: dict[str, object]
     headers: dict[str, str]
 
 
-async def run_turn(client: httpx.AsyncClient, turn: TurnRequest) -> TurnSample:
+async def run_turn(client: aiohttp.ClientSession, turn: TurnRequest) -> TurnSample:
     """Streams the turn to its end. What the server does wrong becomes the sample's error."""
-    request = client.build_request("POST", turn.path, json=turn.body, headers=turn.headers)
+    body = json.dumps(turn.body).encode()
+    headers = {"content-type": "application/json", **turn.headers}
     arrivals: list[tuple[float, bytes]] = []
     started_s = time.perf_counter()
     try:
-        response = await client.send(request, stream=True)
-        try:
-            async for data in response.aiter_raw():
+        async with client.post(turn.url, data=body, headers=headers) as response:
+            async for data in response.content.iter_any():
                 arrivals.append((time.perf_counter(), data))  # noqa: PERF401  (kept when the stream breaks)
-        finally:
-            await response.aclose()
-    except httpx.HTTPError as error:
+    except (aiohttp.ClientError, TimeoutError) as error:
         reason = type(error).__name__
         return TurnSample(turn.session, turn.turn, started_s, time.perf_counter(), error=reason)
     ended_s = time.perf_counter()
-    if response.is_error:
-        reason = f"HTTP {response.status_code}: {_error_text(arrivals)}"
+    if not response.ok:
+        reason = f"HTTP {response.status}: {_error_text(arrivals)}"
         return TurnSample(turn.session, turn.turn, started_s, ended_s, error=reason)
     return _read_turn(turn, started_s, ended_s, arrivals)
 

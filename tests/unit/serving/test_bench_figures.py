@@ -14,8 +14,7 @@ import pytest
 from serving.client.stream import Chunk, EventSplitter, Usage, parse_event
 from serving.load.machine import CpuMeter, CpuShares, describe_machine
 from serving.load.prompts import PromptSource
-from serving.load.runner import LoadResult
-from serving.load.sample import TurnSample
+from serving.load.sample import LoadResult, TurnSample
 from serving.load.settings import Endpoint, LoadSettings, Mode, PromptKind
 from serving.load.summary import spread, summarize, turn_buckets
 

@@ -71,7 +71,7 @@ def test_no_sessions():
 def test_the_command_loads_neither_torch_nor_ray():
     code = (
         "import sys, serving.cli;"
-        "print(*({'torch', 'ray', 'transformers', 'fastapi', 'numpy'} & set(sys.modules)))"
+        "print(*({'torch', 'ray', 'transformers', 'fastapi', 'numpy', 'aiohttp'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
