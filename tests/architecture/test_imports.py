@@ -1,0 +1,93 @@
+"""Imports point one way, heavy libraries stay in their corner, and nothing is shared behind everybody's back."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+import pytest
+from source_tree import PACKAGES, Source, sources
+
+ALLOWED = {
+    "cache": {"cache"},
+    "controllers": {"controllers"},
+    "engine": {"cache", "engine"},
+    "serving": {"cache", "controllers", "engine", "serving"},
+}
+STANDARD_LIBRARY_AND_NUMPY = ("cache", "controllers")
+RAY_OUTSIDE_SERVING = {"controllers/cluster_actor.py"}
+CUDA_FILES = {"engine/device.py", "engine/runner/graphs.py"}
+HTTP_LIBRARIES = {"fastapi", "starlette", "httpx", "uvicorn", "aiohttp"}
+
+every_file = pytest.mark.parametrize("source", sources(*PACKAGES), ids=lambda source: source.name)
+
+
+@every_file
+def test_packages_import_only_what_is_below_them(source: Source) -> None:
+    ours = {name.split(".")[0] for name in source.imports()} & set(PACKAGES)
+    assert ours <= ALLOWED[source.package], f"{source.name} imports {sorted(ours - ALLOWED[source.package])}"
+
+
+@every_file
+def test_cache_and_controllers_need_no_library_but_numpy(source: Source) -> None:
+    if source.package not in STANDARD_LIBRARY_AND_NUMPY:
+        pytest.skip("may import libraries")
+    allowed = {*sys.stdlib_module_names, *PACKAGES, "numpy"}
+    if source.name in RAY_OUTSIDE_SERVING:
+        allowed.add("ray")
+    libraries = {name.split(".")[0] for name in source.imports()} - allowed
+    assert not libraries, f"{source.name} imports {sorted(libraries)}"
+
+
+@every_file
+def test_ray_only_in_serving_and_the_cluster_actor(source: Source) -> None:
+    if source.package == "serving" or source.name in RAY_OUTSIDE_SERVING:
+        return
+    assert "ray" not in {name.split(".")[0] for name in source.imports()}
+
+
+@every_file
+def test_http_only_in_serving(source: Source) -> None:
+    if source.package == "serving":
+        return
+    assert not HTTP_LIBRARIES & {name.split(".")[0] for name in source.imports()}
+
+
+@every_file
+def test_cuda_is_named_in_two_files_only(source: Source) -> None:
+    if source.name in CUDA_FILES:
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr == "cuda":
+            value = node.value
+            assert not (isinstance(value, ast.Name) and value.id == "torch"), f"{source.name}:{node.lineno}"
+    assert not any(name.startswith("torch.cuda") for name in source.imports()), source.name
+
+
+@every_file
+def test_no_module_state(source: Source) -> None:
+    """No `global`, no module-level container that is not a constant by its name, no utility drawer."""
+    assert source.name.rsplit("/", 1)[-1] not in {"utils.py", "helpers.py", "common.py", "misc.py"}
+    for node in ast.walk(source.tree):
+        assert not isinstance(node, ast.Global), f"{source.name}:{node.lineno}: global"
+    for node in source.tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        names = _assigned_names(node)
+        variables = sorted(name for name in names - {"__all__"} if not name.isupper())
+        if isinstance(value, ast.List | ast.Dict | ast.Set | ast.Call) and variables:
+            allowed = isinstance(value, ast.Call) and _makes_no_state(value)
+            assert allowed, f"{source.name}:{node.lineno}: {variables} can be changed by anybody"
+
+
+def _makes_no_state(call: ast.Call) -> bool:
+    """Calls whose result may stand at module level under a small name: loggers, type variables, routers, aliases."""
+    function = ast.unparse(call.func).rsplit(".", 1)[-1]
+    return function in {"getLogger", "TypeVar", "NewType", "APIRouter", "Typer", "Console"}
+
+
+def _assigned_names(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.AnnAssign):
+        return {node.target.id} if isinstance(node.target, ast.Name) else set()
+    if isinstance(node, ast.Assign):
+        return {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return set()

@@ -1,0 +1,134 @@
+"""Settings: every key is checked, unknown ones are refused by name, and values reach the engine unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serving.config import (
+    AppArgs,
+    SettingsError,
+    check_file,
+    main,
+    parse_args,
+    project_root,
+    resolve_path,
+    state_path,
+)
+
+MODEL = {"path": "assets/models/kedge-chat"}
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "nearest"),
+    [
+        ({"model": MODEL, "cahce": {}}, "cahce", "cache"),
+        ({"model": MODEL, "cache": {"page_sise": 16}}, "page_sise", "page_size"),
+        ({"model": {**MODEL, "dtpye": "auto"}}, "dtpye", "dtype"),
+        ({"model": MODEL, "replicas": {"num_replicas": 2}}, "num_replicas", "num_"),
+        ({"model": MODEL, "controller": {"statedir": "x"}}, "statedir", "state_dir"),
+    ],
+)
+def test_unknown_key_is_refused_with_its_name_and_the_nearest(
+    args: dict[str, object], key: str, nearest: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_args(args)
+    assert f"unknown key {key!r}" in str(caught.value)
+    assert nearest in str(caught.value)
+
+
+def test_key_like_nothing_known_gets_the_list() -> None:
+    with pytest.raises(SettingsError, match=r"known keys: path, name, load_format"):
+        parse_args({"model": {**MODEL, "zzzz": 1}})
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("cache", {"page_size": 0}),
+        ("cache", {"page_size": 257}),
+        ("cache", {"size_mib": "much"}),
+        ("scheduler", {"chunk_size": -1}),
+        ("replicas", {"count": 0}),
+        ("sessions", {"idle_timeout_s": 0}),
+        ("model", {**MODEL, "dtype": "float8"}),
+    ],
+)
+def test_bad_values_name_section_and_key(section: str, values: dict[str, object]) -> None:
+    key = next(key for key in reversed(values))
+    with pytest.raises(SettingsError) as caught:
+        parse_args({"model": MODEL, section: values})
+    assert f"args.{section}.{key}" in str(caught.value)
+
+
+def test_missing_model() -> None:
+    with pytest.raises(SettingsError, match=r"args\.model: Field required"):
+        parse_args({})
+
+
+def test_every_fault_is_told_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_args({"model": MODEL, "cache": {"page_size": 0, "num_pages": 0}})
+    assert "page_size" in str(caught.value)
+    assert "num_pages" in str(caught.value)
+
+
+def test_values_reach_the_engine() -> None:
+    args = parse_args(
+        {
+            "model": {**MODEL, "dtype": "bfloat16", "num_threads": 3, "seed": 7},
+            "cache": {"page_size": 1, "size_mib": 3},
+            "scheduler": {"max_running": 5, "max_context_len": 99},
+        }
+    )
+    settings = args.engine_settings()
+    assert (settings.model.dtype, settings.model.num_threads, settings.model.seed) == ("bfloat16", 3, 7)
+    assert (settings.cache.page_size, settings.cache.size_bytes) == (1, 3 * 1024 * 1024)
+    assert (settings.scheduler.max_running, settings.scheduler.max_context_len) == (5, 99)
+    assert args.model.model_id == "kedge-chat"
+
+
+def test_settings_cannot_be_changed() -> None:
+    args = AppArgs.model_validate({"model": MODEL})
+    with pytest.raises(ValueError, match="frozen"):
+        args.cache.page_size = 3  # type: ignore[misc]
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_path("configs") == str(project_root() / "configs")
+    (tmp_path / "elsewhere").mkdir()
+    assert resolve_path("elsewhere") == str(tmp_path / "elsewhere")
+    assert resolve_path("some-org/some-model") == "some-org/some-model"
+    assert state_path(".kedge") == project_root() / ".kedge"
+    assert state_path(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("path", sorted((project_root() / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configs_are_good(path: Path) -> None:
+    applications = check_file(str(path))
+    assert applications
+
+
+def test_default_config_is_two_replicas_on_loopback() -> None:
+    document = yaml.safe_load((project_root() / "configs" / "cluster.yaml").read_text())
+    (application,) = document["applications"]
+    args = parse_args(application["args"])
+    assert document["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    assert application["import_path"] == "serving.app:build"
+    assert args.replicas.count == 2
+    total_cpus = args.replicas.count * args.replicas.num_cpus + args.ingress.count * args.ingress.num_cpus
+    assert total_cpus <= 2
+    assert (args.model.path, args.model.num_threads) == ("assets/models/kedge-chat", 1)
+
+
+def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(yaml.safe_dump({"applications": [{"args": {"model": MODEL, "replicsa": {}}}]}))
+    assert main([str(bad)]) == 2
+    assert "unknown key 'replicsa'; did you mean 'replicas'?" in capsys.readouterr().err
+    assert main([str(project_root() / "configs" / "cluster.yaml")]) == 0
+    assert main([str(tmp_path / "absent.yaml")]) == 2

@@ -1,0 +1,93 @@
+"""Metric pages: families are merged, not repeated, and the engine's books appear by account."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cache.audit import PageAccounts
+from engine.api import EngineStats
+from serving.metrics import (
+    IngressMetrics,
+    ReplicaMetrics,
+    merge_expositions,
+    pages_by_account,
+    render_gauges,
+)
+
+
+def stats(**pages: int) -> EngineStats:
+    accounts = {"total": 10, "free": 4, "cached": 3, "protected": 1, "session": 1, "in_flight": 0} | pages
+    return EngineStats(
+        pages=PageAccounts(**accounts),
+        page_size=16,
+        page_size_bytes=1024,
+        sessions=2,
+        running=1,
+        waiting=5,
+        steps=100,
+        retractions=3,
+        demotions=2,
+        evicted_pages=7,
+        generated_tokens=400,
+        prefill_tokens=900,
+        cached_tokens=800,
+    )
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_accounts_make_up_the_pool() -> None:
+    pages = stats(in_flight=3).pages
+    assert sum(pages_by_account(pages).values()) == pages.total
+    assert pages_by_account(pages)["leaked"] == -2
+
+
+def test_replica_page() -> None:
+    metrics = ReplicaMetrics("a", stats)
+    metrics.turn_ended("committed")
+    metrics.first_token(0.004)
+    metrics.next_tokens(4, 0.004)
+    found = samples(metrics.render())
+    assert found["kedge_kv_pages", (("account", "leaked"), ("replica", "a"))] == 1
+    assert found["kedge_kv_pages", (("account", "free"), ("replica", "a"))] == 4
+    assert found["kedge_kv_pool_pages", (("replica", "a"),)] == 10
+    assert found["kedge_sessions", (("replica", "a"),)] == 2
+    assert found["kedge_requests_waiting", (("replica", "a"),)] == 5
+    assert found["kedge_retractions_total", (("replica", "a"),)] == 3
+    assert found["kedge_demotions_total", (("replica", "a"),)] == 2
+    assert found["kedge_cached_tokens_total", (("replica", "a"),)] == 800
+    assert found["kedge_turns_total", (("outcome", "committed"), ("replica", "a"))] == 1
+    assert found["kedge_ttft_seconds_bucket", (("le", "0.005"), ("replica", "a"))] == 1
+    assert found["kedge_inter_token_seconds_count", (("replica", "a"),)] == 4
+    assert found["kedge_inter_token_seconds_bucket", (("le", "0.001"), ("replica", "a"))] == 4
+
+
+def test_merged_page_has_every_family_once_and_every_sample() -> None:
+    ingress = IngressMetrics("front")
+    ingress.failed_over()
+    parts = [ReplicaMetrics(name, stats).render() for name in ("a", "b")]
+    parts.append(
+        render_gauges([("kedge_controller_sessions_idle", "Idle.", 3.0), ("kedge_x_total", "X.", 2.0)])
+    )
+    parts.append(ingress.render())
+    page = merge_expositions(parts)
+    types = [line for line in page.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    merged = samples(page)
+    apart: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for part in parts:
+        apart |= samples(part)
+    assert merged == apart
+    assert merged["kedge_failovers_total", (("ingress", "front"),)] == 1
+    assert merged["kedge_x_total", ()] == 2
+
+
+def test_nothing_to_merge() -> None:
+    assert merge_expositions([]) == ""
+    assert merge_expositions(["", ""]) == ""
