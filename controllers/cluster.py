@@ -12,7 +12,7 @@ from dataclasses import replace
 from controllers.admission import admit_session
 from controllers.cluster_stats import ClusterStats
 from controllers.errors import ControllerError, SessionExists, SessionNotFound
-from controllers.ownership import FIRST_EPOCH, OwnershipLedger
+from controllers.ownership import OwnershipLedger
 from controllers.placement import choose_replica
 from controllers.records import (
     Assignment,
@@ -50,7 +50,7 @@ class Cluster:
         self._store = store
         self._clock = clock
         self._stats = ClusterStats(timer)
-        self._ledger = OwnershipLedger(clock, store.load_all_entries())
+        self._ledger = OwnershipLedger(clock, store.load_all_entries(), store.epoch_floor())
         self._replicas = ReplicaDirectory(clock, settings.replica_timeout_s)
         self._started_s = clock()
 
@@ -101,7 +101,7 @@ class Cluster:
         record = SessionRecord(
             session_id=session_id,
             tenant=tenant,
-            epoch=FIRST_EPOCH,
+            epoch=self._ledger.first_epoch,
             replica_id=self._place(),
             timeout_s=timeout_s,
             capacity_tokens=capacity_tokens,

@@ -1,7 +1,7 @@
 """OwnershipLedger: which replica owns which session, at which epoch. Pure logic, one owner.
 
-Invariant: a session's epoch grows by one with every change of owner and never otherwise, so that a former
-owner can always be told apart.
+Invariant: a session's epoch grows by one with every change of owner and never otherwise, and a session opened
+under the id of a closed one starts above it. So a former owner can always be told apart.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from dataclasses import replace
 from controllers.errors import SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import LedgerEntry, SessionRecord, SessionStatus
 
-FIRST_EPOCH = 1
-
 
 class OwnershipLedger:
-    """Sessions and their owners. `clock` returns Unix time in seconds."""
+    """Sessions and their owners. `clock` returns Unix time in seconds.
 
-    def __init__(self, clock: Callable[[], float], entries: Iterable[LedgerEntry] = ()) -> None:
+    `epoch_floor` is the highest epoch that any closed session ever had.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], entries: Iterable[LedgerEntry] = (), epoch_floor: int = 0
+    ) -> None:
         self._clock = clock
+        self._epoch_floor = epoch_floor
         self._entries: dict[str, LedgerEntry] = {entry.session_id: entry for entry in entries}
         self._by_replica: dict[str, set[str]] = {}
         for entry in self._entries.values():
@@ -30,6 +34,11 @@ class OwnershipLedger:
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries
+
+    @property
+    def first_epoch(self) -> int:
+        """The epoch at which a session has to be opened."""
+        return self._epoch_floor + 1
 
     def open(self, record: SessionRecord) -> LedgerEntry:
         """Adds a session with its first owner. Raises SessionExists."""
@@ -119,6 +128,7 @@ class OwnershipLedger:
         entry = self._entries.pop(session_id, None)
         if entry is None:
             return False
+        self._epoch_floor = max(self._epoch_floor, entry.epoch)
         owned = self._by_replica[entry.replica_id]
         owned.discard(session_id)
         if not owned:

@@ -12,8 +12,8 @@ _SCHEMA_VERSION = 1
 _LOCK_TIMEOUT_S = 5.0
 
 _TABLES = """
-BEGIN;
-CREATE TABLE sessions (
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS sessions (
     session_id TEXT PRIMARY KEY,
     tenant TEXT NOT NULL,
     replica_id TEXT NOT NULL,
@@ -26,7 +26,7 @@ CREATE TABLE sessions (
     last_used_s REAL NOT NULL,
     open_key TEXT
 ) WITHOUT ROWID;
-CREATE TABLE turns (
+CREATE TABLE IF NOT EXISTS turns (
     session_id TEXT NOT NULL,
     turn_index INTEGER NOT NULL,
     start_len INTEGER NOT NULL,
@@ -36,13 +36,17 @@ CREATE TABLE turns (
     tokens BLOB NOT NULL,
     PRIMARY KEY (session_id, turn_index)
 );
-CREATE TABLE results (
+CREATE TABLE IF NOT EXISTS results (
     session_id TEXT NOT NULL,
     turn_index INTEGER NOT NULL,
     idempotency_key TEXT NOT NULL,
     digest TEXT,
     result BLOB NOT NULL,
     PRIMARY KEY (session_id, turn_index)
+);
+CREATE TABLE IF NOT EXISTS epoch_floor (
+    single_row INTEGER PRIMARY KEY CHECK (single_row = 1),
+    epoch INTEGER NOT NULL
 );
 PRAGMA application_id = {application_id};
 PRAGMA user_version = {version};
@@ -84,12 +88,9 @@ def _create_or_check(connection: sqlite3.Connection, path: Path) -> None:
     application_id = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    if is_empty:
-        connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))
-    elif application_id != _APPLICATION_ID:
+    if application_id != _APPLICATION_ID and not is_empty:
         raise StoreError(f"{path} is a database, but not a session log", "store_path")
-    elif version != _SCHEMA_VERSION:
+    if version != _SCHEMA_VERSION and not is_empty:
         raise StoreError(f"{path} has layout {version}; this version reads {_SCHEMA_VERSION}", "store_path")
-    # Takes the write lock at once, so that a second writer is refused here and not at its first commit.
-    connection.execute("BEGIN IMMEDIATE")
-    connection.execute("COMMIT")
+    # Writing takes the lock, so that a second writer is refused here and not at its first commit.
+    connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))

@@ -126,6 +126,10 @@ class SqliteSessionStore:
             rows = db.execute(f"SELECT {_ENTRY_COLUMNS} FROM sessions").fetchall()
         return [_to_entry(row) for row in rows]
 
+    def epoch_floor(self) -> int:
+        with self._transaction() as db:
+            return int(db.execute("SELECT coalesce(max(epoch), 0) FROM epoch_floor").fetchone()[0])
+
     def touch(self, session_id: str, last_used_s: float) -> None:
         with self._transaction() as db:
             touched = db.execute(
@@ -136,6 +140,11 @@ class SqliteSessionStore:
 
     def close(self, session_id: str) -> bool:
         with self._transaction() as db:
+            db.execute(
+                "INSERT INTO epoch_floor SELECT 1, epoch FROM sessions WHERE session_id = ?"
+                " ON CONFLICT DO UPDATE SET epoch = max(epoch, excluded.epoch)",
+                (session_id,),
+            )
             db.execute("DELETE FROM results WHERE session_id = ?", (session_id,))
             db.execute("DELETE FROM turns WHERE session_id = ?", (session_id,))
             deleted = db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))

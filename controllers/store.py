@@ -35,11 +35,14 @@ class SessionStore(Protocol):
     def load_all_entries(self) -> list[LedgerEntry]:
         """Every session, without histories."""
 
+    def epoch_floor(self) -> int:
+        """The highest epoch that any closed session had; 0 if there was none."""
+
     def touch(self, session_id: str, last_used_s: float) -> None:
         """Records when the session was last used, in Unix seconds. Raises SessionNotFound."""
 
     def close(self, session_id: str) -> bool:
-        """Deletes the session and its turns. False if it was unknown."""
+        """Deletes the session and its turns; its epoch stays in `epoch_floor`. False if it was unknown."""
 
     def disconnect(self) -> None:
         """Releases the log. The store is unusable afterwards."""

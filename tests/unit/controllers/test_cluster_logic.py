@@ -242,7 +242,16 @@ def test_close(world: World) -> None:
     assert not world.cluster.close_session("s")
     with pytest.raises(SessionNotFound):
         world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
-    assert _open(world).epoch == 1
+
+
+def test_a_turn_of_a_closed_session_cannot_commit_into_its_namesake(world: World) -> None:
+    opened = _open(world)
+    world.cluster.close_session("s")
+    world.restart()
+    world.beat("a", "b")
+    assert _open(world).epoch == 2
+    with pytest.raises(StaleEpoch):
+        world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
 
 
 def test_heartbeats_name_sessions_that_are_closed(world: World) -> None:

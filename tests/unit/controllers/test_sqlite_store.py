@@ -198,6 +198,20 @@ def test_close_deletes_everything(store: SqliteSessionStore) -> None:
     assert store.load("s") == SESSION
 
 
+def test_epochs_of_closed_sessions_are_remembered(store: SqliteSessionStore, path: Path) -> None:
+    assert store.epoch_floor() == 0
+    store.open(SESSION)
+    store.assign("s", "b", 2)
+    assert store.epoch_floor() == 0
+    store.close("s")
+    store.open(replace(SESSION, epoch=1))
+    store.close("s")
+    store.disconnect()
+    reopened = SqliteSessionStore(path)
+    assert reopened.epoch_floor() == 2
+    reopened.disconnect()
+
+
 def test_reopening_after_a_crash(store: SqliteSessionStore, path: Path, tmp_path: Path) -> None:
     store.open(SESSION)
     for index in range(20):

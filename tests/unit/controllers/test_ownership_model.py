@@ -1,0 +1,226 @@
+"""Replicas, a controller and an unreliable world against a model: one owner at a time, no turn lost or half done.
+
+Replicas crash or are wrongly reported lost, front ends remember former owners, the controller restarts, replies get
+lost. Whatever happens, a turn that commits has seen the whole history committed before it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from manual_clock import ManualClock
+
+from controllers.cluster import Cluster
+from controllers.errors import NoReplica, SessionNotFound, StaleEpoch, TurnInFlight
+from controllers.records import Assignment, ReplicaStatus, SessionStatus
+from controllers.session import Replay, SessionController, Turn
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.tokens import decode_tokens
+
+IDLE_S = 50.0
+SILENCE_S = 10.0
+REPLICAS = st.integers(0, 2)
+TOKENS = st.lists(st.integers(0, 99), min_size=1, max_size=3)
+
+
+@dataclass
+class Replica:
+    replica_id: str
+    sessions: SessionController
+    turns: list[Turn] = field(default_factory=list)
+
+    def status(self, draining: bool = False) -> ReplicaStatus:
+        return ReplicaStatus(self.replica_id, 1000, 1000, draining=draining)
+
+
+class OwnershipMachine(RuleBasedStateMachine):
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.clock = ManualClock()
+        self.store = SqliteSessionStore(self.folder / "sessions.db", clock=self.clock)
+        self.started = 0
+        self.histories: dict[str, list[int]] = {}
+        self.remembered: dict[str, Assignment] = {}
+
+    @initialize()
+    def start(self) -> None:
+        self.cluster = self._cluster()
+        self.replicas = [self._new_replica() for _ in range(3)]
+
+    def _cluster(self) -> Cluster:
+        config = ClusterSettings("unused", replica_timeout_s=SILENCE_S, session_timeout_s=IDLE_S)
+        return Cluster(config, self.store, self.clock, self.clock)
+
+    def _new_replica(self) -> Replica:
+        self.started += 1
+        replica = Replica(f"r{self.started}", SessionController(self.clock, IDLE_S))
+        self.cluster.register_replica(replica.status())
+        return replica
+
+    def _owner(self, assignment: Assignment) -> Replica | None:
+        return next((r for r in self.replicas if r.replica_id == assignment.replica_id), None)
+
+    @rule(target=sessions, number=st.integers(0, 4))
+    def open(self, number: int) -> str:
+        """Ids are used again: what is left of a closed session must not get into its namesake."""
+        session_id = f"s{number}"
+        if session_id in self.histories:
+            return session_id
+        try:
+            assignment = self.cluster.open_session(session_id, "", None, None)
+        except NoReplica:
+            self.cluster.register_replica(self.replicas[0].status())
+            assignment = self.cluster.open_session(session_id, "", None, None)
+        self.remembered[session_id] = assignment
+        self.histories[session_id] = []
+        return session_id
+
+    @rule(session_id=sessions, remembers=st.booleans(), keep=st.none() | st.floats(0, 1))
+    def begin(self, session_id: str, remembers: bool, keep: float | None) -> None:
+        """A front end sends a turn to the owner it knows of, which may no longer be the owner."""
+        try:
+            if not remembers:
+                self.remembered[session_id] = self.cluster.resolve(session_id, False, "")
+            owner = self.remembered[session_id]
+            replica = self._owner(owner)
+            if replica is None:
+                self.cluster.report_lost(owner.replica_id)
+                return
+            if not replica.sessions.knows(session_id, owner.epoch):
+                replica.sessions.adopt(self.cluster.load_session(session_id, owner.epoch, owner.replica_id))
+            length = replica.sessions.committed_len(session_id)
+            rewind_to = None if keep is None else int(length * keep)
+            turn = replica.sessions.begin_turn(session_id, owner.epoch, rewind_to=rewind_to)
+        except SessionNotFound:
+            assert session_id not in self.histories
+        except (StaleEpoch, TurnInFlight, NoReplica):
+            pass
+        else:
+            assert not isinstance(turn, Replay)
+            replica.turns.append(turn)
+
+    @rule(which=REPLICAS, tokens=TOKENS, crashes=st.booleans())
+    def commit(self, which: int, tokens: list[int], crashes: bool) -> None:
+        """The replica may crash just before the controller's answer reaches it."""
+        replica = self.replicas[which]
+        if not replica.turns:
+            return
+        turn = replica.turns.pop()
+        record = replica.sessions.prepare_commit(turn, tokens, [], b"")
+        try:
+            self.cluster.commit_turn(record)
+        except (StaleEpoch, SessionNotFound):
+            replica.sessions.abort_turn(turn)
+            replica.sessions.drop(turn.session_id)
+            return
+        history = self.histories[turn.session_id]
+        assert turn.history == history
+        self.histories[turn.session_id] = history[: turn.history_len] + tokens
+        if crashes:
+            self.crash(which, noticed=False)
+        else:
+            replica.sessions.commit_turn(turn, record)
+
+    @rule(which=REPLICAS)
+    def abort(self, which: int) -> None:
+        replica = self.replicas[which]
+        if replica.turns:
+            replica.sessions.abort_turn(replica.turns.pop())
+
+    @rule(which=REPLICAS, noticed=st.booleans())
+    def crash(self, which: int, noticed: bool) -> None:
+        lost = self.replicas[which]
+        self.replicas[which] = self._new_replica()
+        if noticed:
+            self.cluster.report_lost(lost.replica_id)
+
+    @rule(which=REPLICAS)
+    def false_alarm(self, which: int) -> None:
+        self.cluster.report_lost(self.replicas[which].replica_id)
+
+    @rule()
+    def restart_controller(self) -> None:
+        self.cluster = self._cluster()
+
+    @rule(advance_s=st.sampled_from([0.0, 1.0, 6.0, 30.0]), draining=st.sets(REPLICAS, max_size=2))
+    def heartbeats(self, advance_s: float, draining: set[int]) -> None:
+        self.clock.advance(advance_s)
+        for which, replica in enumerate(self.replicas):
+            status = replica.status(which in draining)
+            reply = self.cluster.heartbeat(status, replica.sessions.snapshot())
+            if not reply.known:
+                self.cluster.register_replica(status)
+            for session_id in reply.stale_sessions:
+                if all(turn.session_id != session_id for turn in replica.turns):
+                    replica.sessions.drop(session_id)
+
+    @rule()
+    def expire(self) -> None:
+        for replica in self.replicas:
+            for session_id in replica.sessions.expired():
+                epoch = replica.sessions.epoch(session_id)
+                replica.sessions.drop(session_id)
+                try:
+                    if self.cluster.close_session(session_id, epoch=epoch):
+                        del self.histories[session_id]
+                except StaleEpoch:
+                    pass
+        in_turn = {turn.session_id for replica in self.replicas for turn in self._current_turns(replica)}
+        for session_id in self.cluster.expire_idle():
+            assert session_id not in in_turn
+            del self.histories[session_id]
+
+    def _current_turns(self, replica: Replica) -> list[Turn]:
+        """Turns that could still commit, of a replica that was not silent."""
+        epochs = {entry.session_id: entry.epoch for entry in self.cluster.sessions()}
+        alive = any(status.replica_id == replica.replica_id for status in self.cluster.replicas())
+        return [turn for turn in replica.turns if alive and epochs.get(turn.session_id) == turn.epoch]
+
+    @rule(session_id=sessions)
+    def close(self, session_id: str) -> None:
+        assert self.cluster.close_session(session_id) == (session_id in self.histories)
+        self.histories.pop(session_id, None)
+
+    @invariant()
+    def log_and_ledger_equal_the_model(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        entries = {entry.session_id: entry for entry in self.cluster.sessions()}
+        assert entries.keys() == self.histories.keys()
+        for session_id, history in self.histories.items():
+            assert decode_tokens(self.store.load(session_id).history) == history
+            assert entries[session_id].tokens == len(history)
+
+    @invariant()
+    def owners_hold_the_committed_history(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        for entry in self.cluster.sessions():
+            holders = [r for r in self.replicas if r.sessions.knows(entry.session_id, entry.epoch)]
+            assert len(holders) <= 1
+            for replica in holders:
+                assert replica.replica_id == entry.replica_id
+                assert self._status(replica, entry.session_id).tokens == entry.tokens
+
+    def _status(self, replica: Replica, session_id: str) -> SessionStatus:
+        return next(s for s in replica.sessions.snapshot() if s.session_id == session_id)
+
+    def teardown(self) -> None:
+        self.store.disconnect()
+        shutil.rmtree(self.folder)
+
+
+OwnershipMachine.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=40, deadline=None, print_blob=True
+)
+TestOwnershipAgainstModel = OwnershipMachine.TestCase
