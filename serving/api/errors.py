@@ -18,6 +18,8 @@ from serving.errors import error_info
 from serving.turns import ErrorInfo, ServiceError
 
 CLIENT_CLOSED_REQUEST = 499
+NAME_PATTERN = r"^[!-~]+$"
+"""Ids given by clients: visible ASCII, so that they can travel in a header."""
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
 _MAX_NAME_LEN = 120
 _NOT_THE_BODY = frozenset({"model_type", "model_attributes_type", "dict_type", "missing"})
@@ -101,6 +103,8 @@ def _explain(error: dict[str, Any]) -> tuple[str, str]:
             return "This field is not known here.", "unknown_field"
         case "none_required":
             return "This field is not supported; leave it out.", "unsupported_field"
+        case "string_pattern_mismatch" if error["ctx"]["pattern"] == NAME_PATTERN:
+            return "Use 1 to 256 visible ASCII characters, no spaces.", "invalid_request"
         case "value_error":
             return str(error["ctx"]["error"]), "invalid_request"
         case kind if kind in _NOT_THE_BODY and len(error["loc"]) == 1:

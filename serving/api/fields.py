@@ -10,7 +10,7 @@ from uuid import uuid4
 from fastapi import Depends, Header, Request
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from serving.api.errors import refusal
+from serving.api.errors import NAME_PATTERN, refusal
 from serving.turns import ModelInfo, TurnService
 
 MAX_CALLS = 256
@@ -19,8 +19,8 @@ _MAX_INT = 2**31 - 1
 _SEED_BITS = 2**63 - 1
 _GREEDY_BELOW = 1e-5
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
-"""An id given by a client: visible ASCII, so that it can travel in a header."""
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=NAME_PATTERN)]
+"""An id given by a client."""
 
 Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
 CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT)]

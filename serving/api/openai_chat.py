@@ -34,7 +34,7 @@ from serving.api.openai_replies import (
     top_pairs,
     usage_of,
 )
-from serving.api.openai_requests import FIELD_NAMES, check_model, check_stream_options, session_turn
+from serving.api.openai_requests import check_model, check_stream_options, field_names, session_turn
 from serving.api.sse import TurnEventStream
 from serving.api.strict_json import StrictJsonRoute
 from serving.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -87,7 +87,7 @@ def _plan(body: ChatBody, reply_id: str, session: SessionTurn | None, model: Mod
         )
         for index in range(count)
     ]
-    return TurnPlan(calls, FIELD_NAMES)
+    return TurnPlan(calls, field_names("messages"))
 
 
 def _max_tokens(body: ChatBody) -> int | None:

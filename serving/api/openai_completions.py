@@ -38,7 +38,7 @@ from serving.api.openai_replies import (
     token_bytes,
     top_pairs,
 )
-from serving.api.openai_requests import FIELD_NAMES, check_model, check_stream_options, session_turn
+from serving.api.openai_requests import check_model, check_stream_options, field_names, session_turn
 from serving.api.sse import TurnEventStream
 from serving.api.strict_json import StrictJsonRoute
 from serving.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -116,7 +116,7 @@ def _plan(
         )
         for index, (prompt, choice) in enumerate(product(prompts, choices))
     ]
-    return TurnPlan(calls, FIELD_NAMES)
+    return TurnPlan(calls, field_names("prompt"))
 
 
 def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> LogprobParams | None:

@@ -29,8 +29,10 @@ from serving.api.fields import (
 from serving.api.strict_json import NotSupported, StrictBody
 from serving.turns import ModelInfo, SessionTurn
 
-FIELD_NAMES = {"max_new_tokens": "max_tokens", "input_start": "echo"}
-"""What these protocols call the fields that the engine names in its errors."""
+
+def field_names(prompt_field: str) -> dict[str, str]:
+    """What these protocols call the fields that the engine and the replica name in their errors."""
+    return {"prompt": prompt_field, "input_ids": prompt_field, "max_new_tokens": "max_tokens"}
 
 
 class StreamOptions(StrictBody):

@@ -203,10 +203,9 @@ def _field_names(prompt_field: str) -> dict[str, str]:
     return {
         **sampling,
         "prompt": prompt_field,
+        "input_ids": prompt_field,
         "stop": "sampling_params.stop",
-        "input_start": "logprob_start_len",
-        "top": "top_logprobs_num",
-        "rewind_to": "session_params.offset",
+        "offset": "session_params.offset",
         "session_id": "session_params.id",
     }
 
