@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import torch
+
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache
 from cache.session_cache import SessionAwareCache
 from engine.api import DeltaSink
+from engine.attention.torch_backend import TorchAttention
 from engine.counters import EngineCounters
 from engine.engine import LocalEngine
+from engine.models.loader import load_model
+from engine.runner.kv_pool import make_kv_pool
 from engine.runner.protocol import Runner
+from engine.runner.torch_runner import TorchRunner
 from engine.scheduler import Scheduler
-from engine.settings import CacheSettings, SchedulerSettings
+from engine.settings import CacheSettings, EngineSettings, SchedulerSettings
 from engine.stops import StopCriteria
+
+
+def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
+    """An engine with the settings' model, not started.
+
+    Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable or engine.runner.kv_pool.PoolTooSmall.
+    """
+    if settings.model.num_threads is not None:
+        torch.set_num_threads(settings.model.num_threads)
+    loaded = load_model(settings.model)
+    pool = make_kv_pool(loaded.spec, settings.cache, loaded.dtype, loaded.device)
+    runner = TorchRunner(
+        loaded.model, pool, TorchAttention(pool), loaded.spec.vocab_size, loaded.max_context_len
+    )
+    return assemble_engine(runner, settings.cache, settings.scheduler, loaded.eos_token_ids, sink)
 
 
 def assemble_engine(
