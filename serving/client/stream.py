@@ -71,10 +71,11 @@ def _parse_choice(choice: dict[str, Any], usage: Usage | None) -> Chunk:
     # Some servers send a token whose text is held back (half of a character) as empty text: it is a token.
     # The opening chunk of a chat has empty text too, but names the role.
     held_back = "role" not in delta and finish_reason is None and any(piece is not None for piece in pieces)
+    token_ids = tuple(choice.get("token_ids") or ())
     return Chunk(
         text=text,
-        token_ids=tuple(choice.get("token_ids") or ()),
-        carries_token=bool(text) or held_back,
+        token_ids=token_ids,
+        carries_token=bool(text) or bool(token_ids) or held_back,
         finish_reason=finish_reason,
         usage=usage,
     )

@@ -17,13 +17,16 @@ from serving.commands.failure import one_line_errors
 from serving.load.machine import describe_machine
 from serving.load.report import document, table
 from serving.load.sample import LoadResult, TurnSample
+from serving.load.server_processes import find_server_pids
 from serving.load.settings import Endpoint, LoadSettings, Mode, PromptKind
 from serving.load.summary import Limits, summarize
 
 EXIT_REJECTED = 3
 """Exit status of a run that went through but is not to be trusted."""
 
-SERVER_PID_HELP = "Process of the server, to tell its CPU use (with its children's) from others'; repeatable."
+SERVER_PID_HELP = (
+    "Process of the server, to tell its and its children's CPU use from others'; Kedge's is found."
+)
 
 
 def bench(
@@ -82,7 +85,7 @@ def bench(
             timeout_s=timeout,
         )
         machine = describe_machine()
-        result = _run(console, settings, tuple(server_pid or ()))
+        result = _run(console, settings, tuple(server_pid or find_server_pids(settings.url)))
     if not _report(console, settings, Limits(max_burst_share, max_other_cores), result, machine, json_file):
         raise typer.Exit(EXIT_REJECTED)
 

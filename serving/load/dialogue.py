@@ -40,7 +40,8 @@ class Dialogue:
         }
         if settings.ignore_eos:
             body["ignore_eos"] = True
-        if settings.mode is Mode.RESEND and settings.prompt is PromptKind.IDS:
+        if settings.mode is Mode.SESSION or settings.prompt is PromptKind.IDS:
+            # In resend mode with text it is left out: vLLM would send the ids of the whole history back.
             body["return_token_ids"] = True
         headers = {SESSION_HEADER: self.session_id} if settings.mode is Mode.SESSION else {}
         return TurnRequest(self.number, turn, settings.url + settings.endpoint.path, body, headers)

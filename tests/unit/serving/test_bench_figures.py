@@ -128,6 +128,10 @@ def test_events_are_put_together_from_any_split():
             '{"choices":[{"text":"a","token_ids":[5],"finish_reason":"length"}]}',
             Chunk(text="a", token_ids=(5,), carries_token=True, finish_reason="length"),
         ),
+        (
+            '{"choices":[{"delta":{"role":"assistant","content":""},"token_ids":[7]}]}',
+            Chunk(token_ids=(7,), carries_token=True),
+        ),
         ('{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}', Chunk(usage=Usage(3, 2, None))),
         (
             '{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,'
