@@ -65,10 +65,16 @@ class SessionAwareCache:
         return len(self._slots)
 
     def match_prefix(
-        self, session_id: str | None, namespace: str, tokens: Callable[[], TokenArray], max_len: int
+        self,
+        session_id: str | None,
+        namespace: str,
+        tokens: Callable[[], TokenArray],
+        max_len: int,
+        history_len: int,
     ) -> CacheMatch:
         """Finds reusable KV for a request over its first `max_len` tokens (the caller's logit reserve applied).
 
+        A slot's KV past the session's `history_len` is stale: its turn was never committed, or was rewound.
         Changes nothing, so a request refused after it can come back. `tokens` is called only if the tree is asked:
         a session that continues costs the same at any length. Raises SessionBorrowed during a turn.
         """
@@ -76,7 +82,7 @@ class SessionAwareCache:
         if slot is not None:
             if slot.kv is None:
                 raise SessionBorrowed(f"session {session_id} is in a turn of request {slot.borrower}")
-            return CacheMatch(session_id, min(slot.kv.committed_len, max_len), None, 0)
+            return CacheMatch(session_id, min(slot.kv.committed_len, max_len, history_len), None, 0)
         prefix = self._inner.match_prefix(namespace, tokens()[: max(max_len, 0)])
         return CacheMatch(session_id, prefix.prefix_len, prefix, prefix.num_unlocked)
 
@@ -151,6 +157,8 @@ class SessionAwareCache:
         slot = self._idle_slot(session_id)
         if slot is not None and slot.kv is not None and length < slot.kv.allocated_len:
             self._inner.shrink(slot.kv, length)
+            if slot.kv.committed_len == 0:
+                self.release_session(session_id)
 
     def release_session(self, session_id: str) -> None:
         """Frees an idle session's KV and forgets it. Raises SessionBorrowed during a turn; unknown ids are fine."""

@@ -16,18 +16,20 @@ from engine.batch import PenaltyCounts
 class TokenSequence:
     """History (by reference, its first `history_len` tokens) followed by this request's own tokens."""
 
-    __slots__ = ("_history", "_history_len", "_own")
+    __slots__ = ("_array", "_history", "_history_len", "_own")
 
     def __init__(self, history: Sequence[int], history_len: int, new_tokens: Sequence[int]) -> None:
         self._history = history
         self._history_len = history_len
         self._own = list(new_tokens)
+        self._array: TokenArray | None = None
 
     def __len__(self) -> int:
         return self._history_len + len(self._own)
 
     def append(self, token_id: int) -> None:
         self._own.append(token_id)
+        self._array = None
 
     def at(self, position: int) -> int:
         offset = position - self._history_len
@@ -41,8 +43,10 @@ class TokenSequence:
         return head + self._own[: max(0, end - self._history_len)]
 
     def array(self, end: int | None = None) -> TokenArray:
-        """The first `end` tokens (all by default) as an array; costs their number."""
-        return token_array(self.slice(0, len(self) if end is None else end))
+        """The first `end` tokens (all by default) as an array; costs their number, once until the next append."""
+        if self._array is None:
+            self._array = token_array(self.slice(0, len(self)))
+        return self._array[:end]
 
 
 class Status(Enum):

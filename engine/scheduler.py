@@ -92,6 +92,21 @@ class Scheduler:
     def fail_all(self, error: EngineError) -> list[TokenDelta]:
         return self.fail(list(self._live), error)
 
+    def retract(self, request_id: str) -> bool:
+        """Running -> waiting: the turn's pages go back, its tokens stay, and it resumes exactly. False if not running.
+
+        Between two steps only, or from within `schedule`.
+        """
+        request = self._live.get(request_id)
+        if request is None or request.status is not Status.RUNNING:
+            return False
+        self._counters.retractions += 1
+        self._running.remove(request)
+        self._give_back(request)
+        request.status = Status.WAITING
+        insort(self._waiting, request, key=_order)
+        return True
+
     def schedule(self) -> ScheduledBatch | None:
         """Plans one step; None if there is nothing to run. May retract running requests."""
         budget = self._settings.max_batch_tokens
@@ -182,10 +197,11 @@ class Scheduler:
         """Moves the first waiting request to running; returns its tokens for this step, 0 if it must wait on."""
         spec = request.spec
         match = self._cache.match_prefix(
-            spec.session_id, spec.namespace, request.tokens.array, request.max_prefix_len
+            spec.session_id, spec.namespace, request.tokens.array, request.max_prefix_len, spec.history_len
         )
-        # Beside others all of it must fit, and one page more for everyone who grows; alone it fits by itself.
-        if self._running and not self._cache.can_begin(match, len(request.tokens), len(self._running)):
+        # Beside others all of it must fit, and what they still need for theirs, and one page more for everyone who
+        # grows; alone it fits by itself.
+        if self._running and not self._cache.can_begin(match, len(request.tokens), self._pages_owed()):
             return 0
         kv = self._cache.begin(match, request.request_id)
         request.kv = kv
@@ -203,24 +219,24 @@ class Scheduler:
         insort(self._running, request, key=_order)
         return count
 
+    def _pages_owed(self) -> int:
+        """Pages the running requests need for the tokens they have, and one more for each."""
+        owed = 0
+        for request in self._running:
+            assert request.kv is not None
+            owed += 1 + request.kv.pages_missing(len(request.tokens))
+        return owed
+
     def _make_room(self, request: LiveRequest, count: int) -> bool:
         """Gets pages for `count` more tokens, retracting from the end of the order. False if `request` itself went."""
         kv = request.kv
         assert kv is not None
         while not self._cache.extend(kv, kv.committed_len + count):
             victim = self._running[-1]
-            self._retract(victim)
+            self.retract(victim.request_id)
             if victim is request:
                 return False
         return True
-
-    def _retract(self, request: LiveRequest) -> None:
-        """Running -> waiting: the turn's pages go back, its tokens stay, and it resumes exactly."""
-        self._counters.retractions += 1
-        self._running.remove(request)
-        self._give_back(request)
-        request.status = Status.WAITING
-        insort(self._waiting, request, key=_order)
 
     def _without_retracted(self, items: list[BatchItem]) -> list[BatchItem]:
         return [item for item in items if self._live[item.request_id].status is Status.RUNNING]

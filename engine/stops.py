@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.api import Finish, FinishReason
+from engine.api import Finish, FinishReason, StepFailed
 from engine.request import LiveRequest
 
 
@@ -17,7 +17,11 @@ class StopCriteria:
         """Call once per accepted token, in order, after `request.accept`."""
         spec = request.spec
         # The watcher sees every token, so that its text stays in step even when another rule ends the request.
-        matched_text = spec.watcher.push(token_id) if spec.watcher is not None else None
+        try:
+            matched_text = spec.watcher.push(token_id) if spec.watcher is not None else None
+        except Exception as error:  # the watcher is the caller's: its fault ends this request, not the engine
+            failure = StepFailed(f"the text watcher failed: {type(error).__name__}: {error}")
+            return Finish(FinishReason.ERROR, message=failure.message, error=failure)
         if token_id in spec.sampling.stop_token_ids:
             return Finish(FinishReason.STOP, matched=token_id)
         if token_id in self._eos_token_ids and not spec.sampling.ignore_eos:

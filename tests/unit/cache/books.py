@@ -47,7 +47,7 @@ class Books:
         self, session_id: str | None, tokens: TokenArray, max_len: int | None = None, namespace: str = ""
     ) -> CacheMatch:
         limit = len(tokens) - 1 if max_len is None else max_len
-        return self.sessions.match_prefix(session_id, namespace, lambda: tokens, limit)
+        return self.sessions.match_prefix(session_id, namespace, lambda: tokens, limit, len(tokens))
 
     def begin(
         self, session_id: str | None, tokens: TokenArray, max_len: int | None = None, namespace: str = ""

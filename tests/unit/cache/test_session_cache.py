@@ -35,7 +35,7 @@ def test_a_continuing_session_never_looks_at_its_tokens() -> None:
     def tokens() -> None:
         raise AssertionError("asked for the whole history")
 
-    match = books.sessions.match_prefix("a", "", tokens, 12)  # type: ignore[arg-type]
+    match = books.sessions.match_prefix("a", "", tokens, 12, 10)  # type: ignore[arg-type]
     assert match.prefix_len == 9
 
 
@@ -54,6 +54,18 @@ def test_match_has_no_side_effects() -> None:
     books.match(None, history)
     assert (slot_state(books, "a"), books.sessions.accounts()) == before
     assert books.sessions.num_sessions == 1
+
+
+def test_kv_past_the_history_is_not_matched() -> None:
+    """The turn that computed it was never committed, or its owner rewound it."""
+    books = Books.make(4)
+    tokens = tokens_from(0, 20)
+    books.run_turn("a", tokens)
+    match = books.sessions.match_prefix("a", "", lambda: tokens, 19, 7)
+    assert match.prefix_len == 7
+    kv = books.sessions.begin(match, "r")
+    books.check()
+    assert (kv.committed_len, kv.allocated_len, kv.num_pages) == (7, 7, 2)
 
 
 def test_during_a_turn_the_slot_is_empty_and_says_who_has_it() -> None:
@@ -206,6 +218,15 @@ def test_rewind_cuts_to_at_most_the_length(length: int) -> None:
     assert books.sessions.held_tokens() == {"a": len(branch) - 1}
     books.sessions.release_session("a")
     books.assert_empty()
+
+
+def test_rewind_to_nothing_leaves_no_slot() -> None:
+    """An empty slot would keep the session's next turn from the shared prefixes."""
+    books = Books.make(4)
+    books.run_turn("a", tokens_from(0, 19), share=True)
+    books.sessions.rewind_session("a", 0)
+    assert books.sessions.num_sessions == 0
+    assert books.match("a", tokens_from(0, 19)).prefix_len == 16
 
 
 def test_rewind_of_an_unknown_session_is_fine() -> None:

@@ -1,0 +1,193 @@
+"""A scheduler over NullRunner without threads, and books that are walked after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cache.pages import PageAllocator
+from cache.prefix_cache import RadixPrefixCache
+from cache.session_cache import SessionAwareCache
+from engine.api import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
+from engine.batch import ModelOutput, ScheduledBatch
+from engine.counters import EngineCounters
+from engine.runner.null import NullRunner, null_generate
+from engine.scheduler import Scheduler
+from engine.settings import SchedulerSettings
+from engine.stops import StopCriteria
+
+VOCAB = 97
+
+
+def greedy(max_new_tokens: int = 8, **options: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **options)
+
+
+def request(
+    request_id: str, new_tokens: Sequence[int], max_new_tokens: int = 8, **options: Any
+) -> GenerateRequest:
+    options.setdefault("sampling", greedy(max_new_tokens))
+    return GenerateRequest(request_id, list(new_tokens), **options)
+
+
+@dataclass
+class Outcome:
+    """Everything a request was told so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    last: TokenDelta | None = None
+
+    def take(self, delta: TokenDelta) -> None:
+        assert self.finish is None, f"{delta.request_id} was answered after its final delta"
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.input_logprobs += delta.input_logprobs
+        assert delta.completion_tokens == len(self.token_ids) or delta.finish is not None
+        self.last = delta
+
+    @property
+    def finish(self) -> Finish | None:
+        return self.last.finish if self.last is not None else None
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.finish.reason if self.finish is not None else None
+
+    @property
+    def cached(self) -> int:
+        assert self.last is not None
+        return self.last.cached_tokens
+
+
+class Driver:
+    """Steps a scheduler by hand. After every step the books are walked and free pages poisoned, so that a page
+    used after it was freed fails the next read."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        context_len: int = 512,
+        chunk_size: int = 8,
+        max_batch_tokens: int = 24,
+        max_running: int = 8,
+        eos_probability: float = 0.0,
+        eos_token_ids: frozenset[int] = frozenset({0}),
+        prefix_cache: bool = True,
+    ) -> None:
+        self.eos_probability = eos_probability
+        self.runner = NullRunner(num_pages, page_size, VOCAB, context_len, eos_probability=eos_probability)
+        self.allocator = PageAllocator(num_pages)
+        self.cache = SessionAwareCache(RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache))
+        self.counters = EngineCounters()
+        settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)
+        stops = StopCriteria(eos_token_ids, context_len)
+        self.scheduler = Scheduler(self.cache, stops, settings, self.counters)
+        self.outcomes: dict[str, Outcome] = {}
+        self.batches: list[ScheduledBatch] = []
+
+    def add(self, spec: GenerateRequest) -> None:
+        self.outcomes.setdefault(spec.request_id, Outcome())
+        self._take(self.scheduler.add(spec))
+
+    def abort(self, request_id: str) -> None:
+        self._take(self.scheduler.abort(request_id))
+        self.check()
+
+    def step(self) -> ScheduledBatch | None:
+        """One step. None if there was nothing to run."""
+        batch = self.scheduler.schedule()
+        self.check()
+        if batch is not None:
+            self.batches.append(batch)
+            for delta in self.scheduler.update(batch, self.execute(batch)):
+                self._take(delta)
+            self.check()
+        return batch
+
+    def execute(self, batch: ScheduledBatch) -> ModelOutput:
+        return self.runner.execute(batch)
+
+    def run(self, limit: int = 2000) -> None:
+        """Steps until every request is answered."""
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                return
+            assert self.step() is not None, "work waits, but no step runs"
+        raise AssertionError(f"{limit} steps were not enough")
+
+    def step_until(self, condition: Callable[[], bool], limit: int = 500) -> None:
+        for _ in range(limit):
+            if condition():
+                return
+            assert self.step() is not None, "nothing left to run"
+        raise AssertionError(f"not reached in {limit} steps")
+
+    def generate(self, *specs: GenerateRequest) -> list[Outcome]:
+        """Adds the requests together and runs all there is to its end."""
+        for spec in specs:
+            self.add(spec)
+        self.run()
+        return [self.outcomes[spec.request_id] for spec in specs]
+
+    def oracle(self, tokens: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
+        return null_generate(tokens, count, VOCAB, eos_probability=self.eos_probability, params=params)
+
+    def held(self, session_id: str) -> int:
+        return self.cache.held_tokens().get(session_id, 0)
+
+    def check(self) -> None:
+        self.cache.check(deep=True)
+        self.runner.forget(self.allocator.free_pages().tolist())
+
+    def assert_empty(self) -> None:
+        """Nothing lives, and after a flush every page not held by a session is free."""
+        assert not self.scheduler.has_work
+        self.cache.flush()
+        self.check()
+        if self.cache.num_sessions == 0:
+            assert self.allocator.num_free == self.allocator.num_pages
+
+    def _take(self, delta: TokenDelta | None) -> None:
+        if delta is not None:
+            self.outcomes[delta.request_id].take(delta)
+
+
+class Talk:
+    """A session seen from outside: its committed history, and turns checked against the oracle."""
+
+    def __init__(self, driver: Driver, session_id: str) -> None:
+        self.driver = driver
+        self.session_id = session_id
+        self.history: list[int] = []
+        self.turns = 0
+
+    def spec(
+        self, new_tokens: Sequence[int], max_new_tokens: int = 4, *, keep: int | None = None, **options: Any
+    ) -> GenerateRequest:
+        """The session's next turn, after a rewind to `keep` tokens if given."""
+        self.turns += 1
+        length = len(self.history) if keep is None else keep
+        return request(
+            f"{self.session_id}/{self.turns}", new_tokens, max_new_tokens,
+            history=self.history, history_len=length, session_id=self.session_id, **options,
+        )  # fmt: skip
+
+    def commit(self, spec: GenerateRequest, outcome: Outcome) -> None:
+        """Checks a finished turn token for token and takes it into the history."""
+        prompt = [*spec.history[: spec.history_len], *spec.new_tokens]
+        expected = self.driver.oracle(prompt, spec.sampling.max_new_tokens, spec.sampling)
+        assert outcome.token_ids == expected[: len(outcome.token_ids)]
+        if outcome.reason is FinishReason.LENGTH:
+            assert len(outcome.token_ids) == len(expected)
+        self.history = prompt + outcome.token_ids
+
+    def turn(self, new_tokens: Sequence[int], max_new_tokens: int = 4, **options: Any) -> Outcome:
+        spec = self.spec(new_tokens, max_new_tokens, **options)
+        (outcome,) = self.driver.generate(spec)
+        self.commit(spec, outcome)
+        return outcome
