@@ -1,0 +1,139 @@
+"""The one decoder behind every native family.
+
+Legend: N tokens, E hidden size, H query heads, K key/value heads, D head size, F inner size of the MLP,
+V vocabulary, R rows of which logits are wanted, C rotary frequencies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.attention.interface import AttentionStep
+from engine.models.config import ModelSpec
+from engine.models.layers import RotaryTable, interleave_rotary, rms_norm, rotate_
+from engine.models.linear import Linear, LinearFactory
+from engine.models.weights import WeightSource
+
+
+class DecoderLayer:
+    """Attention and MLP with their residuals. Query, key and value weights are one matrix, gate and up another."""
+
+    def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights) -> None:
+        self._index = index
+        self._num_heads = spec.num_heads
+        self._num_kv_heads = spec.num_kv_heads
+        self._head_dim = spec.head_dim
+        self._inner_size = spec.intermediate_size
+        self._eps = spec.rms_norm_eps
+        self._attention_norm_E = weights.vector("input_layernorm.weight")
+        self._mlp_norm_E = weights.vector("post_attention_layernorm.weight")
+        self._qk_norm_HD = weights.qk_norm() if spec.qk_norm else None
+        self._qkv = weights.qkv()
+        self._out = weights.linear("self_attn.o_proj", spec.out_bias)
+        self._gate_up = weights.gate_up()
+        self._down = weights.linear("mlp.down_proj", spec.mlp_bias)
+
+    def __call__(self, x_NE: Tensor, rotations_N1C: Tensor, attend: AttentionStep) -> None:
+        """Adds this layer's work to the residual stream in place."""
+        heads, kv_heads, rows = self._num_heads, self._num_kv_heads, x_NE.shape[0]
+        qkv = self._qkv(rms_norm(x_NE, self._attention_norm_E, self._eps))
+        qkv_NHD = qkv.view(rows, heads + 2 * kv_heads, self._head_dim)
+        qk_NHD = qkv_NHD[:, : heads + kv_heads]
+        if self._qk_norm_HD is not None:
+            qk_NHD.copy_(rms_norm(qk_NHD, self._qk_norm_HD, self._eps))
+        rotate_(qk_NHD, rotations_N1C)
+        kv_N2KD = qkv_NHD[:, heads:].view(rows, 2, kv_heads, self._head_dim)
+        x_NE.add_(self._out(attend(self._index, qkv_NHD[:, :heads], kv_N2KD)))
+        gate_up = self._gate_up(rms_norm(x_NE, self._mlp_norm_E, self._eps))
+        gate_NF, up_NF = gate_up[:, : self._inner_size], gate_up[:, self._inner_size :]
+        x_NE.add_(self._down(F.silu(gate_NF).mul_(up_NF)))
+
+
+class Decoder:
+    """A CausalModel."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        make_linear: LinearFactory,
+        device: torch.device,
+        activations: torch.dtype,
+    ) -> None:
+        self._eps = spec.rms_norm_eps
+        self._activations = activations
+        self._embedding_VE = source.take("model.embed_tokens.weight").to(device)
+        self._layers = [
+            DecoderLayer(spec, index, LayerWeights(spec, index, source, make_linear, device, activations))
+            for index in range(spec.num_layers)
+        ]
+        self._norm_E = source.take("model.norm.weight").to(device, activations)
+        head_VE = self._embedding_VE if spec.tied_embeddings else source.take("lm_head.weight").to(device)
+        self._head = make_linear(head_VE, None)
+        self._rotary = RotaryTable(spec.rope, spec.head_dim, device)
+
+    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep) -> Tensor:
+        x_NE = F.embedding(tokens_N, self._embedding_VE).to(self._activations)
+        rotations_N1C = self._rotary.rotations(positions_N)
+        for layer in self._layers:
+            layer(x_NE, rotations_N1C, attend)
+        return x_NE
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._head(rms_norm(hidden_RE, self._norm_E, self._eps)).float()
+
+
+class LayerWeights:
+    """Reads one layer's tensors and fuses those that are applied to the same input."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        source: WeightSource,
+        make_linear: LinearFactory,
+        device: torch.device,
+        activations: torch.dtype,
+    ) -> None:
+        self._spec = spec
+        self._prefix = f"model.layers.{index}."
+        self._source = source
+        self._make_linear = make_linear
+        self._device = device
+        self._activations = activations
+
+    def vector(self, name: str) -> Tensor:
+        """A norm's weights, in the dtype of activations."""
+        return self._source.take(self._prefix + name).to(self._device, self._activations)
+
+    def linear(self, name: str, has_bias: bool) -> Linear:
+        return self._fused([name], has_bias, frozenset())
+
+    def qkv(self) -> Linear:
+        """Rows: queries, keys, values; rotary pairs interleaved in the first two."""
+        names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+        return self._fused(names, self._spec.qkv_bias, frozenset(names[:2]))
+
+    def gate_up(self) -> Linear:
+        return self._fused(["mlp.gate_proj", "mlp.up_proj"], self._spec.mlp_bias, frozenset())
+
+    def qk_norm(self) -> Tensor:
+        """Per-head norm weights [H + K, D] of queries and keys."""
+        spec = self._spec
+        query_D = interleave_rotary(self.vector("self_attn.q_norm.weight"), spec.head_dim)
+        key_D = interleave_rotary(self.vector("self_attn.k_norm.weight"), spec.head_dim)
+        return torch.cat([query_D.expand(spec.num_heads, -1), key_D.expand(spec.num_kv_heads, -1)])
+
+    def _fused(self, names: list[str], has_bias: bool, rotary: frozenset[str]) -> Linear:
+        weight_OI = self._stack(names, "weight", rotary)
+        bias_O = self._stack(names, "bias", rotary) if has_bias else None
+        return self._make_linear(weight_OI, bias_O)
+
+    def _stack(self, names: list[str], kind: str, rotary: frozenset[str]) -> Tensor:
+        parts = [self._source.take(f"{self._prefix}{name}.{kind}") for name in names]
+        for position, name in enumerate(names):
+            if name in rotary:
+                parts[position] = interleave_rotary(parts[position], self._spec.head_dim)
+        return torch.cat(parts).to(self._device) if len(parts) > 1 else parts[0].to(self._device)

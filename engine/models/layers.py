@@ -1,0 +1,73 @@
+"""The small parts of the decoder: normalisation and rotary positions.
+
+Legend: N tokens, E hidden size, H heads, D head size, C = D / 2 rotary frequencies.
+
+Rotary pairs are interleaved here: features 2c and 2c+1 of a head turn together, so that a head is a row of C
+complex numbers and rotation is one multiplication. Checkpoints pair c with c + C; the loader reorders the
+rows of the query and key weights (`interleave_rotary`). Scores are the same, since queries and keys are
+reordered alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.models.config import RopeSpec
+
+
+def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in float32."""
+    wide_NE = x_NE.float()
+    scale_N1 = wide_NE.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide_NE * scale_N1).to(x_NE.dtype) * weight_E
+
+
+def interleave_rotary(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorders the first dimension (heads * D) from (half, half) to interleaved rotary pairs."""
+    heads = rows.shape[0] // head_dim
+    split = rows.view(heads, 2, head_dim // 2, *rows.shape[1:])
+    return split.transpose(1, 2).reshape(rows.shape)
+
+
+class RotaryTable:
+    """Turns positions into rotations; frequencies are computed once, in float32 as checkpoints expect."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
+        self._frequencies_C = rotary_frequencies(spec, head_dim).to(device)
+
+    def rotations(self, positions_N: Tensor) -> Tensor:
+        """Unit complex numbers [N, 1, C]; the middle dimension is for heads."""
+        angles_NC = positions_N.float()[:, None] * self._frequencies_C
+        return torch.polar(torch.ones_like(angles_NC), angles_NC)[:, None]
+
+
+def rotate_(x_NHD: Tensor, rotations_N1C: Tensor) -> None:
+    """Rotates in place. Each head must be dense; N and H may be strided."""
+    pairs = (*x_NHD.shape[:-1], x_NHD.shape[-1] // 2, 2)
+    if x_NHD.dtype == torch.float32:
+        torch.view_as_complex(x_NHD.view(pairs)).mul_(rotations_N1C)
+        return
+    wide_NHC = torch.view_as_complex(x_NHD.float().view(pairs))
+    x_NHD.copy_(torch.view_as_real(wide_NHC.mul_(rotations_N1C)).flatten(-2))
+
+
+def rotary_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per position, float32 [C]."""
+    exponents_C = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies_C = 1.0 / (spec.theta**exponents_C)
+    if spec.type == "linear":
+        return frequencies_C / spec.factor
+    if spec.type == "llama3":
+        return _stretch_llama3(frequencies_C, spec)
+    return frequencies_C
+
+
+def _stretch_llama3(frequencies_C: Tensor, spec: RopeSpec) -> Tensor:
+    """Slows waves longer than the original context by `factor`, keeps short ones, blends those between."""
+    turns_C = spec.original_context_len * frequencies_C / (2 * math.pi)
+    span = spec.high_freq_factor - spec.low_freq_factor
+    keep_C = ((turns_C - spec.low_freq_factor) / span).clamp(0.0, 1.0)
+    return keep_C * frequencies_C + (1.0 - keep_C) * frequencies_C / spec.factor

@@ -1,0 +1,82 @@
+"""From settings to a model ready to run, with what the engine must know about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.device import activation_dtype, resolve_device, resolve_dtype, use_cpu_threads
+from engine.models.config import ModelSpec, read_json, read_spec
+from engine.models.decoder import Decoder
+from engine.models.errors import ModelNotFound
+from engine.models.linear import LinearFactory, linear_factory
+from engine.models.protocol import CausalModel
+from engine.models.weights import CheckpointWeights, DummyWeights
+from engine.settings import ModelSettings
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`dtype` is that of activations and KV. `directory` also holds the tokenizer."""
+
+    model: CausalModel
+    spec: ModelSpec
+    directory: Path
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: frozenset[int]
+    max_context_len: int
+
+
+def load_model(settings: ModelSettings, make_linear: LinearFactory | None = None) -> LoadedModel:
+    """Raises ModelError (not found, not supported, weights that do not fit) or DeviceUnavailable.
+
+    `make_linear` replaces the kind of linear that suits the device.
+    """
+    use_cpu_threads(settings.num_threads)
+    directory = find_model(settings.path)
+    spec = read_spec(directory)
+    device = resolve_device(settings.device)
+    weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[spec.checkpoint_dtype])
+    dtype = activation_dtype(device, weights_dtype)
+    make_linear = make_linear or linear_factory(weights_dtype, dtype)
+    with torch.inference_mode():
+        if settings.load_format == "dummy":
+            model = Decoder(
+                spec, DummyWeights(spec, weights_dtype, settings.seed), make_linear, device, dtype
+            )
+        else:
+            source = CheckpointWeights(directory, spec, weights_dtype)
+            model = Decoder(spec, source, make_linear, device, dtype)
+            source.close()
+    return LoadedModel(model, spec, directory, device, dtype, read_eos_ids(directory), spec.max_context_len)
+
+
+def find_model(path: str) -> Path:
+    """A local directory as it is; anything else is a hub id, fetched into the hub's cache."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if path.count("/") > 1 or path.startswith((".", "~")):
+        raise ModelNotFound(f"{path}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
+    except Exception as error:
+        raise ModelNotFound(f"{path}: not a directory, and not fetched from the hub: {error}") from error
+
+
+def read_eos_ids(directory: Path) -> frozenset[int]:
+    """Ids that end generation: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).is_file():
+            value = read_json(directory / name).get("eos_token_id")
+            if value is not None:
+                return frozenset([value] if isinstance(value, int) else value)
+    return frozenset()

@@ -1,0 +1,55 @@
+"""The native families: what sets one apart from another, by the architecture name in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from engine.models.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`bias_keys` are the bias flags of config.json that this family obeys; `window` says when it has a sliding
+    window: never, when use_sliding_window is set, or always unless sliding_window is null."""
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    bias_keys: frozenset[str] = frozenset()
+    default_kv_heads: int | None = None
+    default_head_dim: int | None = None
+    window: Literal["never", "flag", "always"] = "never"
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Family("llama", bias_keys=frozenset({"attention_bias", "mlp_bias"})),
+        "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, default_kv_heads=32, window="flag"),
+        "Qwen3ForCausalLM": Family(
+            "qwen3",
+            qk_norm=True,
+            bias_keys=frozenset({"attention_bias"}),
+            default_kv_heads=32,
+            default_head_dim=128,
+            window="flag",
+        ),
+        "MistralForCausalLM": Family("mistral", default_kv_heads=8, window="always"),
+    }
+)
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    """The family of a parsed config.json, by `architectures`, else by `model_type`."""
+    names = list(config.get("architectures") or ())
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    if not names:
+        for family in FAMILIES.values():
+            if family.name == config.get("model_type"):
+                return family
+    known = ", ".join(FAMILIES)
+    raise UnsupportedModel(f"architectures {names or config.get('model_type')!r}: native ones are {known}")

@@ -1,0 +1,145 @@
+"""Where weights come from: the tensors a model needs by checkpoint name, and two sources of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.models.config import ModelSpec, read_json
+from engine.models.errors import BadCheckpoint, ModelNotFound
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DUMMY_SCALE = 0.02
+
+
+class WeightSource(Protocol):
+    """Gives out each tensor of `tensor_shapes` once asked, in the dtype the model is held in, on the CPU."""
+
+    def take(self, name: str) -> Tensor: ...
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model by its checkpoint name."""
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tied_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        for name, shape in _layer_shapes(spec).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    projections = {
+        "self_attn.q_proj": ((queries, hidden), spec.qkv_bias),
+        "self_attn.k_proj": ((keys, hidden), spec.qkv_bias),
+        "self_attn.v_proj": ((keys, hidden), spec.qkv_bias),
+        "self_attn.o_proj": ((hidden, queries), spec.out_bias),
+        "mlp.gate_proj": ((inner, hidden), spec.mlp_bias),
+        "mlp.up_proj": ((inner, hidden), spec.mlp_bias),
+        "mlp.down_proj": ((hidden, inner), spec.mlp_bias),
+    }
+    for name, (shape, has_bias) in projections.items():
+        shapes[f"{name}.weight"] = shape
+        if has_bias:
+            shapes[f"{name}.bias"] = shape[:1]
+    if spec.qk_norm:
+        shapes["self_attn.q_norm.weight"] = (spec.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (spec.head_dim,)
+    return shapes
+
+
+class CheckpointWeights:
+    """safetensors of a directory, one file or sharded. Opening checks names and shapes; reading is lazy.
+
+    Raises BadCheckpoint naming the tensors that are missing, left over or of another shape.
+    """
+
+    def __init__(self, directory: Path, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._stack = ExitStack()
+        self._files = {path: self._open(path) for path in _weight_files(directory)}
+        self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        self._check(directory, tensor_shapes(spec), spec.tied_embeddings)
+
+    def take(self, name: str) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor.to(self._dtype)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except Exception as error:
+            raise BadCheckpoint(f"{path}: {error}") from error
+
+    def _check(self, directory: Path, expected: Mapping[str, tuple[int, ...]], tied: bool) -> None:
+        ignored = {name for name in self._file_of if name.endswith("rotary_emb.inv_freq")}
+        if tied:
+            ignored.add("lm_head.weight")
+        missing = sorted(expected.keys() - self._file_of.keys())
+        left_over = sorted(self._file_of.keys() - expected.keys() - ignored)
+        if missing:
+            raise BadCheckpoint(f"{directory}: missing weights: {_some(missing)}")
+        if left_over:
+            raise BadCheckpoint(f"{directory}: weights nothing reads: {_some(left_over)}")
+        for name, shape in expected.items():
+            found = tuple(self._file_of[name].get_slice(name).get_shape())
+            if found != shape:
+                raise BadCheckpoint(f"{directory}: {name} is {found}, the configuration asks for {shape}")
+
+
+class DummyWeights:
+    """Random weights that depend on the seed and the tensor's name order only. Norms are one, biases zero."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, seed: int) -> None:
+        self._shapes = tensor_shapes(spec)
+        self._index = {name: index for index, name in enumerate(self._shapes)}
+        self._dtype = dtype
+        self._seed = seed
+
+    def take(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype)
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=self._dtype)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._index[name])
+        return torch.empty(shape, dtype=self._dtype).normal_(0.0, DUMMY_SCALE, generator=generator)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX_FILE
+    if index.is_file():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent:
+            raise BadCheckpoint(f"{directory}: shards named by {INDEX_FILE} are absent: {_some(absent)}")
+        return [directory / name for name in names]
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    raise ModelNotFound(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - 5
+    return ", ".join(names[:5]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,104 @@
+"""Picks tokens from logits.
+
+What is picked depends on the item's own logits, parameters, seed and position only, never on batch mates:
+each draw is one number, a pure function of (seed, position), put through the inverse of the distribution.
+
+Legend: R sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.api import SamplingParams, TokenLogprob
+from engine.batch import PenaltyCounts, SampleSpec
+
+SEED_MASK = 2**64 - 1
+UNIT_53 = 2.0**-53
+
+
+def sample(logits_RV: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """One token per row. `logits_RV` is float32 and stays unchanged."""
+    if all(spec.params.greedy and not spec.params.edits_logits for spec in specs):
+        return logits_RV.argmax(-1).tolist()
+    return [_sample_row(logits_RV[row], spec) for row, spec in enumerate(specs)]
+
+
+def uniform(seed: int, position: int) -> float:
+    """The one random number in [0, 1) of a request's `seed` and an absolute token position."""
+    bits = np.random.Philox(key=seed & SEED_MASK, counter=position).random_raw()
+    return float(int(bits) >> 11) * UNIT_53
+
+
+def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    """Log-probabilities of the raw model distribution, with each row's `tops` most likely tokens."""
+    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+    index_R1 = torch.tensor(token_ids, dtype=torch.int64, device=logprobs_RV.device)[:, None]
+    chosen = logprobs_RV.gather(1, index_R1)[:, 0].tolist()
+    widest = min(max(tops), logprobs_RV.shape[1])
+    values, ids = logprobs_RV.topk(widest, dim=-1) if widest else (logprobs_RV[:, :0], logprobs_RV[:, :0])
+    value_rows, id_rows = values.tolist(), ids.tolist()
+    return [
+        TokenLogprob(token, chosen[row], tuple(zip(id_rows[row], value_rows[row], strict=True))[: tops[row]])
+        for row, token in enumerate(token_ids)
+    ]
+
+
+def _sample_row(logits_V: Tensor, spec: SampleSpec) -> int:
+    params = spec.params
+    if params.edits_logits:
+        logits_V = edit_logits(logits_V, params, spec.penalties)
+    if params.greedy:
+        return int(logits_V.argmax())
+    probs_V = filtered_probs(logits_V, params)
+    cumulative_V = probs_V.cumsum(0)
+    target = uniform(params.seed, spec.position) * float(cumulative_V[-1])
+    # The first token whose cumulative mass exceeds the target; rounding may not land on a filtered one.
+    token = int(torch.searchsorted(cumulative_V, target, right=True))
+    if token >= len(probs_V) or float(probs_V[token]) == 0.0:
+        return int(probs_V.argmax())
+    return token
+
+
+def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: PenaltyCounts | None) -> Tensor:
+    """A copy with repetition, frequency and presence penalties and the bias applied, in this order."""
+    edited_V = logits_V.clone()
+    device = logits_V.device
+    if penalties is not None:
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(
+                [*(penalties.prompt | penalties.output.keys())], dtype=torch.int64, device=device
+            )
+            scores = edited_V[seen]
+            penalty = params.repetition_penalty
+            edited_V[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
+        if penalties.output and (params.frequency_penalty or params.presence_penalty):
+            ids = torch.tensor([*penalties.output.keys()], dtype=torch.int64, device=device)
+            counts = torch.tensor([*penalties.output.values()], dtype=torch.float32, device=device)
+            edited_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    if params.logit_bias:
+        ids = torch.tensor([*params.logit_bias.keys()], dtype=torch.int64, device=device)
+        edited_V[ids] += torch.tensor([*params.logit_bias.values()], dtype=torch.float32, device=device)
+    return edited_V
+
+
+def filtered_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution to draw from, float64, after temperature, top-k, top-p and min-p; not renormalised."""
+    logits_V = logits_V.double() / params.temperature
+    vocab = logits_V.shape[0]
+    if 0 < params.top_k < vocab:
+        smallest = logits_V.topk(params.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < smallest, -torch.inf)
+    probs_V = torch.softmax(logits_V, dim=0)
+    if params.top_p < 1.0:
+        ordered_V, ids_V = probs_V.sort(descending=True, stable=True)
+        # A token stays if the mass before it is less than top_p: the first always does.
+        dropped_V = ordered_V.cumsum(0) - ordered_V >= max(params.top_p, 1e-9)
+        probs_V = probs_V.index_fill(0, ids_V[dropped_V], 0.0)
+    if params.min_p > 0.0:
+        probs_V = probs_V.masked_fill(probs_V < params.min_p * probs_V.max(), 0.0)
+    return probs_V
