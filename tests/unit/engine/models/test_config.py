@@ -1,0 +1,91 @@
+"""config.json, of this year's and last year's writing, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.models.config import RopeSpec, parse_spec, read_spec
+from engine.models.errors import ModelNotFound, UnsupportedModel
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    base = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    return {**base, **changes}
+
+
+def test_llama_of_both_writings() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    old = config(
+        rope_theta=5e5,
+        rope_scaling={**scaling, "rope_type": "llama3", "original_max_position_embeddings": 64},
+        torch_dtype="bfloat16",
+    )
+    new = config(
+        rope_parameters={
+            **scaling,
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 64,
+        },
+        dtype="bfloat16",
+    )
+    spec = parse_spec(old)
+    assert spec == parse_spec(new)
+    assert spec.rope == RopeSpec(5e5, "llama3", 8.0, 1.0, 4.0, 64)
+    assert (spec.head_dim, spec.num_kv_heads, spec.checkpoint_dtype) == (16, 2, "bfloat16")
+
+
+def test_what_families_build_in() -> None:
+    qwen2 = parse_spec(config(architectures=["Qwen2ForCausalLM"], sliding_window=128))
+    assert (qwen2.qkv_bias, qwen2.out_bias, qwen2.qk_norm) == (True, False, False)
+    qwen3 = parse_spec(config(architectures=["Qwen3ForCausalLM"]))
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    mistral = parse_spec(config(architectures=["MistralForCausalLM"], sliding_window=None, head_dim=32))
+    assert (mistral.family, mistral.head_dim) == ("mistral", 32)
+    llama = parse_spec(config(attention_bias=True, mlp_bias=True, num_key_value_heads=None))
+    assert (llama.qkv_bias, llama.out_bias, llama.mlp_bias, llama.num_kv_heads) == (True, True, True, 4)
+    assert parse_spec(config(architectures=None, model_type="llama")).family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window 4096"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window 128"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8},
+            "window 8",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantization"),
+        ({"dtype": "float8_e4m3fn"}, "float8"),
+    ],
+)
+def test_refusals_name_their_reason(changes: dict[str, Any], message: str) -> None:
+    context = {"max_position_embeddings": 8192} if "Mistral" in str(changes) else {}
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_spec(config(**context, **changes))
+
+
+def test_a_window_as_long_as_the_context_is_no_window() -> None:
+    parse_spec(config(architectures=["MistralForCausalLM"], sliding_window=256))
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        read_spec(tmp_path)

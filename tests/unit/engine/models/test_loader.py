@@ -1,0 +1,127 @@
+"""Loading: dummy weights, damaged checkpoints, end-of-text ids, dtypes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.attention.torch_backend import TorchAttention
+from engine.models.config import read_spec
+from engine.models.errors import BadCheckpoint, ModelNotFound
+from engine.models.loader import LoadedModel, find_model, load_model, read_eos_ids
+from engine.models.weights import DummyWeights, tensor_shapes
+from engine.runner.kv_pool import make_kv_pool
+from engine.settings import CacheSettings, ModelSettings
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+}
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return directory
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    spec = read_spec(directory)
+    source = DummyWeights(spec, torch.float32, 3)
+    return {name: source.take(name) for name in tensor_shapes(spec)}
+
+
+def load(directory: Path, **settings: Any) -> LoadedModel:
+    return load_model(ModelSettings(path=str(directory), device="cpu", **settings))
+
+
+def run_logits(loaded: LoadedModel) -> torch.Tensor:
+    """Logits after three tokens."""
+    pool = make_kv_pool(loaded.spec, CacheSettings(1, 8), loaded.dtype, loaded.device)
+    from engine.attention.interface import AttentionItem  # noqa: PLC0415
+
+    step = TorchAttention(pool).begin(
+        [AttentionItem(3, 3, np.arange(3, dtype=np.int32), True)], torch.arange(3)
+    )
+    with torch.inference_mode():
+        hidden = loaded.model.forward(torch.tensor([4, 5, 6]), torch.arange(3), step)
+        return loaded.model.logits(hidden)
+
+
+def test_dummy_weights_are_seeded(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    first, again, other = (run_logits(load(tmp_path, load_format="dummy", seed=seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+    assert first.isfinite().all()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoint_equals_the_weights_saved(tmp_path: Path, tied: bool) -> None:
+    write_config(tmp_path, tie_word_embeddings=tied)
+    tensors = weights(tmp_path)
+    if tied:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = run_logits(load(tmp_path, load_format="dummy", seed=3))
+    assert torch.equal(run_logits(load(tmp_path)), expected)
+
+
+def test_bfloat16_weights_stay_close(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    wide = run_logits(load(tmp_path, load_format="dummy", seed=3))
+    save_file(weights(tmp_path), tmp_path / "model.safetensors")
+    loaded = load(tmp_path, dtype="bfloat16")
+    assert loaded.dtype == torch.float32
+    torch.testing.assert_close(run_logits(loaded), wide, atol=0.02, rtol=0.05)
+
+
+def test_damaged_checkpoints_name_the_weight(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    good = weights(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    damaged = {
+        f"missing weights: {name}": {key: value for key, value in good.items() if key != name},
+        "nothing reads: extra.weight": {**good, "extra.weight": torch.zeros(1)},
+        rf"{name} is \(1, 2\)": {**good, name: torch.zeros(1, 2)},
+    }
+    for message, tensors in damaged.items():
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(BadCheckpoint, match=message):
+            load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+def test_absent_files(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with pytest.raises(ModelNotFound, match=r"neither model\.safetensors"):
+        load(tmp_path)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadCheckpoint, match="model-00001-of-00002"):
+        load(tmp_path)
+    with pytest.raises(ModelNotFound, match="no such directory"):
+        find_model(str(tmp_path / "nowhere"))
+
+
+def test_eos_ids(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    assert read_eos_ids(tmp_path) == {2}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert read_eos_ids(tmp_path) == {5, 6}
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_eos_ids(write_config(tmp_path, eos_token_id=None)) == frozenset()

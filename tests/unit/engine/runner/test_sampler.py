@@ -1,0 +1,116 @@
+"""Sampling: right distributions, filters in the right order, and randomness of (seed, position) alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from engine.api import SamplingParams
+from engine.batch import PenaltyCounts, SampleSpec
+from engine.runner.sampler import edit_logits, filtered_probs, sample, token_logprobs, uniform
+
+DRAWS = 4000
+SEEDS = (1, 2024, 9_999_999_999)
+
+
+def spec(position: int = 0, penalties: PenaltyCounts | None = None, **params: object) -> SampleSpec:
+    return SampleSpec(SamplingParams(**params), position, penalties)  # type: ignore[arg-type]
+
+
+def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
+    """Standardised: about normal(0, 1) if the draws follow `probs`; tokens of no mass must not occur."""
+    kept = [token for token in range(len(probs)) if probs[token] > 0]
+    assert set(counts) <= set(kept)
+    total = sum(counts.values())
+    statistic = sum((counts[t] - total * float(probs[t])) ** 2 / (total * float(probs[t])) for t in kept)
+    freedom = len(kept) - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.5, "top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_draws_follow_the_distribution(seed: int, params: dict[str, float]) -> None:
+    logits_V = torch.randn(20, generator=torch.Generator().manual_seed(5)) * 1.5
+    specs = [spec(position, seed=seed, **params) for position in range(DRAWS)]
+    counts = Counter(sample(logits_V.expand(DRAWS, -1), specs))
+    probs_V = filtered_probs(logits_V, specs[0].params)
+    assert abs(chi_square(counts, probs_V / probs_V.sum())) < 4.5, f"seed {seed}"
+
+
+def test_uniform_is_uniform_over_positions_and_seeds() -> None:
+    for values in (
+        [uniform(7, position) for position in range(DRAWS)],
+        [uniform(seed, 3) for seed in range(DRAWS)],
+    ):
+        assert all(0.0 <= value < 1.0 for value in values)
+        tenths = Counter(int(value * 10) for value in values)
+        assert abs(chi_square(tenths, torch.full((10,), 0.1))) < 4.5
+
+
+def test_a_draw_depends_on_seed_and_position_only() -> None:
+    logits_RV = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    specs = [spec(10 + row, seed=row, temperature=0.9 + row / 10, top_k=row * 5) for row in range(6)]
+    together = sample(logits_RV, specs)
+    alone = [sample(logits_RV[row : row + 1], [specs[row]])[0] for row in range(6)]
+    backwards = sample(logits_RV.flip(0), specs[::-1])[::-1]
+    assert together == alone == backwards
+    assert uniform(-1, 5) == uniform(2**64 - 1, 5) != uniform(1, 5)
+
+
+def test_greedy_fast_path_equals_the_slow_one() -> None:
+    logits_RV = torch.randn(5, 40)
+    greedy = [spec(temperature=0.0) for _ in range(5)]
+    mixed = [*greedy[:4], spec(temperature=0.0, logit_bias={3: 0.0})]
+    assert sample(logits_RV, greedy) == sample(logits_RV, mixed) == logits_RV.argmax(-1).tolist()
+
+
+def test_filters() -> None:
+    logits_V = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    kept = {
+        "k": (SamplingParams(top_k=2), [0.0, 0.0, 3 / 7, 4 / 7]),
+        "p": (SamplingParams(top_p=0.41), [0.0, 0.0, 0.3, 0.4]),
+        "p exact": (SamplingParams(top_p=0.39), [0.0, 0.0, 0.0, 0.4]),
+        "none left but the first": (SamplingParams(top_p=0.0), [0.0, 0.0, 0.0, 0.4]),
+        "min": (SamplingParams(min_p=0.6), [0.0, 0.0, 0.3, 0.4]),
+        # top-p looks at what top-k left: 4/7 < 0.6, so both stay; 0.5 keeps one.
+        "k then p": (SamplingParams(top_k=2, top_p=0.6), [0.0, 0.0, 3 / 7, 4 / 7]),
+        "k then less p": (SamplingParams(top_k=2, top_p=0.5), [0.0, 0.0, 0.0, 4 / 7]),
+    }
+    for name, (params, expected) in kept.items():
+        got = filtered_probs(logits_V, params)
+        torch.testing.assert_close(got, torch.tensor(expected).double(), atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_penalties_and_bias() -> None:
+    logits_V = torch.tensor([2.0, -2.0, 1.0, 0.5])
+    penalties = PenaltyCounts(output=Counter({0: 3}), prompt=frozenset({1}))
+    params = SamplingParams(
+        repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={3: 4.0}
+    )
+    edited = edit_logits(logits_V, params, penalties)
+    torch.testing.assert_close(edited, torch.tensor([2.0 / 2 - 1.5 - 0.25, -4.0, 1.0, 4.5]))
+    assert logits_V.tolist() == [2.0, -2.0, 1.0, 0.5]
+    assert sample(logits_V[None], [spec(temperature=0.0, logit_bias={2: 9.0})]) == [2]
+
+
+def test_token_logprobs_are_of_the_raw_distribution() -> None:
+    logits_RV = torch.randn(2, 9)
+    scored = token_logprobs(logits_RV, [4, 0], [0, 3])
+    expected = torch.log_softmax(logits_RV, -1)
+    assert scored[0].logprob == pytest.approx(float(expected[0, 4]))
+    assert scored[0].top == ()
+    assert [token for token, _ in scored[1].top] == expected[1].topk(3).indices.tolist()
+    assert token_logprobs(logits_RV, [4, 0], [99, 0])[0].top[-1][0] == int(logits_RV[0].argmin())
