@@ -91,13 +91,17 @@ class LocalEngine:
             self._post(self._request_stop)
         except EngineStopped:
             return
+        if self._thread.ident is None:  # never started: nobody else would answer what is in the inbox
+            self._shut(EngineStopped("the engine is shut down"))
+            return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the engine's step did not end within {timeout_s} s")
 
     def submit(self, request: GenerateRequest) -> None:
         self._check(request)
-        if self._scheduler.num_waiting >= self._settings.max_waiting:
+        # What is posted but not yet taken in counts as waiting: a burst within one step must not slip past the limit.
+        if self._scheduler.num_waiting + self._inbox.qsize() >= self._settings.max_waiting:
             raise EngineOverloaded(f"{self._settings.max_waiting} requests are waiting already")
         self._post(lambda: self._emit(self._scheduler.add(request)))
 
@@ -108,6 +112,8 @@ class LocalEngine:
         return self._on_idle_session(session_id, lambda: self._cache.release_session(session_id))
 
     def rewind_session(self, session_id: str, length: int) -> Future[None]:
+        if length < 0:
+            raise InvalidRequest(f"cannot rewind to {length} tokens", param="offset")
         return self._on_idle_session(session_id, lambda: self._cache.rewind_session(session_id, length))
 
     def flush(self) -> Future[bool]:
@@ -177,12 +183,14 @@ class LocalEngine:
     def _shut(self, reason: EngineStopped) -> None:
         with self._lock:
             self._accepting = False
-        # Nothing is posted from here on: drain what came before, so that every caller gets its answer.
-        try:
-            self._drain_inbox(block=False)
-            self._deltas.extend(self._scheduler.fail_all(reason))
-        except Exception:
-            _logger.exception("shutting the engine down after a fault")
+        # Nothing is posted from here on: run what came before, so that every caller gets its answer, even if
+        # the books are broken and some commands fail.
+        while not self._inbox.empty():
+            try:
+                self._inbox.get()()
+            except Exception:
+                _logger.exception("a command failed while the engine shut down")
+        self._deltas.extend(self._scheduler.abandon_all(reason))
         self._flush_deltas()
 
     def _request_stop(self) -> None:
@@ -251,8 +259,8 @@ class LocalEngine:
     def _flush_deltas(self) -> None:
         if self._deltas:
             deltas: Sequence[TokenDelta] = self._deltas
-            self._deltas = []
             self._sink(deltas)
+            self._deltas = []  # kept until then: if the sink fails, the shutdown hands them out once more
 
     def _publish_stats(self, *, now: bool = False) -> None:
         time_s = time.monotonic()

@@ -89,8 +89,15 @@ class Scheduler:
         live = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         return [self._end(request, finish) for request in live]
 
-    def fail_all(self, error: EngineError) -> list[TokenDelta]:
-        return self.fail(list(self._live), error)
+    def abandon_all(self, error: EngineError) -> list[TokenDelta]:
+        """Answers every live request when the engine ends. The books, perhaps broken, are not touched."""
+        finish = Finish(FinishReason.ERROR, message=error.message, error=error)
+        deltas = [_delta(request, (), (), (), finish) for request in self._live.values()]
+        self._live.clear()
+        self._sessions_in_turn.clear()
+        self._waiting.clear()
+        self._running.clear()
+        return deltas
 
     def retract(self, request_id: str) -> bool:
         """Running -> waiting: the turn's pages go back, its tokens stay, and it resumes exactly. False if not running.

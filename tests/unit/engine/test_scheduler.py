@@ -225,11 +225,13 @@ def test_fail_ends_only_the_named_requests() -> None:
     driver.assert_empty()
 
 
-def test_fail_all_answers_waiting_and_running() -> None:
+def test_abandon_all_answers_waiting_and_running_without_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(max_running=1)
     for name in ("a", "b", "c"):
         driver.add(request(name, [1, 2, 3], 4))
     driver.step()
-    deltas = driver.scheduler.fail_all(SessionBusy("because"))
+    monkeypatch.setattr(driver.cache, "release", None)
+    deltas = driver.scheduler.abandon_all(SessionBusy("because"))
     assert sorted(delta.request_id for delta in deltas) == ["a", "b", "c"]
-    driver.assert_empty()
+    assert not driver.scheduler.has_work
+    assert driver.step() is None

@@ -1,0 +1,115 @@
+"""A LocalEngine on its real thread over a NullRunner that tests can hold at a step or break."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from engine.api import GenerateRequest, TokenDelta
+from engine.batch import ModelOutput, ScheduledBatch
+from engine.build import assemble_engine
+from engine.engine import LocalEngine
+from engine.runner.null import NullRunner
+from engine.settings import CacheSettings, SchedulerSettings
+from tests.unit.engine.driver import VOCAB, Outcome
+
+WAIT_S = 20.0
+"""How long a test waits for what must happen at once."""
+
+
+class GatedRunner(NullRunner):
+    """Stops before a step while `hold()` is in force; raises `fault` for batches that `breaks` chooses."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self.breaks: Callable[[ScheduledBatch], bool] = lambda _: False
+        self.fault: Exception = RuntimeError("device lost")
+
+    def execute(self, batch: ScheduledBatch) -> ModelOutput:
+        self.entered.set()
+        assert self.open.wait(WAIT_S)
+        if self.breaks(batch):
+            raise self.fault
+        return super().execute(batch)
+
+
+class Rig:
+    """Engine, runner and everything the sink was given."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        context_len: int = 256,
+        scheduler: SchedulerSettings | None = None,
+    ) -> None:
+        self.runner = GatedRunner(num_pages, page_size, VOCAB, context_len)
+        settings = scheduler or SchedulerSettings(64, 16, 8, strict_books=True)
+        self.engine: LocalEngine = assemble_engine(
+            self.runner, CacheSettings(page_size), settings, frozenset({0}), self._sink
+        )
+        self.outcomes: dict[str, Outcome] = {}
+        self.sink_fault: Exception | None = None
+        self._news = threading.Condition()
+
+    def submit(self, *specs: GenerateRequest) -> None:
+        for spec in specs:
+            self.outcomes.setdefault(spec.request_id, Outcome())
+            self.engine.submit(spec)
+
+    def wait(self, *request_ids: str) -> list[Outcome]:
+        """Waits until all of them are answered."""
+        self.wait_for(lambda: all(self.outcomes[name].finish is not None for name in request_ids))
+        return [self.outcomes[name] for name in request_ids]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until `condition` holds after a delivery to the sink."""
+        with self._news:
+            assert self._news.wait_for(condition, WAIT_S), "the engine did not answer"
+
+    def generate(self, spec: GenerateRequest) -> Outcome:
+        self.submit(spec)
+        return self.wait(spec.request_id)[0]
+
+    def hold(self) -> None:
+        """From now on the engine stands still at its next step."""
+        self.runner.entered.clear()
+        self.runner.open.clear()
+
+    def wait_held(self) -> None:
+        assert self.runner.entered.wait(WAIT_S)
+
+    def go_on(self) -> None:
+        self.runner.open.set()
+
+    def check(self) -> None:
+        self.engine.check_books().result(WAIT_S)
+
+    def _sink(self, deltas: Sequence[TokenDelta]) -> None:
+        with self._news:
+            fault, self.sink_fault = self.sink_fault, None
+            if fault is not None:
+                raise fault
+            for delta in deltas:
+                self.outcomes.setdefault(delta.request_id, Outcome()).take(delta)
+            self._news.notify_all()
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[Rig]:
+    """A started rig; stopped, and its books walked if it still lives, at the end."""
+    rig = Rig(**options)
+    rig.engine.start()
+    try:
+        yield rig
+        if rig.engine.alive:
+            rig.check()
+    finally:
+        rig.go_on()
+        rig.engine.stop(WAIT_S)

@@ -1,0 +1,47 @@
+"""The composition root fits pool, limits and settings together."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.build import assemble_engine
+from engine.runner.null import NullRunner
+from engine.settings import CacheSettings, SchedulerSettings
+from tests.unit.engine.driver import VOCAB, request
+from tests.unit.engine.engine_rig import WAIT_S, Rig, running
+
+
+def test_the_runner_sizes_the_pool() -> None:
+    runner = NullRunner(24, 16, VOCAB, 128)
+    engine = assemble_engine(
+        runner, CacheSettings(page_size=16, num_pages=9999), SchedulerSettings(), frozenset(), lambda _: None
+    )
+    stats = engine.stats()
+    assert (stats.pages.total, stats.pages.free, stats.page_size) == (24, 24, 16)
+    assert engine.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 128), (64, 64), (4096, 128)])
+def test_the_context_is_the_shorter_of_model_and_setting(asked: int | None, expected: int) -> None:
+    runner = NullRunner(24, 16, VOCAB, 128)
+    settings = SchedulerSettings(max_context_len=asked)
+    engine = assemble_engine(runner, CacheSettings(), settings, frozenset(), lambda _: None)
+    assert engine.max_context_len == expected
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(True, 16), (False, 0)])
+def test_the_prefix_cache_can_be_off(shared: bool, expected: int) -> None:
+    rig = Rig()
+    rig.engine = assemble_engine(
+        rig.runner, CacheSettings(4, prefix_cache=shared), SchedulerSettings(), frozenset(), rig._sink
+    )
+    rig.engine.start()
+    rig.generate(request("warm", range(1, 20), 2))
+    assert rig.generate(request("r", range(1, 20), 2)).cached == expected
+    rig.engine.stop(WAIT_S)
+
+
+def test_a_new_engine_is_not_alive_until_it_is_started() -> None:
+    with running() as rig:
+        assert rig.engine.alive
+    assert not Rig().engine.alive
