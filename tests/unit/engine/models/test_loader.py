@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.attention.interface import AttentionItem
 from engine.attention.torch_backend import TorchAttention
 from engine.models.config import read_spec
 from engine.models.errors import BadCheckpoint, ModelNotFound
@@ -50,8 +51,6 @@ def load(directory: Path, **settings: Any) -> LoadedModel:
 def run_logits(loaded: LoadedModel) -> torch.Tensor:
     """Logits after three tokens."""
     pool = make_kv_pool(loaded.spec, CacheSettings(1, 8), loaded.dtype, loaded.device)
-    from engine.attention.interface import AttentionItem  # noqa: PLC0415
-
     step = TorchAttention(pool).begin(
         [AttentionItem(3, 3, np.arange(3, dtype=np.int32), True)], torch.arange(3)
     )
