@@ -67,7 +67,9 @@ class SlowRunner(NullRunner):
 class Rig:
     """Everything of one replica, for tests to look into."""
 
-    def __init__(self, directory: Path, *, idle_timeout_s: float = 3600.0) -> None:
+    def __init__(
+        self, directory: Path, *, idle_timeout_s: float = 3600.0, text: TextProcessor | None = None
+    ) -> None:
         settings = ClusterSettings(store_path=str(directory / "log.sqlite3"))
         store = SqliteSessionStore(settings.store_path)
         self.controller = LocalController(Cluster(settings, store, time.time, time.perf_counter))
@@ -87,7 +89,7 @@ class Rig:
             self.tasks,
             engine_timeout_s=5.0,
         )
-        text = TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
+        text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         self.metrics = ReplicaMetrics(REPLICA_ID, self.engine.stats)
         self.turns = TurnRunner(
             engine=self.engine,

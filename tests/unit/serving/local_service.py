@@ -1,0 +1,145 @@
+"""The real service on one replica in this process: real engine, real turns, real session log, no Ray, no network."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from replica_rig import VOCAB_SIZE, Rig, running_rig
+from small_tokenizer import byte_level_tokenizer
+
+from controllers.errors import ControllerError
+from engine.api import Finish, FinishReason
+from serving.errors import error_info
+from serving.http import create_http_app
+from serving.text import TextProcessor
+from serving.turns import ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
+
+MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000)
+
+
+class LocalService:
+    """A TurnService. `calls` remembers what it was asked."""
+
+    model = MODEL
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.calls: list[TurnCall] = []
+        self.ended = 0
+        rig.controller.cluster.register_replica(rig.host.status())
+
+    @asynccontextmanager
+    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        self.calls.append(call)
+        epoch = None if call.session is None else self._epoch(call)
+        try:
+            async with aclosing(self._events(call, epoch)) as events:
+                first = await anext(events)
+                if first.error is not None:
+                    raise ServiceError(first.error)
+                yield _from(first, events)
+        finally:
+            self.ended += 1
+
+    async def _events(self, call: TurnCall, epoch: int | None) -> Any:
+        async with aclosing(self.rig.turns.run(call, epoch)) as batches:
+            async for batch in batches:
+                for event in batch:
+                    yield event
+
+    def _epoch(self, call: TurnCall) -> int:
+        try:
+            cluster = self.rig.controller.cluster
+            return cluster.resolve(call.session.session_id, call.session.create, call.tenant).epoch
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def open_session(
+        self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
+    ) -> str:
+        try:
+            cluster = self.rig.controller.cluster
+            return cluster.open_session(session_id, tenant, timeout_s, capacity_tokens).session_id
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def close_session(self, session_id: str) -> bool:
+        held = await self.rig.host.close(session_id)
+        return held or self.rig.controller.cluster.close_session(session_id)
+
+    async def abort(self, request_id: str | None, *, all_requests: bool = False) -> None:
+        self.rig.turns.abort(None if all_requests else request_id)
+
+    async def flush(self) -> bool:
+        return await asyncio.wrap_future(self.rig.engine.flush())
+
+    async def sessions(self) -> list[SessionInfo]:
+        return [
+            SessionInfo(e.session_id, e.replica_id, e.epoch, e.tokens, e.size_bytes, e.turns, 0.0, e.in_turn)
+            for e in self.rig.controller.cluster.sessions()
+        ]
+
+    async def server_info(self) -> dict[str, Any]:
+        return {"replicas": 1}
+
+    async def metrics_text(self) -> str:
+        return self.rig.metrics.render()
+
+    async def healthy(self) -> bool:
+        return self.rig.engine.alive
+
+
+async def _from(first: TurnEvent, events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
+    yield first
+    async for event in events:
+        yield event
+
+
+@functools.cache
+def small_text() -> TextProcessor:
+    return TextProcessor(byte_level_tokenizer(), vocab_size=VOCAB_SIZE, max_context_len=MODEL.max_context_len)
+
+
+def shown_text(token_ids: list[int]) -> str:
+    """The text of a whole answer that ended for length."""
+    return small_text().output_text().push(token_ids, Finish(FinishReason.LENGTH))
+
+
+@asynccontextmanager
+async def local_service(directory: Path) -> AsyncIterator[LocalService]:
+    async with running_rig(directory, text=small_text()) as rig:
+        yield LocalService(rig)
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    """Talks to the application without a network; replies arrive whole."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30.0)
+
+
+@asynccontextmanager
+async def local_client(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient, LocalService]]:
+    async with local_service(directory) as service, client_of(create_http_app(lambda: service)) as client:
+        yield client, service
+
+
+@asynccontextmanager
+async def http_server(app: FastAPI) -> AsyncIterator[str]:
+    """The application over real HTTP on this event loop; gives its address."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await serving
