@@ -47,11 +47,13 @@ class Scene:
         return [AttentionItem(query, length, table, self.contiguous) for length, query, table in rows]
 
     def slots(self, items: Sequence[AttentionItem]) -> Tensor:
-        slots = []
-        for item in items:
-            for t in range(item.kv_len - item.query_len, item.kv_len):
-                slots.append(int(item.pages[t // self.page_size]) * self.page_size + t % self.page_size)
-        return torch.tensor(slots)
+        return torch.tensor(
+            [
+                int(item.pages[t // self.page_size]) * self.page_size + t % self.page_size
+                for item in items
+                for t in range(item.kv_len - item.query_len, item.kv_len)
+            ]
+        )
 
     def draw(self, rows: int) -> tuple[Tensor, Tensor]:
         q_NHD = torch.randn(rows, self.heads, self.dim, generator=self.torch_random)
@@ -84,7 +86,7 @@ def test_equals_the_reference(page_size: int, contiguous: bool, decode_only: boo
             results.append([step(layer, q_NHD, kv) for layer, (q_NHD, kv) in enumerate(draws)])
         for expected, got in zip(*results, strict=True):
             assert got.shape == (sum(scene.queries), scene.heads * scene.dim)
-            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, msg=lambda m: f"seed {seed}: {m}")
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, msg=f"seed {seed}")
 
 
 def test_strided_queries_and_keys_are_fine() -> None:
