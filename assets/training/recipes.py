@@ -33,9 +33,9 @@ class Recipe:
     heads: int
     kv_heads: int
     phases: tuple[Phase, ...]
-    muon_rate: float = 0.02
+    muon_rate: float = 0.01
     adam_rate: float = 0.003
-    warmup_steps: int = 60
+    warmup_steps: int = 100
     decay_share: float = 0.3
 
     @property
@@ -51,7 +51,7 @@ class Recipe:
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=8192,
-            rope_theta=10000.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -80,11 +80,11 @@ RECIPES = {
         heads=4,
         kv_heads=2,
         phases=(
-            Phase(256, 4096, 2_000_000, drill_share=0.5),
-            Phase(256, 4096, 3_000_000),
-            Phase(512, 4096, 4_000_000),
-            Phase(1024, 8192, 6_000_000),
-            Phase(2048, 8192, 5_000_000),
+            Phase(256, 4096, 1_024_000, drill_share=0.5),
+            Phase(256, 4096, 2_048_000, drill_share=0.125),
+            Phase(512, 4096, 3_000_000),
+            Phase(1024, 8192, 3_000_000),
+            Phase(2048, 8192, 1_500_000),
         ),
     ),
     "draft": Recipe(
@@ -95,10 +95,10 @@ RECIPES = {
         heads=3,
         kv_heads=1,
         phases=(
-            Phase(256, 4096, 3_000_000, drill_share=0.5),
-            Phase(256, 4096, 5_000_000),
-            Phase(512, 4096, 4_000_000),
-            Phase(1024, 8192, 4_000_000),
+            Phase(256, 4096, 2_048_000, drill_share=0.5),
+            Phase(256, 4096, 2_048_000, drill_share=0.125),
+            Phase(512, 4096, 2_000_000),
+            Phase(1024, 8192, 2_000_000),
         ),
     ),
 }

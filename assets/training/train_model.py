@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from assets.training.initial import plant_copying_heads
 from assets.training.probe import probe
 from assets.training.recipes import RECIPES, Phase, Recipe
 from assets.training.sequences import IGNORED, Encoder, drill_rows, training_rows
@@ -42,6 +43,8 @@ class Trainer:
         self.encoder = Encoder(tokenizer)
         self.work = work
         self.model = LlamaForCausalLM(recipe.config(tokenizer))
+        if recipe.layers > 1:
+            plant_copying_heads(self.model)
         hidden = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         other = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
         self.optimizers: list[torch.optim.Optimizer] = [
