@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manual_clock import ManualClock
 
 from controllers.cluster import Cluster
@@ -27,6 +27,8 @@ from controllers.tokens import decode_tokens
 IDLE_S = 50.0
 SILENCE_S = 10.0
 REPLICAS = st.integers(0, 2)
+SESSIONS = st.sampled_from(["s", "t"])
+RARELY = st.sampled_from([False] * 4 + [True])
 TOKENS = st.lists(st.integers(0, 99), min_size=1, max_size=3)
 
 
@@ -41,8 +43,6 @@ class Replica:
 
 
 class OwnershipMachine(RuleBasedStateMachine):
-    sessions = Bundle("sessions")
-
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
@@ -70,27 +70,16 @@ class OwnershipMachine(RuleBasedStateMachine):
     def _owner(self, assignment: Assignment) -> Replica | None:
         return next((r for r in self.replicas if r.replica_id == assignment.replica_id), None)
 
-    @rule(target=sessions, number=st.integers(0, 4))
-    def open(self, number: int) -> str:
-        """Ids are used again: what is left of a closed session must not get into its namesake."""
-        session_id = f"s{number}"
-        if session_id in self.histories:
-            return session_id
-        try:
-            assignment = self.cluster.open_session(session_id, "", None, None)
-        except NoReplica:
-            self.cluster.register_replica(self.replicas[0].status())
-            assignment = self.cluster.open_session(session_id, "", None, None)
-        self.remembered[session_id] = assignment
-        self.histories[session_id] = []
-        return session_id
-
-    @rule(session_id=sessions, remembers=st.booleans(), keep=st.none() | st.floats(0, 1))
+    @rule(session_id=SESSIONS, remembers=st.booleans(), keep=st.none() | st.floats(0, 1))
     def begin(self, session_id: str, remembers: bool, keep: float | None) -> None:
-        """A front end sends a turn to the owner it knows of, which may no longer be the owner."""
+        """A front end sends a turn to the owner it knows of, which may no longer be the owner.
+
+        Session ids are used again: what is left of a closed session must not get into its namesake.
+        """
         try:
-            if not remembers:
-                self.remembered[session_id] = self.cluster.resolve(session_id, False, "")
+            if not remembers or session_id not in self.remembered:
+                self.remembered[session_id] = self.cluster.resolve(session_id, True, "")
+                self.histories.setdefault(session_id, [])
             owner = self.remembered[session_id]
             replica = self._owner(owner)
             if replica is None:
@@ -109,12 +98,12 @@ class OwnershipMachine(RuleBasedStateMachine):
             assert not isinstance(turn, Replay)
             replica.turns.append(turn)
 
-    @rule(which=REPLICAS, tokens=TOKENS, crashes=st.booleans())
-    def commit(self, which: int, tokens: list[int], crashes: bool) -> None:
+    @precondition(lambda self: any(replica.turns for replica in self.replicas))
+    @rule(data=st.data(), tokens=TOKENS, crashes=RARELY)
+    def commit(self, data: st.DataObject, tokens: list[int], crashes: bool) -> None:
         """The replica may crash just before the controller's answer reaches it."""
+        which = data.draw(st.sampled_from([i for i, replica in enumerate(self.replicas) if replica.turns]))
         replica = self.replicas[which]
-        if not replica.turns:
-            return
         turn = replica.turns.pop()
         record = replica.sessions.prepare_commit(turn, tokens, [], b"")
         try:
@@ -131,26 +120,30 @@ class OwnershipMachine(RuleBasedStateMachine):
         else:
             replica.sessions.commit_turn(turn, record)
 
+    @precondition(lambda self: any(replica.turns for replica in self.replicas))
     @rule(which=REPLICAS)
     def abort(self, which: int) -> None:
         replica = self.replicas[which]
         if replica.turns:
             replica.sessions.abort_turn(replica.turns.pop())
 
-    @rule(which=REPLICAS, noticed=st.booleans())
+    @rule(which=REPLICAS, trouble=st.sampled_from(["none", "none", "crash", "noticed crash", "false alarm"]))
+    def trouble(self, which: int, trouble: str) -> None:
+        if trouble == "false alarm":
+            self.cluster.report_lost(self.replicas[which].replica_id)
+        elif trouble != "none":
+            self.crash(which, noticed=trouble == "noticed crash")
+
     def crash(self, which: int, noticed: bool) -> None:
         lost = self.replicas[which]
         self.replicas[which] = self._new_replica()
         if noticed:
             self.cluster.report_lost(lost.replica_id)
 
-    @rule(which=REPLICAS)
-    def false_alarm(self, which: int) -> None:
-        self.cluster.report_lost(self.replicas[which].replica_id)
-
-    @rule()
-    def restart_controller(self) -> None:
-        self.cluster = self._cluster()
+    @rule(happens=RARELY)
+    def restart_controller(self, happens: bool) -> None:
+        if happens:
+            self.cluster = self._cluster()
 
     @rule(advance_s=st.sampled_from([0.0, 1.0, 6.0, 30.0]), draining=st.sets(REPLICAS, max_size=2))
     def heartbeats(self, advance_s: float, draining: set[int]) -> None:
@@ -186,8 +179,10 @@ class OwnershipMachine(RuleBasedStateMachine):
         alive = any(status.replica_id == replica.replica_id for status in self.cluster.replicas())
         return [turn for turn in replica.turns if alive and epochs.get(turn.session_id) == turn.epoch]
 
-    @rule(session_id=sessions)
-    def close(self, session_id: str) -> None:
+    @rule(session_id=SESSIONS, happens=RARELY)
+    def close(self, session_id: str, happens: bool) -> None:
+        if not happens:
+            return
         assert self.cluster.close_session(session_id) == (session_id in self.histories)
         self.histories.pop(session_id, None)
 
@@ -221,6 +216,6 @@ class OwnershipMachine(RuleBasedStateMachine):
 
 
 OwnershipMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, print_blob=True
+    max_examples=60, stateful_step_count=50, deadline=None, print_blob=True
 )
 TestOwnershipAgainstModel = OwnershipMachine.TestCase
