@@ -6,12 +6,14 @@ The actor's methods are safe to repeat (see controllers/cluster_actor.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
+from controllers.cluster_actor import get_or_create_controller
 from controllers.errors import ControllerError, StoreError
 from controllers.records import (
     Assignment,
@@ -22,15 +24,25 @@ from controllers.records import (
     SessionStatus,
     TurnRecord,
 )
+from serving.config import AppArgs
 
-RETRY_PAUSE_S = 0.1
+logger = logging.getLogger(__name__)
+
+CONTROLLER_TIMEOUT_S = 15.0
+NAMESPACE = "kedge"
+RETRY_PAUSE_S = 0.2
 
 
 class ControllerCalls:
-    """Raises the controller's own ControllerErrors; StoreError if it does not answer within `timeout_s`."""
+    """Raises the controller's own ControllerErrors; StoreError if it does not answer within `timeout_s`.
 
-    def __init__(self, actor: ActorHandle, *, timeout_s: float) -> None:
-        self._actor = actor
+    `connect` gives the actor's handle and creates the actor if there is none: one that died for good (its log could
+    not be opened) is tried again.
+    """
+
+    def __init__(self, connect: Callable[[], ActorHandle], *, timeout_s: float) -> None:
+        self._connect = connect
+        self._actor = connect()
         self._timeout_s = timeout_s
 
     async def register_replica(self, status: ReplicaStatus) -> None:
@@ -80,22 +92,36 @@ class ControllerCalls:
         return cast(dict[str, float], await self._call("stats"))
 
     async def _call(self, method: str, *args: Any) -> Any:
+        last: list[RayActorError] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._until_up(method, args)
+                return await self._until_up(method, args, last)
         except TimeoutError:
+            reason = f": {last[-1]}" if last else ""
             raise StoreError(
-                f"the cluster controller did not answer {method} in {self._timeout_s} s"
+                f"the cluster controller did not answer {method} in {self._timeout_s} s{reason}"
             ) from None
 
-    async def _until_up(self, method: str, args: tuple[Any, ...]) -> Any:
+    async def _until_up(self, method: str, args: tuple[Any, ...], last: list[RayActorError]) -> Any:
         while True:
             try:
                 return await getattr(self._actor, method).remote(*args)
             except RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, ControllerError):
-                    raise cause from None
+                if isinstance(error.cause, ControllerError):
+                    raise error.cause from None
                 raise
-            except RayActorError:
+            except RayActorError as error:
+                last[:] = [error]
                 await asyncio.sleep(RETRY_PAUSE_S)
+                if isinstance(error, ActorDiedError):
+                    logger.warning("the cluster controller died; starting it again: %s", error)
+                    self._actor = self._connect()
+
+
+def connect_controller(args: AppArgs) -> ControllerCalls:
+    """Calls to the application's cluster controller, which is created if there is none."""
+    settings = args.cluster_settings()
+    return ControllerCalls(
+        lambda: get_or_create_controller(args.controller.name, NAMESPACE, settings),
+        timeout_s=CONTROLLER_TIMEOUT_S,
+    )

@@ -9,15 +9,13 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from controllers.cluster_actor import get_or_create_controller
 from serving.background import BackgroundTasks
 from serving.cluster_client import ClusterClient
 from serving.config import AppArgs
-from serving.controller_calls import ControllerCalls
+from serving.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
 from serving.http import create_http_app
 from serving.metrics import IngressMetrics
 from serving.ownership_cache import OwnershipCache
-from serving.replica import CONTROLLER_TIMEOUT_S, NAMESPACE
 from serving.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.routing_errors import ReplicaGone
 from serving.turn_dispatch import TurnDispatcher
@@ -36,8 +34,8 @@ class Ingress:
     """Wires the HTTP application to the cluster. Ready once a replica has answered."""
 
     async def __init__(self, args: AppArgs, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
-        actor = get_or_create_controller(args.controller.name, NAMESPACE, args.cluster_settings())
-        controller = ControllerCalls(actor, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks = BackgroundTasks()
+        controller = connect_controller(args)
         calls = ReplicaCalls(replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S)
         metrics = IngressMetrics(serve.get_replica_context().replica_id.unique_id)
         dispatcher = TurnDispatcher(
@@ -55,7 +53,6 @@ class Ingress:
             metrics=metrics,
             settings=args.model_dump(mode="json"),
         )
-        self._tasks = BackgroundTasks()
 
         async def expire_idle() -> None:
             await controller.expire_idle()

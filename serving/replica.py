@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
@@ -14,14 +15,13 @@ from typing import Any
 
 from ray import serve
 
-from controllers.cluster_actor import get_or_create_controller
 from controllers.errors import ControllerError
 from controllers.session import SessionController
 from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
 from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
 from serving.config import AppArgs
-from serving.controller_calls import ControllerCalls
+from serving.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
 from serving.errors import error_info
 from serving.live_turn import TurnTeller
 from serving.mailbox import Mailbox
@@ -37,10 +37,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE_CALL_TIMEOUT_S = 10.0
 ENGINE_STOP_TIMEOUT_S = 5.0
-CONTROLLER_TIMEOUT_S = 15.0
 GAUGE_INTERVAL_S = 5.0
 START_TIMEOUT_S = 60.0
-NAMESPACE = "kedge"
 
 EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
 
@@ -57,9 +55,8 @@ class LLMReplica:
         self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
         self._text = await asyncio.to_thread(_load_text, settings.model.path, self._engine)
         self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
-        self._gauges = RayGauges(self._replica_id)
-        actor = get_or_create_controller(args.controller.name, NAMESPACE, args.cluster_settings())
-        self._controller = ControllerCalls(actor, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._gauges = RayGauges()
+        self._controller = connect_controller(args)
         sessions = SessionController(time.monotonic, args.sessions.idle_timeout_s)
         self._host = SessionHost(
             self._replica_id,
@@ -124,6 +121,7 @@ class LLMReplica:
         pages = asdict(stats.pages) | {"leaked": stats.pages.leaked}
         return {
             "replica_id": self._replica_id,
+            "pid": os.getpid(),
             "live_turns": self._turns.num_live,
             **asdict(stats),
             "pages": pages,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 from ray.exceptions import RayActorError, TaskCancelledError
@@ -64,7 +64,7 @@ class ReplicaCalls:
                 yield stream
             finally:
                 if not ended:
-                    response.cancel()
+                    _cancel(response)
 
     async def call(self, replica_id: str, method: str, *args: Any) -> Any:
         """One pinned call. Raises ReplicaGone if the replica does not answer in time."""
@@ -73,7 +73,7 @@ class ReplicaCalls:
             async with asyncio.timeout(self._call_timeout_s):
                 return await response
         except (*LOST, TimeoutError) as error:
-            response.cancel()
+            _cancel(response)
             raise ReplicaGone(replica_id) from error
 
     async def broadcast(self, method: str, *args: Any) -> list[Any]:
@@ -88,3 +88,9 @@ class ReplicaCalls:
             if isinstance(answer, BaseException):
                 logger.warning("a replica did not answer %s: %s", method, answer)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def _cancel(response: Any) -> None:
+    """Serve's `cancel` raises what the call itself failed with; there is nothing to cancel then."""
+    with suppress(Exception):
+        response.cancel()
