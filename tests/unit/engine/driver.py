@@ -82,7 +82,8 @@ class Driver:
         self.eos_probability = eos_probability
         self.runner = NullRunner(num_pages, page_size, VOCAB, context_len, eos_probability=eos_probability)
         self.allocator = PageAllocator(num_pages)
-        self.cache = SessionAwareCache(RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache))
+        self.prefixes = RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache)
+        self.cache = SessionAwareCache(self.prefixes)
         self.counters = EngineCounters()
         settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)
         stops = StopCriteria(eos_token_ids, context_len)

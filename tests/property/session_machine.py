@@ -1,0 +1,221 @@
+"""The Hypothesis state machine: any order of events keeps the books and every finished turn exact."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.property.session_world import Sizes, World
+from tests.unit.engine.driver import VOCAB
+
+MAX_SESSIONS = 5
+MAX_IN_FLIGHT = 6
+
+PICK = st.integers(0, 59)
+TOKENS = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=10)
+SHARED = st.sampled_from([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9], [1] * 17])
+PROMPTS = st.one_of(TOKENS, SHARED, st.tuples(SHARED, TOKENS).map(lambda pair: pair[0] + pair[1]))
+OUTPUT = st.one_of(st.integers(0, 8), st.integers(0, 32))
+STEPS = st.sampled_from([0, 0, 0, 1, 3, 20])
+
+POOLS = st.sampled_from([(1, 40), (1, 64), (2, 24), (4, 10), (4, 24), (16, 3), (16, 9), (256, 1), (256, 3)])
+SIZES = st.builds(
+    lambda pool, chunk, budget, running, eos, shared: Sizes(*pool, chunk, budget, running, eos, shared),
+    POOLS,
+    st.sampled_from([1, 3, 8, 64]),
+    st.sampled_from([1, 5, 16, 64]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([0.0, 0.0, 0.1]),
+    st.sampled_from([True, True, True, False]),
+)
+
+rules_run: Counter[str] = Counter()
+"""How often each rule was really executed in this process."""
+
+events_seen: Counter[str] = Counter()
+"""What came of it."""
+
+
+def counted(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def wrapper(self: SessionMachine, **values: Any) -> None:
+        rules_run[function.__name__] += 1
+        function(self, **values)
+
+    return wrapper
+
+
+def has_session(machine: SessionMachine) -> bool:
+    return bool(machine.world.sessions)
+
+
+def has_request(machine: SessionMachine) -> bool:
+    return bool(machine.world.asks)
+
+
+def has_room(machine: SessionMachine) -> bool:
+    return len(machine.world.asks) < MAX_IN_FLIGHT
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Rules choose; the world acts and judges."""
+
+    world: World
+
+    @initialize(sizes=SIZES)
+    def start(self, sizes: Sizes) -> None:
+        self.world = World(sizes)
+        self.world.open_session()
+
+    @invariant()
+    def books_and_contents_agree(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.finish_everything()
+            events_seen.update(self.world.events)
+            events_seen["retraction"] += self.world.driver.counters.retractions
+            events_seen["demotion under pressure"] += self.world.driver.cache.num_demotions
+            events_seen["page evicted under pressure"] += self.world.driver.cache.num_evicted_pages
+
+    def session(self, pick: int) -> str:
+        names = list(self.world.sessions)
+        return names[pick % len(names)]
+
+    def asked(self, pick: int) -> str:
+        names = list(self.world.asks)
+        return names[pick % len(names)]
+
+    # Work, in several shapes: Hypothesis picks rules evenly, and most steps should move turns along.
+
+    @precondition(lambda self: len(self.world.sessions) < MAX_SESSIONS)
+    @rule(tokens=PROMPTS, output=OUTPUT, steps=STEPS)
+    @counted
+    def open_and_talk(self, tokens: list[int], output: int, steps: int) -> None:
+        self.world.open_session()
+        self._begin(list(self.world.sessions)[-1], tokens, output)
+        self._steps(steps)
+
+    @precondition(has_session)
+    @precondition(has_room)
+    @rule(pick=PICK, tokens=PROMPTS, output=OUTPUT, steps=STEPS, logprobs=st.booleans())
+    @counted
+    def begin_turn(self, pick: int, tokens: list[int], output: int, steps: int, logprobs: bool) -> None:
+        self._begin(self.session(pick), tokens, output, logprobs=logprobs)
+        self._steps(steps)
+
+    @precondition(has_session)
+    @precondition(has_room)
+    @rule(pick=PICK, tokens=TOKENS, output=OUTPUT, steps=STEPS)
+    @counted
+    def begin_short_turn(self, pick: int, tokens: list[int], output: int, steps: int) -> None:
+        self._begin(self.session(pick), tokens[:3], output % 4)
+        self._steps(steps)
+
+    @precondition(has_session)
+    @precondition(has_room)
+    @rule(pick=PICK, tokens=PROMPTS, output=OUTPUT, steps=STEPS, keep=PICK, rewind_kv=st.booleans())
+    @counted
+    def begin_rewound_turn(
+        self, pick: int, tokens: list[int], output: int, steps: int, keep: int, rewind_kv: bool
+    ) -> None:
+        session_id = self.session(pick)
+        keep %= len(self.world.sessions[session_id].history) + 1
+        self._begin(session_id, tokens, output, keep=keep, rewind_kv=rewind_kv)
+        self._steps(steps)
+
+    @precondition(has_session)
+    @precondition(has_room)
+    @rule(pick=PICK, tokens=PROMPTS, output=OUTPUT, steps=STEPS)
+    @counted
+    def begin_turn_whose_commit_fails(self, pick: int, tokens: list[int], output: int, steps: int) -> None:
+        self._begin(self.session(pick), tokens, output, commit_fails=True)
+        self._steps(steps)
+
+    @precondition(has_room)
+    @rule(
+        tokens=PROMPTS, output=OUTPUT, steps=STEPS, priority=st.integers(0, 1),
+        logprobs=st.booleans(), large=st.sampled_from([False, False, True]),
+    )  # fmt: skip
+    @counted
+    def plain(
+        self, tokens: list[int], output: int, steps: int, priority: int, logprobs: bool, large: bool
+    ) -> None:
+        """A request without session; a large one pushes others out."""
+        room = self.world.sizes.room
+        prompt = (tokens * (64 if large else 1))[: max(room - output, 1)]
+        self.world.plain_request(prompt, min(output, room - len(prompt)), priority, logprobs)
+        self._steps(steps)
+
+    @precondition(has_request)
+    @rule()
+    @counted
+    def step(self) -> None:
+        self.world.step()
+
+    @precondition(has_request)
+    @rule(count=st.integers(2, 20))
+    @counted
+    def several_steps(self, count: int) -> None:
+        self._steps(count)
+
+    # What gets in the way.
+
+    @precondition(has_request)
+    @rule(pick=PICK, how=st.sampled_from(["abort", "retract", "retract", "failed_step"]))
+    @counted
+    def disturb_a_request(self, pick: int, how: str) -> None:
+        rules_run[f"disturb: {how}"] += 1
+        if how == "failed_step":
+            self.world.failed_step()
+        else:
+            getattr(self.world, how)(self.asked(pick))
+
+    @precondition(has_session)
+    @rule(
+        pick=PICK, length=PICK,
+        how=st.sampled_from(["demote", "cut_kv", "move", "retry_last_turn", "submit_past_the_controller"]),
+    )  # fmt: skip
+    @counted
+    def disturb_a_session(self, pick: int, length: int, how: str) -> None:
+        rules_run[f"disturb: {how}"] += 1
+        session_id = self.session(pick)
+        if how == "cut_kv":
+            self.world.cut_kv(session_id, length)
+        else:
+            getattr(self.world, how)(session_id)
+
+    @rule(num_pages=st.integers(0, 8))
+    @counted
+    def evict(self, num_pages: int) -> None:
+        if num_pages:
+            self.world.evict(num_pages)
+        else:
+            self.world.flush()
+
+    @precondition(has_session)
+    @rule(pick=PICK)
+    @counted
+    def close(self, pick: int) -> None:
+        self.world.close(self.session(pick))
+
+    @rule(seconds=st.sampled_from([1.0, 1.0, 1.0, 40.0, 101.0]))
+    @counted
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    def _begin(self, session_id: str, tokens: list[int], output: int, **options: Any) -> None:
+        room = self.world.sizes.room
+        self.world.begin_turn(session_id, tokens[: room // 3], min(output, room // 2), **options)
+
+    def _steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+            self.world.check()

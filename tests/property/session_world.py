@@ -1,0 +1,341 @@
+"""One replica's books, scheduler and session controller, and everything that may happen to them.
+
+The world keeps its own copy of every committed history. After each event `check` compares: accounts balance, every
+page has one account, locks are exact, and each KV page that somebody may read holds the tokens it should.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache.radix_tree import RadixNode
+from cache.sequence_kv import SequenceKV, pages_for
+from controllers.errors import SessionClosing, TurnInFlight
+from controllers.records import SessionRecord
+from controllers.session import Replay, SessionController, Turn
+from controllers.tokens import encode_tokens
+from engine.api import FinishReason, LogprobParams, SessionBusy, StepFailed
+from tests.unit.engine.driver import Driver, Outcome, request
+
+TIMEOUT_S = 100.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A pool so small that turns push each other out. `room` is the longest sequence that is ever asked for."""
+
+    page_size: int = 4
+    num_pages: int = 16
+    chunk_size: int = 3
+    max_batch_tokens: int = 8
+    max_running: int = 3
+    eos_probability: float = 0.0
+    prefix_cache: bool = True
+
+    @property
+    def room(self) -> int:
+        return min(self.page_size * self.num_pages, 64)
+
+
+@dataclass
+class Ask:
+    """A request in flight; `turn` is None for one without session."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    input_start: int | None = None
+    turn: Turn | None = None
+    commit_fails: bool = False
+
+
+@dataclass
+class Session:
+    """What the world knows of a session: `finished` is the last sequence that the engine completed for it."""
+
+    epoch: int = 1
+    history: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    turns: int = 0
+    key: str | None = None
+
+
+class World:
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.driver = Driver(
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            context_len=sizes.room + 1,
+            chunk_size=sizes.chunk_size,
+            max_batch_tokens=sizes.max_batch_tokens,
+            max_running=sizes.max_running,
+            eos_probability=sizes.eos_probability,
+            prefix_cache=sizes.prefix_cache,
+        )
+        self.now_s = 0.0
+        self.controller = SessionController(lambda: self.now_s, TIMEOUT_S)
+        self.sessions: dict[str, Session] = {}
+        self.asks: dict[str, Ask] = {}
+        self.events: Counter[str] = Counter()
+        self._names = 0
+
+    # What clients do.
+
+    def open_session(self) -> None:
+        name = self._name("s")
+        self.sessions[name] = Session()
+        self._adopt(name)
+
+    def begin_turn(
+        self,
+        session_id: str,
+        new_tokens: list[int],
+        max_new_tokens: int,
+        *,
+        keep: int | None = None,
+        rewind_kv: bool = False,
+        commit_fails: bool = False,
+        logprobs: bool = False,
+    ) -> None:
+        """Begins a turn, as the replica does. A second one, or one on a closing session, must be refused.
+
+        A history that leaves no room is cut to its half or less. The replica cuts the KV of a rewound turn at once
+        (`rewind_kv`); if it does not, admission must.
+        """
+        session = self.sessions[session_id]
+        limit = self.sizes.room - len(new_tokens) - max_new_tokens
+        if keep is None and len(session.history) > limit:
+            keep = len(session.history) // 2
+        keep = None if keep is None else min(keep, limit)
+        name = self._name("t")
+        try:
+            turn = self.controller.begin_turn(session_id, session.epoch, rewind_to=keep, idempotency_key=name)
+        except (TurnInFlight, SessionClosing) as refusal:
+            self.events[type(refusal).__name__] += 1
+            assert any(a.turn is not None and a.turn.session_id == session_id for a in self.asks.values())
+            return
+        assert isinstance(turn, Turn)
+        assert turn.history == session.history
+        if turn.rewound:
+            self.events["rewound turn"] += 1
+            if rewind_kv:
+                self.driver.cache.rewind_session(session_id, turn.history_len)
+        prompt = [*turn.history[: turn.history_len], *new_tokens]
+        input_start = turn.history_len if logprobs else None
+        self.asks[name] = Ask(prompt, max_new_tokens, input_start, turn, commit_fails)
+        self.driver.add(
+            request(
+                name, new_tokens, max_new_tokens, history=turn.history, history_len=turn.history_len,
+                session_id=session_id, logprobs=LogprobParams(input_start=input_start) if logprobs else None,
+            )
+        )  # fmt: skip
+
+    def retry_last_turn(self, session_id: str) -> None:
+        """A committed turn's key is replayed, not run."""
+        session = self.sessions[session_id]
+        if session.key is not None:
+            replay = self.controller.begin_turn(session_id, session.epoch, idempotency_key=session.key)
+            assert isinstance(replay, Replay)
+            assert replay.result == session.key.encode()
+            self.events["replay"] += 1
+
+    def submit_past_the_controller(self, session_id: str) -> None:
+        """A second turn that reaches the scheduler is refused there, too."""
+        if self.driver.scheduler.in_turn(session_id):
+            name = self._name("x")
+            self.driver.add(request(name, [1], session_id=session_id))
+            finish = self.driver.outcomes.pop(name).finish
+            assert finish is not None
+            assert isinstance(finish.error, SessionBusy)
+            self.events["SessionBusy"] += 1
+
+    def plain_request(self, prompt: list[int], max_new_tokens: int, priority: int, logprobs: bool) -> None:
+        name = self._name("p")
+        start = len(prompt) // 2 if logprobs else None
+        self.asks[name] = Ask(prompt, max_new_tokens, start)
+        params = LogprobParams(input_start=start) if logprobs else None
+        self.driver.add(request(name, prompt, max_new_tokens, priority=priority, logprobs=params))
+
+    def abort(self, name: str) -> None:
+        self.driver.abort(name)
+        self._settle()
+
+    def close(self, session_id: str) -> None:
+        if self.controller.close(session_id):
+            self._end_session(session_id)
+        else:
+            self.events["close deferred"] += 1
+
+    # What the replica does by itself.
+
+    def step(self) -> None:
+        self.driver.step()
+        self._settle()
+
+    def failed_step(self) -> None:
+        """The device wrote the step's KV, then raised: its requests end with an error."""
+        batch = self.driver.scheduler.schedule()
+        if batch is not None:
+            self.driver.execute(batch)
+            names = [item.request_id for item in batch.items]
+            for delta in self.driver.scheduler.fail(names, StepFailed("device lost")):
+                self.driver.outcomes[delta.request_id].take(delta)
+            self._settle()
+
+    def retract(self, name: str) -> None:
+        self.events["forced retraction"] += self.driver.scheduler.retract(name)
+
+    def evict(self, num_pages: int) -> None:
+        self.driver.prefixes.evict(num_pages)
+
+    def flush(self) -> None:
+        self.driver.cache.flush()
+
+    def demote(self, session_id: str) -> None:
+        """Retention lets go of an idle session's KV; its history stays."""
+        if not self.driver.scheduler.in_turn(session_id):
+            self.driver.cache.release_session(session_id)
+
+    def cut_kv(self, session_id: str, length: int) -> None:
+        """KV may be cut anywhere between turns; what is missing is computed again."""
+        if not self.driver.scheduler.in_turn(session_id):
+            self.driver.cache.rewind_session(session_id, length)
+
+    def move(self, session_id: str) -> None:
+        """The session was owned elsewhere for a while: it comes back with its log at a newer epoch."""
+        if not self.driver.scheduler.in_turn(session_id):
+            self.controller.drop(session_id)
+            self.driver.cache.release_session(session_id)
+            self.sessions[session_id].epoch += 1
+            self._adopt(session_id)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        for session_id in self.controller.expired():
+            assert not self.driver.scheduler.in_turn(session_id)
+            self.events["expired"] += 1
+            self.close(session_id)
+
+    def finish_everything(self) -> None:
+        """Every request ends, and after closing every session and a flush every page is free."""
+        for _ in range(3000):
+            if not self.driver.scheduler.has_work:
+                break
+            self.step()
+            self.check()
+        assert not self.asks, f"never answered: {list(self.asks)}"
+        for session_id in list(self.sessions):
+            self.close(session_id)
+        self.driver.assert_empty()
+        assert self.driver.cache.num_sessions == 0
+
+    # What must hold after each event.
+
+    def check(self) -> None:
+        driver = self.driver
+        driver.check()
+        sequences = list(driver.prefixes._in_flight)
+        for session_id, slot in driver.cache._slots.items():
+            if slot.kv is not None:
+                sequences.append(slot.kv)
+                self._check_slot(session_id, slot.kv)
+        for live in driver.scheduler._live.values():
+            if live.kv is not None:
+                held = self._read(live.kv.pages, live.kv.committed_len)
+                assert held == list(live.tokens.slice(0, len(held))), f"KV of {live.request_id}"
+        for kv in sequences:
+            assert 0 <= kv.protected_len <= kv.committed_len <= kv.allocated_len
+            assert kv.num_pages == pages_for(kv.allocated_len, kv.page_size)
+            assert kv.contiguous == bool((np.diff(kv.pages) == 1).all())
+        self._check_tree(sequences)
+        for status in self.controller.snapshot():
+            session = self.sessions[status.session_id]
+            assert (status.tokens, status.turns) == (len(session.history), session.turns)
+            assert status.in_turn == driver.scheduler.in_turn(status.session_id)
+
+    def _check_slot(self, session_id: str, kv: SequenceKV) -> None:
+        session = self.sessions[session_id]
+        held = self._read(kv.pages, kv.committed_len)
+        if held != session.history[: len(held)]:
+            assert held == session.finished[: len(held)], f"KV of idle session {session_id}"
+            self.events["stale KV seen"] += 1
+
+    def _check_tree(self, sequences: Sequence[SequenceKV]) -> None:
+        """Locks are those of the sequences, no more, no less, and each node's pages hold its tokens."""
+        locks: Counter[int] = Counter()
+        for kv in sequences:
+            node: RadixNode | None = kv.node
+            while node is not None and node.parent is not None:
+                locks[id(node)] += 1
+                node = node.parent
+        for node in self.driver.prefixes._tree._nodes():
+            assert node.lock_count == locks[id(node)], "locks taken and returned differ"
+            assert self._read(node.pages, len(node.tokens)) == node.tokens.tolist(), "KV of a shared prefix"
+
+    def _read(self, pages: np.ndarray, length: int) -> list[int]:
+        held: list[int] = self.driver.runner._kv[pages].reshape(-1)[:length].tolist()
+        return held
+
+    # Turning the engine's answers into commits.
+
+    def _settle(self) -> None:
+        for name in [name for name in self.asks if self.driver.outcomes[name].finish is not None]:
+            ask, outcome = self.asks.pop(name), self.driver.outcomes.pop(name)
+            self._check_answer(ask, outcome)
+            self.events[str(outcome.reason)] += 1
+            if ask.turn is not None:
+                self._end_turn(name, ask, ask.turn, outcome)
+
+    def _check_answer(self, ask: Ask, outcome: Outcome) -> None:
+        expected = self.driver.oracle(ask.prompt, ask.max_new_tokens)
+        assert outcome.token_ids == expected[: len(outcome.token_ids)]
+        done = outcome.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        assert outcome.last is not None
+        assert outcome.last.prompt_tokens == len(ask.prompt)
+        assert outcome.cached < len(ask.prompt) or ask.max_new_tokens == 0
+        if done:
+            assert len(outcome.token_ids) == len(expected)
+        if ask.input_start is not None:
+            scored = [entry.token_id for entry in outcome.input_logprobs]
+            wanted = ask.prompt[ask.input_start :]
+            assert scored == (wanted if done else wanted[: len(scored)])
+
+    def _end_turn(self, name: str, ask: Ask, turn: Turn, outcome: Outcome) -> None:
+        session = self.sessions[turn.session_id]
+        done = outcome.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if done:
+            session.finished = ask.prompt + outcome.token_ids
+        if done and not ask.commit_fails:
+            new_tokens = ask.prompt[turn.history_len :]
+            record = self.controller.prepare_commit(turn, new_tokens, outcome.token_ids, name.encode())
+            self.controller.commit_turn(turn, record)
+            session.history = list(session.finished)
+            session.turns += 1
+            session.key = name
+            self.events["committed"] += 1
+        else:
+            self.controller.abort_turn(turn)
+            self.events["commit failed"] += done
+        if self.controller.take_closing(turn.session_id):
+            self._end_session(turn.session_id)
+
+    def _end_session(self, session_id: str) -> None:
+        self.driver.cache.release_session(session_id)
+        self.controller.drop(session_id)
+        del self.sessions[session_id]
+        self.events["closed"] += 1
+
+    def _adopt(self, session_id: str) -> None:
+        session = self.sessions[session_id]
+        history = encode_tokens(session.history)
+        record = SessionRecord(session_id, "tenant", session.epoch, "replica", history, session.turns)
+        self.controller.adopt(record)
+        session.key = None
+
+    def _name(self, kind: str) -> str:
+        self._names += 1
+        return f"{kind}{self._names}"
