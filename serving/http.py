@@ -17,12 +17,9 @@ def create_http_app(
     service_provider: Callable[[], TurnService], *, max_body_size_bytes: int = MAX_BODY_SIZE_BYTES
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application."""
-    app = FastAPI(
-        title="Kedge",
-        summary="Session-native serving of large language models",
-        max_body_size=max_body_size_bytes,
-    )
+    app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
+    app.state.max_body_size_bytes = max_body_size_bytes
     install_error_handlers(app)
     for protocol in (openai_chat, openai_completions, openai_models, session_protocol, admin):
         app.include_router(protocol.routes())

@@ -28,7 +28,25 @@ NotSupported = Annotated[None, BeforeValidator(_neutral_to_none)]
 
 
 class StrictJsonRequest(Request):
-    """Reads its body with pydantic's parser, which refuses what Python's own lets through."""
+    """Reads its body up to the application's limit, with pydantic's parser, which refuses what Python's takes."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            declared = self.headers.get("content-length", "")
+            self._check_size(int(declared) if declared.isdecimal() else 0)
+            pieces: list[bytes] = []
+            size_bytes = 0
+            async for piece in self.stream():
+                size_bytes += len(piece)
+                self._check_size(size_bytes)
+                pieces.append(piece)
+            self._body = b"".join(pieces)
+        return self._body
+
+    def _check_size(self, size_bytes: int) -> None:
+        limit_bytes: int = self.app.state.max_body_size_bytes
+        if size_bytes > limit_bytes:
+            raise HTTPException(413, f"The body is larger than {limit_bytes} bytes.")
 
     async def json(self) -> Any:
         try:

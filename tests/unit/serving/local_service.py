@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from replica_rig import VOCAB_SIZE, Rig, running_rig
 from small_tokenizer import byte_level_tokenizer
 
+from controllers.cluster import Cluster
 from controllers.errors import ControllerError
 from engine.api import Finish, FinishReason
 from serving.errors import error_info
@@ -34,7 +35,13 @@ class LocalService:
         self.rig = rig
         self.calls: list[TurnCall] = []
         self.ended = 0
-        rig.controller.cluster.register_replica(rig.host.status())
+
+    @property
+    def cluster(self) -> Cluster:
+        """The controller's logic, which has just heard of the replica: nothing else sends signs of life here."""
+        cluster = self.rig.controller.cluster
+        cluster.register_replica(self.rig.host.status())
+        return cluster
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
@@ -57,8 +64,7 @@ class LocalService:
 
     def _epoch(self, call: TurnCall) -> int:
         try:
-            cluster = self.rig.controller.cluster
-            return cluster.resolve(call.session.session_id, call.session.create, call.tenant).epoch
+            return self.cluster.resolve(call.session.session_id, call.session.create, call.tenant).epoch
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
@@ -66,14 +72,13 @@ class LocalService:
         self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
     ) -> str:
         try:
-            cluster = self.rig.controller.cluster
-            return cluster.open_session(session_id, tenant, timeout_s, capacity_tokens).session_id
+            return self.cluster.open_session(session_id, tenant, timeout_s, capacity_tokens).session_id
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
     async def close_session(self, session_id: str) -> bool:
         held = await self.rig.host.close(session_id)
-        return held or self.rig.controller.cluster.close_session(session_id)
+        return held or self.cluster.close_session(session_id)
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False) -> None:
         self.rig.turns.abort(None if all_requests else request_id)
@@ -84,7 +89,7 @@ class LocalService:
     async def sessions(self) -> list[SessionInfo]:
         return [
             SessionInfo(e.session_id, e.replica_id, e.epoch, e.tokens, e.size_bytes, e.turns, 0.0, e.in_turn)
-            for e in self.rig.controller.cluster.sessions()
+            for e in self.cluster.sessions()
         ]
 
     async def server_info(self) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
-import operator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = {"role": "user", "content": "My dog is called Rex."}
 GREEDY = {"temperature": 0, "max_tokens": 6, "return_token_ids": True}
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
 
 
 def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
@@ -66,24 +70,17 @@ async def test_streaming_tells_the_same_as_a_whole_reply(tmp_path: Path, path: s
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     choices = [chunk["choices"][0] for chunk in news]
-    assert (
-        functools.reduce(operator.iadd, (choice["token_ids"] for choice in choices), [])
-        == whole["choices"][0]["token_ids"]
-    )
+    assert joined(choice["token_ids"] for choice in choices) == whole["choices"][0]["token_ids"]
     if path == CHAT:
         text = "".join(choice["delta"]["content"] for choice in choices)
         assert text == whole["choices"][0]["message"]["content"]
         assert [choice["delta"].get("role") for choice in choices][:2] == ["assistant", None]
-        logprobs = functools.reduce(
-            operator.iadd, (c["logprobs"]["content"] for c in choices if c["logprobs"]), []
-        )
+        logprobs = joined(c["logprobs"]["content"] for c in choices if c["logprobs"])
         assert logprobs == whole["choices"][0]["logprobs"]["content"]
     else:
         assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-            told = functools.reduce(
-                operator.iadd, (c["logprobs"][name] for c in choices if c["logprobs"]), []
-            )
+            told = joined(c["logprobs"][name] for c in choices if c["logprobs"])
             assert told == whole["choices"][0]["logprobs"][name]
     assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["length"]
 
@@ -131,7 +128,7 @@ async def test_choices_run_side_by_side(tmp_path: Path) -> None:
         chunks = events_of(await client.post(CHAT, json={**body, "stream": True}))
         for index, choice in enumerate(reply["choices"]):
             mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
-            assert functools.reduce(operator.iadd, (c["token_ids"] for c in mine), []) == choice["token_ids"]
+            assert joined(c["token_ids"] for c in mine) == choice["token_ids"]
             assert mine[-1]["finish_reason"] == "length"
 
 
