@@ -24,12 +24,13 @@ from controllers.records import (
     TurnRecord,
 )
 from controllers.replicas import ReplicaDirectory
-from controllers.retention import past_timeout
+from controllers.retention import expires_at_s
 from controllers.settings import ClusterSettings
 from controllers.store import SessionStore
 
 _SESSION_ID_BYTES = 16
 _TOUCH_LOG_AFTER_S = 30.0
+_EXPIRE_INTERVAL_S = 1.0
 _FORGET_REPLICA_AFTER_S = 3600.0
 
 
@@ -53,6 +54,7 @@ class Cluster:
         self._ledger = OwnershipLedger(clock, store.load_all_entries(), store.epoch_floor())
         self._replicas = ReplicaDirectory(clock, settings.replica_timeout_s)
         self._started_s = clock()
+        self._next_expiry_s = 0.0
 
     @property
     def settings(self) -> ClusterSettings:
@@ -179,12 +181,13 @@ class Cluster:
         expired = [
             entry.session_id
             for entry in self._ledger.entries()
-            if not self._held(entry, now_s)
-            and past_timeout(entry, now_s=now_s, default_timeout_s=self._settings.session_timeout_s)
+            if not self._held(entry, now_s) and self._expires_at_s(entry) < now_s
         ]
         for session_id in expired:
             self._forget(session_id)
         self._stats.count("sessions_expired", len(expired))
+        soonest_s = min(map(self._expires_at_s, self._ledger.entries()), default=now_s)
+        self._next_expiry_s = max(soonest_s, now_s + _EXPIRE_INTERVAL_S)
         self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
         return expired
 
@@ -223,10 +226,13 @@ class Cluster:
         return now_s - entry.reported_s <= self._settings.replica_timeout_s
 
     def _must_move(self, entry: LedgerEntry) -> bool:
-        if self._replicas.gone(entry.replica_id):
+        owner = entry.replica_id
+        if self._replicas.lost(owner):
             return True
         # A draining owner finishes the turn it has; moving the session under it would throw that turn away.
-        return self._replicas.draining(entry.replica_id) and not entry.in_turn and self._has_place()
+        leaves = self._replicas.gone(owner) or (self._replicas.draining(owner) and not entry.in_turn)
+        # A silent owner may only be slow: better to ask it than nobody.
+        return leaves and self._has_place()
 
     def _move(self, entry: LedgerEntry) -> Assignment:
         replica_id = self._place()
@@ -243,9 +249,13 @@ class Cluster:
         return any(not candidate.draining for candidate in self._replicas.candidates(self._ledger.count_of))
 
     def _make_room(self) -> None:
-        if len(self._ledger) >= self._settings.max_sessions:
+        now_s = self._clock()
+        if len(self._ledger) >= self._settings.max_sessions and now_s >= self._next_expiry_s:
             self.expire_idle()
-        admit_session(len(self._ledger), self._settings.max_sessions)
+        admit_session(len(self._ledger), self._settings.max_sessions, self._next_expiry_s - now_s)
+
+    def _expires_at_s(self, entry: LedgerEntry) -> float:
+        return expires_at_s(entry, self._settings.session_timeout_s)
 
     def _forget(self, session_id: str) -> None:
         with self._stats.timed("close"):

@@ -46,8 +46,12 @@ class ReplicaDirectory:
         status = self._statuses.get(replica_id)
         return status is not None and self._clock() - status.seen_s <= self._timeout_s
 
+    def lost(self, replica_id: str) -> bool:
+        """True if the replica was reported lost and has not registered since."""
+        return replica_id in self._lost
+
     def gone(self, replica_id: str) -> bool:
-        """True if a session owned by the replica has to be moved.
+        """True if the replica is lost or silent, so that sessions it owns should move.
 
         A replica never heard of is given `timeout_s` after the directory's start to show up: a restart of the
         controller must not move every session.

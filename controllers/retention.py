@@ -17,10 +17,10 @@ class IdleSession:
     last_used_s: float
 
 
-def past_timeout(entry: LedgerEntry, *, now_s: float, default_timeout_s: float, grace_s: float = 0.0) -> bool:
-    """True if the session has been idle for longer than its timeout plus `grace_s`. Ignores `in_turn`."""
+def expires_at_s(entry: LedgerEntry, default_timeout_s: float) -> float:
+    """When the session's idle timeout ends, if nobody uses it. Ignores `in_turn`."""
     timeout_s = default_timeout_s if entry.timeout_s is None else entry.timeout_s
-    return now_s - entry.last_used_s > timeout_s + grace_s
+    return entry.last_used_s + timeout_s
 
 
 def demotion_order(sessions: Iterable[IdleSession]) -> list[IdleSession]:

@@ -34,11 +34,13 @@ def test_silence_is_death_and_a_heartbeat_life(directory: ReplicaDirectory, cloc
 def test_reported_lost_needs_to_register_again(directory: ReplicaDirectory) -> None:
     directory.register(_status())
     directory.report_lost("a")
+    assert directory.lost("a")
     assert directory.gone("a")
     assert not directory.heartbeat(_status())
     assert not directory.alive("a")
     directory.register(_status())
     assert directory.alive("a")
+    assert not directory.lost("a")
     assert not directory.gone("a")
 
 

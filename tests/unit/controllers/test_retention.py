@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 from controllers.records import LedgerEntry
-from controllers.retention import IdleSession, choose_demotions, demotion_order, past_timeout
+from controllers.retention import IdleSession, choose_demotions, demotion_order, expires_at_s
 
 
 def _entry(last_used_s: float, timeout_s: float | None = None) -> LedgerEntry:
     return LedgerEntry("s", "", "r", 1, 0, 0, 0.0, last_used_s, timeout_s=timeout_s)
 
 
-def test_past_timeout() -> None:
-    assert not past_timeout(_entry(0.0), now_s=60.0, default_timeout_s=60.0)
-    assert past_timeout(_entry(0.0), now_s=60.1, default_timeout_s=60.0)
-    assert not past_timeout(_entry(0.0), now_s=60.1, default_timeout_s=60.0, grace_s=1.0)
-    assert past_timeout(_entry(0.0, timeout_s=5.0), now_s=6.0, default_timeout_s=60.0)
-    assert not past_timeout(_entry(0.0, timeout_s=100.0), now_s=61.0, default_timeout_s=60.0)
+def test_expiry() -> None:
+    assert expires_at_s(_entry(3.0), 60.0) == 63.0
+    assert expires_at_s(_entry(3.0, timeout_s=5.0), 60.0) == 8.0
 
 
 def test_least_recently_used_first_then_larger() -> None:

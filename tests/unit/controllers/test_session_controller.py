@@ -86,9 +86,9 @@ def test_a_commit_does_not_walk_the_history(controller: SessionController) -> No
     controller.adopt(_record(list(range(1_000_000))))
     took_s = []
     for _ in range(21):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         _run_turn(controller, [1] * 8, [2] * 8)
-        took_s.append(time.perf_counter() - started_s)
+        took_s.append(time.process_time() - started_s)
     assert statistics.median(took_s) < 0.5e-3
 
 

@@ -300,9 +300,9 @@ def test_an_append_does_not_depend_on_the_history(store: SqliteSessionStore) -> 
     took_s = []
     for index in range(1, 22):
         turn = _turn(index, 1_000_000 + 16 * (index - 1), [1] * 16)
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         store.append_turn(turn)
-        took_s.append(time.perf_counter() - started_s)
+        took_s.append(time.process_time() - started_s)
     assert statistics.median(took_s) < 2e-3
     assert len(_history(store)) == 1_000_000 + 16 * 21
 
