@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
+from serving.api.errors import ClientGone
 from serving.api.turn_streams import TurnPlan, open_turns, until_disconnect
 from serving.errors import error_info
 from serving.turns import ErrorInfo, ServiceError, TurnEvent, TurnService
@@ -41,14 +42,20 @@ class TurnEventStream(EventSourceResponse):
 
     def __init__(self, service: TurnService, plan: TurnPlan, encoder: ChunkEncoder) -> None:
         self._chunks = _encode(service, plan, encoder)
+        self._started = False
         super().__init__(self._chunks, headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await until_disconnect(receive, self._reply(send))
+        try:
+            await until_disconnect(receive, self._reply(send))
+        except ClientGone:
+            if not self._started:
+                raise
 
     async def _reply(self, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
             body = await anext(chunks)
+            self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": body, "more_body": True})
             async for body in chunks:

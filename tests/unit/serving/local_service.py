@@ -138,7 +138,7 @@ async def local_client(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient
 @asynccontextmanager
 async def http_server(app: FastAPI) -> AsyncIterator[str]:
     """The application over real HTTP on this event loop; gives its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None))
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

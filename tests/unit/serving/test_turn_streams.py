@@ -36,7 +36,9 @@ async def slow_server(directory: Path) -> AsyncIterator[tuple[str, LocalService]
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_ends_its_turns(tmp_path: Path, stream: bool, num_prompts: int) -> None:
+async def test_a_client_that_leaves_ends_its_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: bool, num_prompts: int
+) -> None:
     async with slow_server(tmp_path) as (url, service):
         async with httpx.AsyncClient(base_url=url) as client:
             body = {**LONG, "prompt": [[5, 6, 7]] * num_prompts, "stream": stream}
@@ -47,6 +49,7 @@ async def test_a_client_that_leaves_ends_its_turns(tmp_path: Path, stream: bool,
         await until(lambda: service.ended == num_prompts)
         await until(lambda: service.rig.engine.stats().running == 0)
         assert service.rig.engine.stats().generated_tokens < 300
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         await service.rig.books_are_empty()
 
 
