@@ -85,7 +85,9 @@ def run_case(server: Server, case: Case, seed: int, extra: list[str]) -> dict[st
             raise SystemExit(f"{server.name}: kedge bench failed\n{done.stdout}")
         document: dict[str, Any] = json.loads(out.read_text())
     for reason in document["summary"]["rejected"]:
-        Console(stderr=True).print(f"{server.name}, {case.name}: rejected: {reason}", markup=False)
+        Console(stderr=True, soft_wrap=True).print(
+            f"{server.name}, {case.name}: rejected: {reason}", markup=False
+        )
     return None if document["summary"]["rejected"] else document
 
 

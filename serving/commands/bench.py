@@ -132,9 +132,9 @@ def _report(
         )
     console.print(table(settings, summary, result.cpu))
     for reason, count in summary.errors.items():
-        console.print(f"{count} × {reason}", style="red", markup=False)
+        console.print(f"{count} × {reason}", style="red", markup=False, soft_wrap=True)
     for note in summary.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     for reason in summary.rejected:
-        console.print(f"REJECTED: {reason}", style="bold red", markup=False)
+        console.print(f"REJECTED: {reason}", style="bold red", markup=False, soft_wrap=True)
     return not summary.rejected

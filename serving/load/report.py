@@ -39,7 +39,7 @@ def _token_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.chunk_gap is not None:
         yield "between chunks", _milliseconds(summary.chunk_gap)
     if summary.time_per_token is not None:
-        yield "per token (mean of a turn)", _milliseconds(summary.time_per_token)
+        yield "per token, mean of a turn", _milliseconds(summary.time_per_token)
     yield "tokens per chunk", f"{summary.tokens_per_chunk:.2f}"
     yield "output tokens/s", f"{summary.output_tokens_per_s:,.1f}"
     if summary.total_tokens_per_s is not None:
@@ -52,18 +52,18 @@ def _token_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _trust_rows(summary: Summary, cpu: CpuShares | None) -> Iterator[tuple[str, str]]:
     yield (
-        "turns ok / failed / skipped",
+        "turns ok/failed/skipped",
         f"{summary.turns_ok} / {summary.turns_failed} / {summary.turns_skipped}",
     )
     yield "bursts under 50 µs", f"{summary.bursts} ({summary.burst_share:.1%} of gaps)"
     if cpu is not None and cpu.other_cores is not None:
         yield (
-            "cores used by client / server / others",
+            "cores: client/server/others",
             (f"{cpu.client_cores:.2f} / {cpu.server_cores:.2f} / {cpu.other_cores:.2f}"),
         )
     elif cpu is not None:
         others = max(cpu.all_cores - cpu.client_cores, 0.0)
-        yield "cores used by client / server and others", f"{cpu.client_cores:.2f} / {others:.2f}"
+        yield "cores: client/all others", f"{cpu.client_cores:.2f} / {others:.2f}"
 
 
 def document(

@@ -109,7 +109,7 @@ def test_ctrl_c_aborts_the_turn_and_not_the_chat():
             read_until(terminal, b"> ", rest)
             assert stub.closed == []
             os.write(terminal, b"\x04")
-            assert process.wait(timeout=10) == 0
+            assert process.wait(timeout=60) == 0
         finally:
             process.kill()
             process.wait()
@@ -118,7 +118,7 @@ def test_ctrl_c_aborts_the_turn_and_not_the_chat():
     assert stub.aborted == 1
 
 
-def read_until(terminal: int, expected: bytes, seen: bytes = b"", timeout_s: float = 15.0) -> bytes:
+def read_until(terminal: int, expected: bytes, seen: bytes = b"", timeout_s: float = 60.0) -> bytes:
     """Waits for `expected` and returns what came after it."""
     deadline_s = time.monotonic() + timeout_s
     while expected not in seen:
