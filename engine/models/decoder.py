@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from engine.attention.interface import AttentionStep
 from engine.models.config import ModelSpec
-from engine.models.layers import RotaryTable, interleave_rotary, rms_norm, rotate_
+from engine.models.layers import RmsNorm, RotaryTable, interleave_rotary, rotate_
 from engine.models.linear import Linear, LinearFactory
 from engine.models.weights import WeightSource
 
@@ -25,11 +25,9 @@ class DecoderLayer:
         self._num_heads = spec.num_heads
         self._num_kv_heads = spec.num_kv_heads
         self._head_dim = spec.head_dim
-        self._inner_size = spec.intermediate_size
-        self._eps = spec.rms_norm_eps
-        self._attention_norm_E = weights.vector("input_layernorm.weight")
-        self._mlp_norm_E = weights.vector("post_attention_layernorm.weight")
-        self._qk_norm_HD = weights.qk_norm() if spec.qk_norm else None
+        self._attention_norm = RmsNorm(weights.vector("input_layernorm.weight"), spec.rms_norm_eps)
+        self._mlp_norm = RmsNorm(weights.vector("post_attention_layernorm.weight"), spec.rms_norm_eps)
+        self._qk_norm = RmsNorm(weights.qk_norm(), spec.rms_norm_eps) if spec.qk_norm else None
         self._qkv = weights.qkv()
         self._out = weights.linear("self_attn.o_proj", spec.out_bias)
         self._gate_up = weights.gate_up()
@@ -38,16 +36,16 @@ class DecoderLayer:
     def __call__(self, x_NE: Tensor, rotations_N1C: Tensor, attend: AttentionStep) -> None:
         """Adds this layer's work to the residual stream in place."""
         heads, kv_heads, rows = self._num_heads, self._num_kv_heads, x_NE.shape[0]
-        qkv = self._qkv(rms_norm(x_NE, self._attention_norm_E, self._eps))
+        qkv = self._qkv(self._attention_norm(x_NE))
         qkv_NHD = qkv.view(rows, heads + 2 * kv_heads, self._head_dim)
         qk_NHD = qkv_NHD[:, : heads + kv_heads]
-        if self._qk_norm_HD is not None:
-            qk_NHD.copy_(rms_norm(qk_NHD, self._qk_norm_HD, self._eps))
+        if self._qk_norm is not None:
+            qk_NHD.copy_(self._qk_norm(qk_NHD))
         rotate_(qk_NHD, rotations_N1C)
         kv_N2KD = qkv_NHD[:, heads:].view(rows, 2, kv_heads, self._head_dim)
         x_NE.add_(self._out(attend(self._index, qkv_NHD[:, :heads], kv_N2KD)))
-        gate_up = self._gate_up(rms_norm(x_NE, self._mlp_norm_E, self._eps))
-        gate_NF, up_NF = gate_up[:, : self._inner_size], gate_up[:, self._inner_size :]
+        gate_up = self._gate_up(self._mlp_norm(x_NE))
+        gate_NF, up_NF = gate_up.chunk(2, -1)
         x_NE.add_(self._down(F.silu(gate_NF).mul_(up_NF)))
 
 
@@ -62,17 +60,17 @@ class Decoder:
         device: torch.device,
         activations: torch.dtype,
     ) -> None:
-        self._eps = spec.rms_norm_eps
         self._activations = activations
         self._embedding_VE = source.take("model.embed_tokens.weight").to(device)
         self._layers = [
             DecoderLayer(spec, index, LayerWeights(spec, index, source, make_linear, device, activations))
             for index in range(spec.num_layers)
         ]
-        self._norm_E = source.take("model.norm.weight").to(device, activations)
+        norm_E = source.take("model.norm.weight").to(device, activations)
+        self._norm = RmsNorm(norm_E, spec.rms_norm_eps)
         head_VE = self._embedding_VE if spec.tied_embeddings else source.take("lm_head.weight").to(device)
         self._head = make_linear(head_VE, None)
-        self._rotary = RotaryTable(spec.rope, spec.head_dim, device)
+        self._rotary = RotaryTable(spec.rope, spec.head_dim, spec.max_context_len, device)
 
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep) -> Tensor:
         x_NE = F.embedding(tokens_N, self._embedding_VE).to(self._activations)
@@ -82,7 +80,7 @@ class Decoder:
         return x_NE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._head(rms_norm(hidden_RE, self._norm_E, self._eps)).float()
+        return self._head(self._norm(hidden_RE)).float()
 
 
 class LayerWeights:

@@ -18,11 +18,23 @@ from torch import Tensor
 from engine.models.config import RopeSpec
 
 
-def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32."""
-    wide_NE = x_NE.float()
-    scale_N1 = wide_NE.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide_NE * scale_N1).to(x_NE.dtype) * weight_E
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension E, computed in float32.
+
+    sqrt(sum(x^2) + E * eps) is the hypotenuse of |x| and sqrt(E * eps), and the sqrt(E) left over goes into the
+    weights: four small operators where the textbook's formula takes six.
+    """
+
+    def __init__(self, weight_E: Tensor, eps: float) -> None:
+        size = weight_E.shape[-1]
+        self._weight_E = weight_E.float() * math.sqrt(size)
+        self._floor = torch.tensor(math.sqrt(size * eps), device=weight_E.device)
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        wide_NE = x_NE if x_NE.dtype == torch.float32 else x_NE.float()
+        length_N1 = torch.linalg.vector_norm(wide_NE, 2, -1, True)
+        normed_NE = wide_NE.div(torch.hypot(length_N1, self._floor)).mul_(self._weight_E)
+        return normed_NE if x_NE.dtype == torch.float32 else normed_NE.to(x_NE.dtype)
 
 
 def interleave_rotary(rows: Tensor, head_dim: int) -> Tensor:
@@ -33,15 +45,16 @@ def interleave_rotary(rows: Tensor, head_dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """Turns positions into rotations; frequencies are computed once, in float32 as checkpoints expect."""
+    """Turns positions into rotations. The table is computed once, in float32 as checkpoints expect."""
 
-    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
-        self._frequencies_C = rotary_frequencies(spec, head_dim).to(device)
+    def __init__(self, spec: RopeSpec, head_dim: int, context_len: int, device: torch.device) -> None:
+        positions_P = torch.arange(context_len, device=device).float()
+        angles_PC = torch.outer(positions_P, rotary_frequencies(spec, head_dim).to(device))
+        self._rotations_P1C = torch.polar(torch.ones_like(angles_PC), angles_PC)[:, None].contiguous()
 
     def rotations(self, positions_N: Tensor) -> Tensor:
         """Unit complex numbers [N, 1, C]; the middle dimension is for heads."""
-        angles_NC = positions_N.float()[:, None] * self._frequencies_C
-        return torch.polar(torch.ones_like(angles_NC), angles_NC)[:, None]
+        return self._rotations_P1C.index_select(0, positions_N)
 
 
 def rotate_(x_NHD: Tensor, rotations_N1C: Tensor) -> None:

@@ -1,16 +1,29 @@
 """Matrix products with fixed weights. The model does not know how they are stored.
 
+On a CPU no single operator is fast for one row and for several: torch's own linear reads weights with one
+thread for one row, and slows down further with two. Measured figures are in benchmarks/README.md.
+
 Legend: N rows of input, I input features, O output features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+SMALL_MODEL_BYTES = 128 * 1024 * 1024
+"""Up to this size of float32 weights a second copy of them costs nothing worth saving."""
+
+SLICES = 16
+"""Pieces of a matrix multiplied apart, so that threads share one row's work."""
+
+TYPICAL_ROWS = 8
+"""Row count that the packed layout is chosen for; others work, about as well."""
 
 
 class Linear(Protocol):
@@ -34,20 +47,102 @@ class PlainLinear:
         return F.linear(x_NI, self._weight_OI, self._bias_O)
 
 
-class CastingLinear:
-    """Weights narrower than the activations: rows are rounded to the weights' dtype and widened again after."""
+class TransposedLinear:
+    """A copy of the weights with inputs as rows: the quickest for one row while the weights stay in cache."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
-        self._weight_OI = weight_OI
+        self._weight_IO = weight_OI.t().contiguous()
         self._bias_O = bias_O
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        y_NO = F.linear(x_NI.to(self._weight_OI.dtype), self._weight_OI, self._bias_O)
-        return y_NO.to(x_NI.dtype)
+        if self._bias_O is None:
+            return torch.mm(x_NI, self._weight_IO)
+        return torch.addmm(self._bias_O, x_NI, self._weight_IO)
 
 
-def linear_factory(weights: torch.dtype, activations: torch.dtype) -> LinearFactory:
-    """The fastest kind of linear for where and how the model is held."""
-    if weights == activations:
-        return PlainLinear
-    return CastingLinear
+class SlicedLinear:
+    """One row times slices of the weights, as a batch: every thread reads its share, at memory's full speed.
+
+    The vector's strides must look transposed (size 1 included), else the operator takes a slow path.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        outputs, inputs = weight_OI.shape
+        self._slices = next(count for count in range(min(SLICES, outputs), 0, -1) if outputs % count == 0)
+        self._weight_SPI = weight_OI.view(self._slices, outputs // self._slices, inputs)
+        self._bias_O = bias_O
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        assert x_NI.shape[0] == 1
+        x_SI1 = x_NI.t().expand(self._slices, x_NI.shape[1], 1)
+        y_1O = torch.bmm(self._weight_SPI, x_SI1).view(1, -1)
+        return y_1O if self._bias_O is None else y_1O.add_(self._bias_O)
+
+
+class OneDnnLinear:
+    """oneDNN's product, on the weights as they are or on a copy in its own layout (`packed`).
+
+    Weights may be narrower than the activations: rows are then rounded to the weights' dtype, and widened after.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> None:
+        self._dtype = weight_OI.dtype
+        reorder = torch.ops.mkldnn._reorder_linear_weight.default
+        self._weight_OI = reorder(weight_OI.contiguous(), TYPICAL_ROWS) if packed else weight_OI
+        self._bias_O = bias_O
+        self._operator = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        narrow_NI = x_NI if x_NI.dtype == self._dtype else x_NI.to(self._dtype)
+        y_NO: Tensor = self._operator(narrow_NI, self._weight_OI, self._bias_O, "none", [], "")
+        return y_NO if y_NO.dtype == x_NI.dtype else y_NO.to(x_NI.dtype)
+
+
+class CastingLinear:
+    """PlainLinear for weights narrower than the activations."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        self._plain = PlainLinear(weight_OI, bias_O)
+        self._dtype = weight_OI.dtype
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        return self._plain(x_NI.to(self._dtype)).to(x_NI.dtype)
+
+
+class SplitLinear:
+    """One way for a single row (decode of one stream), another for more."""
+
+    def __init__(self, one: Linear, many: Linear) -> None:
+        self._one = one
+        self._many = many
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        return self._one(x_NI) if x_NI.shape[0] == 1 else self._many(x_NI)
+
+
+def linear_factory(
+    device: torch.device, weights: torch.dtype, activations: torch.dtype, model_bytes: int
+) -> LinearFactory:
+    """The fastest kind of linear for where and how a model of `model_bytes` of weights is held."""
+    if device.type != "cpu" or not has_onednn():
+        return PlainLinear if weights == activations else CastingLinear
+    if weights != torch.float32:
+        return partial(OneDnnLinear, packed=True)
+    return small_float32_linear if model_bytes <= SMALL_MODEL_BYTES else large_float32_linear
+
+
+def small_float32_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """Two copies, each in the layout its operator likes best."""
+    return SplitLinear(TransposedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=True))
+
+
+def large_float32_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """One copy, shared by both ways."""
+    weight_OI = weight_OI.contiguous()
+    return SplitLinear(SlicedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=False))
+
+
+def has_onednn() -> bool:
+    """Whether this torch has the two operators that OneDnnLinear calls (torch's compiler emits them too)."""
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    return torch._C._has_mkldnn and all(hasattr(torch.ops.mkldnn, name) for name in names)

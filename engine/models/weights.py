@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +39,11 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         for name, shape in _layer_shapes(spec).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     return shapes
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """What one copy of all weights takes."""
+    return sum(math.prod(shape) for shape in tensor_shapes(spec).values()) * dtype.itemsize
 
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,8 @@
 """The memory behind the KV books: one tensor, addressed by slot.
 
-Legend: L layers, S slots (num_pages * page_size), 2 key and value, K key/value heads, D head size.
+A head's tokens lie one after another, so that a session's keys are one stream of memory per head.
+
+Legend: L layers, 2 key and value, K key/value heads, S slots (num_pages * page_size), D head size.
 """
 
 from __future__ import annotations
@@ -22,24 +24,23 @@ class PoolTooSmall(ValueError):
 class KVPool:
     """Slot s is token `s % page_size` of page `s // page_size`, in every layer.
 
-    `kv_LS2KD` is uninitialised: what was never written must never be read.
+    `kv_L2KSD` is uninitialised: what was never written must never be read.
     """
 
-    kv_LS2KD: Tensor
+    kv_L2KSD: Tensor
     page_size: int
 
     @property
     def num_pages(self) -> int:
-        return self.kv_LS2KD.shape[1] // self.page_size
+        return self.kv_L2KSD.shape[3] // self.page_size
 
     @property
     def page_size_bytes(self) -> int:
-        layers, _, two, heads, dim = self.kv_LS2KD.shape
-        return layers * two * heads * dim * self.kv_LS2KD.element_size() * self.page_size
+        return self.kv_L2KSD.nbytes // self.num_pages
 
     def layer(self, index: int) -> Tensor:
-        """One layer's slots [S, 2, K, D]."""
-        return self.kv_LS2KD[index]
+        """A view of one layer by slot [S, 2, K, D]."""
+        return self.kv_L2KSD[index].permute(2, 0, 1, 3)
 
 
 def make_kv_pool(
@@ -50,5 +51,5 @@ def make_kv_pool(
     num_pages = settings.num_pages if settings.num_pages is not None else settings.size_bytes // page_bytes
     if num_pages < 1:
         raise PoolTooSmall(f"a KV page takes {page_bytes} bytes, the cache has {settings.size_bytes}")
-    shape = (spec.num_layers, num_pages * settings.page_size, 2, spec.num_kv_heads, spec.head_dim)
+    shape = (spec.num_layers, 2, spec.num_kv_heads, num_pages * settings.page_size, spec.head_dim)
     return KVPool(torch.empty(shape, dtype=dtype, device=device), settings.page_size)

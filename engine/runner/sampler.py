@@ -24,8 +24,16 @@ UNIT_53 = 2.0**-53
 def sample(logits_RV: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """One token per row. `logits_RV` is float32 and stays unchanged."""
     if all(spec.params.greedy and not spec.params.edits_logits for spec in specs):
-        return logits_RV.argmax(-1).tolist()
+        return _argmax_rows(logits_RV)
     return [_sample_row(logits_RV[row], spec) for row, spec in enumerate(specs)]
+
+
+def _argmax_rows(logits_RV: Tensor) -> list[int]:
+    if logits_RV.device.type == "cpu":
+        # numpy's is several times quicker; both take the first of equals.
+        picks: list[int] = logits_RV.numpy().argmax(-1).tolist()
+        return picks
+    return logits_RV.argmax(-1).tolist()
 
 
 def uniform(seed: int, position: int) -> float:

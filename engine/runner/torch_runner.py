@@ -36,7 +36,7 @@ class TorchRunner:
         self._attention = attention
         self._vocab_size = vocab_size
         self._max_context_len = max_context_len
-        self._device = pool.kv_LS2KD.device
+        self._device = pool.kv_L2KSD.device
 
     @property
     def num_pages(self) -> int:

@@ -116,7 +116,7 @@ def make_runner(loaded: LoadedModel, page_size: int, num_tokens: int) -> TorchRu
         loaded.dtype,
         loaded.device,
     )
-    pool.kv_LS2KD.fill_(torch.nan)
+    pool.kv_L2KSD.fill_(torch.nan)
     return TorchRunner(
         loaded.model, pool, TorchAttention(pool), loaded.spec.vocab_size, loaded.max_context_len
     )

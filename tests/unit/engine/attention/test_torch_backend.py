@@ -18,7 +18,7 @@ LAYERS = 2
 
 
 def poisoned_pool(num_pages: int, page_size: int, kv_heads: int, dim: int) -> KVPool:
-    shape = (LAYERS, num_pages * page_size, 2, kv_heads, dim)
+    shape = (LAYERS, 2, kv_heads, num_pages * page_size, dim)
     return KVPool(torch.full(shape, torch.nan), page_size)
 
 

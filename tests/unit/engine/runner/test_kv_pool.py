@@ -30,7 +30,7 @@ def test_pages_by_number_and_by_size() -> None:
     by_number = make_kv_pool(spec(), CacheSettings(page_size=16, num_pages=5), torch.float32, CPU)
     assert by_number.num_pages == 5
     assert by_number.page_size_bytes == 16 * 3 * 2 * 2 * 8 * 4
-    assert by_number.page_size_bytes * 5 == by_number.kv_LS2KD.nbytes
+    assert by_number.page_size_bytes * 5 == by_number.kv_L2KSD.nbytes
     size = by_number.page_size_bytes * 7 + 100
     by_size = make_kv_pool(spec(), CacheSettings(page_size=16, size_bytes=size), torch.float32, CPU)
     assert by_size.num_pages == 7
