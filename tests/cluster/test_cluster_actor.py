@@ -25,7 +25,7 @@ NAMESPACE = "cluster-actor-test"
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
     yield
     ray.shutdown()
 
