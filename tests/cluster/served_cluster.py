@@ -1,0 +1,158 @@
+"""A real cluster for tests: `serve run` on a copy of a config, on free ports, in a Ray session of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 150.0
+STOP_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(holds: Callable[[], Any], timeout_s: float = 20.0, interval_s: float = 0.1) -> Any:
+    """The first true answer of `holds`; fails after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        if answer := holds():
+            return answer
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {holds}"
+        time.sleep(interval_s)
+
+
+class ServedCluster:
+    """`serve run` in a process group of its own. `edit` changes the parsed config before it is written."""
+
+    def __init__(self, config: Path, edit: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+        # Ray's sockets need a short path, shorter than pytest's own directories.
+        self.directory = Path(tempfile.mkdtemp(prefix="kd", dir="/tmp"))
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        document = yaml.safe_load(config.read_text())
+        document["http_options"]["port"] = self.port
+        for application in document["applications"]:
+            application["args"].setdefault("controller", {})["state_dir"] = str(self.directory / "state")
+        edit(document)
+        self.config = self.directory / "cluster.yaml"
+        self.config.write_text(yaml.safe_dump(document))
+        self.log = self.directory / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, wait: bool = True) -> None:
+        environment = os.environ | {
+            "RAY_TMPDIR": str(self.directory),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
+        }
+        environment.pop("RAY_ADDRESS", None)
+        serve = Path(sys.executable).with_name("serve")
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(serve), "run", str(self.config)],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if wait:
+            try:
+                eventually(self._all_replicas_up, START_TIMEOUT_S, 0.25)
+            except AssertionError as error:
+                self.stop()
+                raise AssertionError(f"the cluster did not start:\n{self.log_text()[-4000:]}") from error
+
+    def stop(self) -> None:
+        """SIGINT, as a user would; then SIGKILL for what is left of the group."""
+        process = self._process
+        if process is None:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._process = None
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=httpx.Timeout(60.0), **options)
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """What each replica says of itself, by id."""
+        with self.client() as client:
+            listed = client.get("/get_server_info").json()["replicas"]
+        return {replica["replica_id"]: replica for replica in listed}
+
+    def sessions(self) -> dict[str, dict[str, Any]]:
+        with self.client() as client:
+            listed = client.get("/v1/kedge/sessions").json()["sessions"]
+        return {session["session_id"]: session for session in listed}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of that name with those labels."""
+        with self.client() as client:
+            text = client.get("/metrics").text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def pages(self) -> dict[str, int]:
+        """The KV books of all replicas together, by account."""
+        accounts = ("total", "free", "cached", "protected", "session", "in_flight", "leaked")
+        replicas = self.replicas().values()
+        return {account: sum(replica["pages"][account] for replica in replicas) for account in accounts}
+
+    def pids(self, title: str) -> list[int]:
+        """Processes of this cluster (and of no other on the machine) whose title begins so."""
+        mark = f"RAY_TMPDIR={self.directory}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                titled = path.joinpath("cmdline").read_bytes().startswith(title.encode())
+                if titled and mark in path.joinpath("environ").read_bytes().split(b"\0"):
+                    found.append(int(path.name))
+            except OSError:
+                continue
+        return found
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def _all_replicas_up(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "serve run ended"
+        count = yaml.safe_load(self.config.read_text())["applications"][0]["args"]["replicas"]["count"]
+        try:
+            return len(self.replicas()) == count
+        except (httpx.HTTPError, ValueError, KeyError):
+            return False

@@ -1,0 +1,145 @@
+"""Clients that come, go away, stay idle or talk nonsense."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+from openai import BadRequestError, OpenAI
+from served_cluster import ServedCluster, eventually
+from session_client import Conversation, generate_once
+
+
+def long_turn(session: Conversation) -> dict[str, Any]:
+    return {
+        "input_ids": [410, 411],
+        "stream": True,
+        "rid": f"long-{session.session_id}",
+        "sampling_params": {"max_new_tokens": 6000, "temperature": 0, "ignore_eos": True},
+        "session_params": {"id": session.session_id},
+    }
+
+
+def nothing_runs(cluster: ServedCluster) -> bool:
+    return cluster.pages()["in_flight"] == 0 and all(
+        replica["live_turns"] == 0 and replica["running"] == 0 for replica in cluster.replicas().values()
+    )
+
+
+@pytest.mark.parametrize("chunks_read", [1, 20])
+def test_disconnect_leaves_no_trace(cluster: ServedCluster, client: httpx.Client, chunks_read: int) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401, 402, 403])
+    with cluster.client() as leaving, leaving.stream("POST", "/generate", json=long_turn(session)) as reply:
+        for number, _ in enumerate(reply.iter_lines()):
+            if number >= chunks_read:
+                break
+    eventually(lambda: nothing_runs(cluster), 10)
+    expected = [*session.history, 405]
+    session.turn([405])
+    assert session.history == expected + generate_once(client, expected, 8)
+    session.close()
+
+
+def test_disconnect_of_a_call_that_does_not_stream(cluster: ServedCluster, client: httpx.Client) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401])
+    with cluster.client() as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.post("/generate", json=long_turn(session) | {"stream": False}, timeout=0.5)
+    eventually(lambda: nothing_runs(cluster), 10)
+    session.turn([405])
+    session.close()
+
+
+def test_abort_request(cluster: ServedCluster, client: httpx.Client) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401])
+    body = long_turn(session)
+    last = ""
+    with cluster.client() as other, other.stream("POST", "/generate", json=body) as reply:
+        for number, line in enumerate(reply.iter_lines()):
+            if number == 4:
+                assert client.post("/abort_request", json={"rid": body["rid"]}).status_code == 200
+            if line.startswith("data: {"):
+                last = line
+    assert '"type":"abort"' in last.replace(" ", "")
+    session.turn([402])
+    session.close()
+
+
+def test_idle_session_expires_but_not_during_a_turn(cluster: ServedCluster, client: httpx.Client) -> None:
+    session = Conversation.open(client, timeout=1)
+    body = long_turn(session)
+    started_s = time.monotonic()
+    with cluster.client() as other, other.stream("POST", "/generate", json=body) as reply:
+        for _ in reply.iter_lines():
+            if time.monotonic() - started_s > 3:
+                assert session.session_id in cluster.sessions()
+                break
+    eventually(lambda: session.session_id not in cluster.sessions(), 15)
+    refused = client.post("/generate", json={"input_ids": [1], "session_params": {"id": session.session_id}})
+    assert refused.status_code == 400
+    assert session.session_id in refused.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": []}),
+        ("/generate", {"input_ids": [-1]}),
+        ("/generate", {"input_ids": [10**9]}),
+        ("/generate", {"input_ids": [5] * 9000}),
+        ("/generate", {"input_ids": "no"}),
+        ("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": -4}}),
+        ("/generate", {"input_ids": [5], "session_params": {"id": "unknown"}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "y"}),
+        ("/v1/chat/completions", {"model": "another", "messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"model": "kedge-chat", "prompt": "x", "temperature": -1}),
+    ],
+)
+def test_bad_input_is_a_4xx_and_changes_no_books(
+    cluster: ServedCluster, client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    before = cluster.pages()
+    reply = client.post(path, json=body)
+    assert 400 <= reply.status_code < 500, reply.text
+    assert reply.json()["error"]["message"]
+    assert cluster.pages() == before
+
+
+def test_openai_client_in_a_session(cluster: ServedCluster) -> None:
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as openai:
+        model = openai.models.list().data[0].id
+        headers = {"x-session-id": "openai-session"}
+        total = 0
+        for text in ("My dog is called Rex.", "What is my dog called?", "Thanks."):
+            stream = openai.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": text}],
+                max_tokens=12,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_headers=headers,
+            )
+            usage = [chunk.usage for chunk in stream if chunk.usage][-1]
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            assert usage.prompt_tokens_details.cached_tokens in (total, max(0, total - 1))
+            total = usage.total_tokens
+        assert cluster.sessions()["openai-session"]["tokens"] == total
+        with pytest.raises(BadRequestError):
+            openai.completions.create(model=model, prompt="x", max_tokens=4, temperature=-1.0)
+    with cluster.client() as client:
+        assert client.delete("/v1/kedge/sessions/openai-session").status_code == 204
+
+
+def test_metrics_page(cluster: ServedCluster) -> None:
+    assert cluster.metric("kedge_kv_pages", account="leaked") == 0
+    assert cluster.metric("kedge_kv_pool_pages") == cluster.pages()["total"]
+    assert cluster.metric("kedge_turns_total", outcome="committed") > 0
+    assert cluster.metric("kedge_ttft_seconds_count") > 0
+    assert cluster.metric("kedge_inter_token_seconds_count") > 0
+    assert cluster.metric("kedge_controller_replicas_live") == 2
