@@ -22,12 +22,14 @@ COPY = 0.1
 
 
 def _orthonormal_rows(rows: int, columns: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(columns, rows))[0].T
+    basis: Tensor = torch.linalg.qr(torch.randn(columns, rows))[0]
+    return basis.T
 
 
 def _frequencies(model: LlamaForCausalLM, head_dim: int) -> Tensor:
     theta = float(model.config.rope_parameters["rope_theta"])
-    return torch.pow(theta, -torch.arange(0, head_dim, 2) / head_dim)
+    frequencies: Tensor = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
+    return frequencies
 
 
 def _position_pattern(frequencies: Tensor, offset: int, amplitude: float) -> Tensor:

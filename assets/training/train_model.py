@@ -30,6 +30,7 @@ from assets.training.train_tokenizer import save_tokenizer
 
 MODELS = Path("assets/models")
 SEED = 20261121
+NOTE_EVERY = 25
 
 
 class Trainer:
@@ -126,20 +127,21 @@ class Trainer:
                 progress.update(bar, advance=1, description=f"loss {smooth:.4f}, rows of {row}")
                 if self.step % every == 0 or self.step == last:
                     self.report(smooth)
+                elif leads and self.step % NOTE_EVERY == 0:
+                    self.note({"loss": round(smooth, 5)})
 
     def report(self, loss: float) -> None:
-        """Checkpoint, held-out probe, one line of JSON in the run's log."""
+        """Checkpoint and held-out probe."""
         recalled = probe(self.model, self.encoder, self.team)
         if self.team.rank > 0:
             return
         self.save_checkpoint()
-        entry = {
-            "step": self.step,
-            "tokens": self.tokens_seen,
-            "seconds": round(self.seconds),
-            "loss": round(loss, 5),
-            **recalled,
-        }
+        self.note({"loss": round(loss, 5), **recalled})
+
+    def note(self, figures: dict[str, float]) -> None:
+        """One line of JSON in the run's log."""
+        entry = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds), **figures}
+        self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / f"{self.recipe.directory}.jsonl").open("a") as log:
             log.write(json.dumps(entry) + "\n")
         print(json.dumps(entry), flush=True)
