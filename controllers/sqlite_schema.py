@@ -9,7 +9,8 @@ from controllers.errors import StoreError
 
 _APPLICATION_ID = int.from_bytes(b"KEDG", "big")
 _SCHEMA_VERSION = 1
-_LOCK_TIMEOUT_S = 5.0
+_LOCK_TIMEOUT_S = 20.0
+"""How long a restarted controller waits for its former process to be gone: if it gives up, it stays down."""
 
 _TABLES = """
 BEGIN IMMEDIATE;
