@@ -40,6 +40,14 @@ rules_run: Counter[str] = Counter()
 events_seen: Counter[str] = Counter()
 """What came of it."""
 
+checks_made = [0]
+"""How often the whole world was checked."""
+
+
+def num_steps() -> int:
+    """Rules executed; a choice within a rule ("disturb: abort") is not one."""
+    return sum(count for name, count in rules_run.items() if ":" not in name)
+
 
 def counted(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
@@ -81,6 +89,7 @@ class SessionMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.finish_everything()
             events_seen.update(self.world.events)
+            checks_made[0] += self.world.num_checks
             events_seen["retraction"] += self.world.driver.counters.retractions
             events_seen["demotion under pressure"] += self.world.driver.cache.num_demotions
             events_seen["page evicted under pressure"] += self.world.driver.cache.num_evicted_pages
@@ -192,24 +201,26 @@ class SessionMachine(RuleBasedStateMachine):
         else:
             getattr(self.world, how)(session_id)
 
-    @rule(num_pages=st.integers(0, 8))
-    @counted
-    def evict(self, num_pages: int) -> None:
-        if num_pages:
-            self.world.evict(num_pages)
-        else:
-            self.world.flush()
-
     @precondition(has_session)
     @rule(pick=PICK)
     @counted
     def close(self, pick: int) -> None:
         self.world.close(self.session(pick))
 
-    @rule(seconds=st.sampled_from([1.0, 1.0, 1.0, 40.0, 101.0]))
+    @rule(
+        how=st.sampled_from(["evict", "evict", "flush", "pass_time", "pass_time"]),
+        num_pages=st.integers(1, 8),
+        seconds=st.sampled_from([1.0, 1.0, 1.0, 40.0, 101.0]),
+    )
     @counted
-    def pass_time(self, seconds: float) -> None:
-        self.world.pass_time(seconds)
+    def meanwhile(self, how: str, num_pages: int, seconds: float) -> None:
+        rules_run[f"meanwhile: {how}"] += 1
+        if how == "evict":
+            self.world.evict(num_pages)
+        elif how == "flush":
+            self.world.flush()
+        else:
+            self.world.pass_time(seconds)
 
     def _begin(self, session_id: str, tokens: list[int], output: int, **options: Any) -> None:
         room = self.world.sizes.room

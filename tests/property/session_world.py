@@ -81,6 +81,7 @@ class World:
         self.sessions: dict[str, Session] = {}
         self.asks: dict[str, Ask] = {}
         self.events: Counter[str] = Counter()
+        self.num_checks = 0
         self._names = 0
 
     # What clients do.
@@ -237,6 +238,7 @@ class World:
 
     def check(self) -> None:
         driver = self.driver
+        self.num_checks += 1
         driver.check()
         sequences = list(driver.prefixes._in_flight)
         for session_id, slot in driver.cache._slots.items():
