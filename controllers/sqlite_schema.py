@@ -71,9 +71,11 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        _check_is_ours(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
-        _create_or_check(connection, path)
+        # Writing takes the lock, so that a second writer is refused here and not at its first commit.
+        connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))
     except (sqlite3.Error, OSError) as exc:
         if connection is not None:
             connection.close()
@@ -85,13 +87,13 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
     return connection
 
 
-def _create_or_check(connection: sqlite3.Connection, path: Path) -> None:
+def _check_is_ours(connection: sqlite3.Connection, path: Path) -> None:
+    """Reads only: a file that is something else stays as it is. An empty one is ours to fill."""
+    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+        return
     application_id = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    if application_id != _APPLICATION_ID and not is_empty:
+    if application_id != _APPLICATION_ID:
         raise StoreError(f"{path} is a database, but not a session log", "store_path")
-    if version != _SCHEMA_VERSION and not is_empty:
+    if version != _SCHEMA_VERSION:
         raise StoreError(f"{path} has layout {version}; this version reads {_SCHEMA_VERSION}", "store_path")
-    # Writing takes the lock, so that a second writer is refused here and not at its first commit.
-    connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))

@@ -268,6 +268,16 @@ def test_unusable_paths(tmp_path: Path) -> None:
         assert str(tmp_path) in caught.value.message
 
 
+def test_a_foreign_database_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.db"
+    with _edit(path) as connection:
+        connection.execute("CREATE TABLE other (x)")
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="not a session log"):
+        SqliteSessionStore(path)
+    assert path.read_bytes() == before
+
+
 def test_another_layout_is_refused(store: SqliteSessionStore, path: Path) -> None:
     store.disconnect()
     with _edit(path) as connection:
