@@ -5,7 +5,6 @@ Everything that a turn costs here depends on the turn alone, never on the sessio
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,16 +38,18 @@ class TextProcessor:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, *, vocab_size: int, max_context_len: int
     ) -> None:
-        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_context_len = max_context_len
         self._bos_id: int | None = None
         self._backend: Tokenizer | None = None
         self._token_bytes: TokenBytes | None = None
+        self._chat_template: ChatTemplate | None = None
         if tokenizer is not None:
             self._bos_id = tokenizer.bos_token_id
             self._backend = _backend_of(tokenizer)
             self._token_bytes = TokenBytes(self._backend)
+            if tokenizer.chat_template is not None:
+                self._chat_template = ChatTemplate(tokenizer)
 
     @classmethod
     def load(cls, path: str, *, vocab_size: int, max_context_len: int) -> TextProcessor:
@@ -117,22 +118,18 @@ class TextProcessor:
             for entry in logprobs
         )
 
-    @functools.cached_property
-    def _chat_template(self) -> ChatTemplate:
-        if self._tokenizer is None:
-            raise InvalidRequest("This model has no tokenizer; send token ids.", "messages")
-        if self._tokenizer.chat_template is None:
-            raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
-        return ChatTemplate(self._tokenizer)
-
     def _encode_chat(self, prompt: ChatPrompt, continues: bool, last_token: int | None) -> list[int]:
+        if self._token_bytes is None:
+            raise InvalidRequest("This model has no tokenizer; send token ids.", "messages")
+        if self._chat_template is None:
+            raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
         if not continues:
-            text = self._chat_template.render(prompt.messages, prompt.template_kwargs)
-            return self._encode(text, "messages")
+            return self._encode(
+                self._chat_template.render(prompt.messages, prompt.template_kwargs), "messages"
+            )
         text = self._chat_template.render_continuation(prompt.messages, prompt.template_kwargs)
         token_ids = self._encode(text, "messages")
         # The model usually ends its answer with the very token that closes it in the template.
-        assert self._token_bytes is not None
         if token_ids and token_ids[0] == last_token and last_token in self._token_bytes.special_ids:
             del token_ids[0]
         return token_ids
@@ -147,10 +144,11 @@ class TextProcessor:
                 param,
             )
         try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            # Unlike encode, the batch call lets other threads run meanwhile: a long text takes seconds.
+            encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("The text is not valid Unicode.", param) from error
-        token_ids: list[int] = encoding.ids
+        token_ids: list[int] = encodings[0].ids
         return token_ids
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.stop_strings import StopMatcher
@@ -23,6 +23,7 @@ def plain_search(text: str, words: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
+@settings(deadline=None, print_blob=True)
 @given(text=letters, words=stops, cuts=st.lists(st.integers(0, 40), max_size=10))
 def test_agrees_with_a_plain_search(text: str, words: list[str], cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import BOS_ID, END_ID, START_ID, byte_level_tokenizer, piece_tokenizer
 
@@ -14,13 +18,16 @@ from serving.text import TextProcessor
 from serving.turns import ChatPrompt, TextPrompt, TokenPrompt
 
 VOCAB_SIZE = 700
+EMBEDDED_MODEL = Path(__file__).parents[3] / "assets/models/kedge-chat"
 BYTE_LEVEL = byte_level_tokenizer()
 PIECES = piece_tokenizer()
 LENGTH = Finish(FinishReason.LENGTH)
+patient = settings(deadline=None, print_blob=True)
 HELLO = {"role": "user", "content": "My dog is called Rex."}
 MORE = {"role": "user", "content": "What is my dog called?"}
 
 
+@functools.cache
 def processor(template: str | None = None, *, max_context_len: int = 1000) -> TextProcessor:
     tokenizer = BYTE_LEVEL if template is None else byte_level_tokenizer(template)
     return TextProcessor(tokenizer, vocab_size=VOCAB_SIZE, max_context_len=max_context_len)
@@ -33,6 +40,7 @@ def text_of(token_ids: list[int]) -> str:
 token_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60)
 
 
+@patient
 @given(ids=token_ids, skip=st.booleans(), batch=st.integers(1, 7))
 def test_streamed_text_is_the_decoded_text(ids: list[int], skip: bool, batch: int) -> None:
     output = processor().output_text(skip_special_tokens=skip)
@@ -42,6 +50,7 @@ def test_streamed_text_is_the_decoded_text(ids: list[int], skip: bool, batch: in
     assert "".join(pieces) + output.push((), LENGTH) == expected
 
 
+@patient
 @given(text=st.text(max_size=30), skip=st.booleans())
 def test_streamed_pieces_are_the_decoded_text(text: str, skip: bool) -> None:
     backend = PIECES.backend_tokenizer
@@ -59,6 +68,7 @@ def test_broken_pieces_are_not_held_for_ever() -> None:
     assert "".join(output.push((broken,)) for _ in range(100)).count("\ufffd") >= 90
 
 
+@patient
 @given(st.text(max_size=40))
 def test_any_text_comes_back(text: str) -> None:
     ids = processor().encode_prompt(TokenPrompt(tuple(processor()._encode(text, "prompt")) or (5,)))
@@ -80,6 +90,7 @@ def test_a_long_run_of_broken_bytes_costs_linear_time() -> None:
         output.push(broken)
 
 
+@patient
 @given(ids=token_ids, skip=st.booleans(), batch=st.integers(1, 5))
 def test_watcher_and_output_stop_at_the_same_place(ids: list[int], skip: bool, batch: int) -> None:
     stops = ("a", " dog", "e ")
@@ -134,6 +145,39 @@ def test_only_new_messages_are_rendered() -> None:
     ids = processor(template).encode_prompt(ChatPrompt((MORE,)), history_len=9, last_token=END_ID)
     assert text_of(ids) == "\n<|im_start|>user\nWhat is my dog called?<|im_end|>\n<|im_start|>assistant\n"
     assert START_ID in ids
+
+
+THINKING = """{% set last = namespace(query=messages|length - 1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.index0 > last.query %}<think></think>
+{%- endif %}{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}<assistant>"""
+ALTERNATING = """{{ '<|begin|>' }}{% for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% else %} {{ m.content }}<|im_end|>{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "added"),
+    [
+        (THINKING, "<user>What is my dog called?<|im_end|><assistant>"),
+        (ALTERNATING, "[INST] What is my dog called? [/INST]"),
+    ],
+    ids=["thinking", "alternating"],
+)
+def test_templates_in_the_manner_of_known_models(template: str, added: str) -> None:
+    """Reasoning that is dropped from earlier answers; roles that must alternate, text begun with a BOS."""
+    ids = processor(template).encode_prompt(ChatPrompt((MORE,)), history_len=9, last_token=END_ID)
+    assert text_of(ids) == added
+
+
+def test_the_embedded_model_continues_its_own_conversations() -> None:
+    text = TextProcessor.load(str(EMBEDDED_MODEL), vocab_size=2048, max_context_len=8192)
+    history = text.encode_prompt(ChatPrompt((HELLO,)))
+    history += text._encode("I see.<|im_end|>", "prompt")
+    history += text.encode_prompt(ChatPrompt((MORE,)), history_len=len(history), last_token=history[-1])
+    whole = (HELLO, {"role": "assistant", "content": "I see."}, MORE)
+    assert history == text.encode_prompt(ChatPrompt(whole))
 
 
 def test_a_template_that_looks_back_is_refused_for_continuation_only() -> None:
@@ -195,6 +239,26 @@ def test_prompts_that_cannot_be(prompt: object, history_len: int, param: str) ->
 def test_absurdly_long_texts_are_refused_before_work() -> None:
     with pytest.raises(ContextLengthExceeded, match="context length"):
         processor(max_context_len=10).encode_prompt(TextPrompt("dog " * 10_000))
+
+
+def test_a_long_text_does_not_hold_up_other_threads() -> None:
+    text = processor(max_context_len=10_000_000)
+    ticks = [0.0]
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    started = ticks[0] = time.perf_counter()
+    text.encode_prompt(TextPrompt("My dog is called Rex. " * 20_000))
+    took = time.perf_counter() - started
+    done.set()
+    ticker.join()
+    gaps = [later - earlier for earlier, later in itertools.pairwise([*ticks, started + took])]
+    assert max(gaps) < max(0.5 * took, 0.1)
 
 
 def test_without_a_tokenizer_only_ids_work(tmp_path: Path) -> None:
