@@ -16,8 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SMALL_MODEL_BYTES = 128 * 1024 * 1024
-"""Up to this size of float32 weights a second copy of them costs nothing worth saving."""
+from engine.models.half_linear import (
+    HalfKernels,
+    QuickHalfLinear,
+    ThreadedHalfLinear,
+    find_half_kernels,
+    halve_exactly,
+)
+
+SMALL_ELEMENTS = 2**19
+"""Up to this many weights a matrix is worth a second copy in another layout, and not worth a second thread."""
+
+QUICK_ROWS = 8
+"""Rows up to which one thread with a quick start beats several."""
 
 SLICES = 16
 """Pieces of a matrix multiplied apart, so that threads share one row's work."""
@@ -110,36 +121,41 @@ class CastingLinear:
 
 
 class SplitLinear:
-    """One way for a single row (decode of one stream), another for more."""
+    """One way for up to `limit` rows (decode of few streams), another for more."""
 
-    def __init__(self, one: Linear, many: Linear) -> None:
-        self._one = one
+    def __init__(self, few: Linear, many: Linear, limit: int) -> None:
+        self._few = few
         self._many = many
+        self._limit = limit
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        return self._one(x_NI) if x_NI.shape[0] == 1 else self._many(x_NI)
+        return self._few(x_NI) if x_NI.shape[0] <= self._limit else self._many(x_NI)
 
 
-def linear_factory(
-    device: torch.device, weights: torch.dtype, activations: torch.dtype, model_bytes: int
-) -> LinearFactory:
-    """The fastest kind of linear for where and how a model of `model_bytes` of weights is held."""
+def linear_factory(device: torch.device, weights: torch.dtype, activations: torch.dtype) -> LinearFactory:
+    """The fastest kind of linear for where and how a model is held."""
     if device.type != "cpu" or not has_onednn():
         return PlainLinear if weights == activations else CastingLinear
     if weights != torch.float32:
         return partial(OneDnnLinear, packed=True)
-    return small_float32_linear if model_bytes <= SMALL_MODEL_BYTES else large_float32_linear
+    return partial(float32_linear, kernels=find_half_kernels())
 
 
-def small_float32_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """Two copies, each in the layout its operator likes best."""
-    return SplitLinear(TransposedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=True))
-
-
-def large_float32_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """One copy, shared by both ways."""
+def float32_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
+    """Float32 arithmetic; weights are held in half the bytes where that loses nothing."""
+    half = halve_exactly(weight_OI) if kernels.threaded else None
+    small = weight_OI.numel() <= SMALL_ELEMENTS
+    if half is not None:
+        threaded = ThreadedHalfLinear(half, bias_O)
+        if small and kernels.quick:
+            return SplitLinear(QuickHalfLinear(half, bias_O), threaded, QUICK_ROWS)
+        return threaded
     weight_OI = weight_OI.contiguous()
-    return SplitLinear(SlicedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=False))
+    if small:
+        return SplitLinear(
+            TransposedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=True), 1
+        )
+    return SplitLinear(SlicedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=False), 1)
 
 
 def has_onednn() -> bool:

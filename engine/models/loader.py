@@ -13,11 +13,10 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelNotFound
 from engine.models.linear import LinearFactory, linear_factory
 from engine.models.protocol import CausalModel
-from engine.models.weights import CheckpointWeights, DummyWeights, weight_bytes
+from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights
 from engine.settings import ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,7 @@ def load_model(settings: ModelSettings, make_linear: LinearFactory | None = None
     device = resolve_device(settings.device)
     weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[spec.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
-    make_linear = make_linear or linear_factory(
-        device, weights_dtype, dtype, weight_bytes(spec, weights_dtype)
-    )
+    make_linear = make_linear or linear_factory(device, weights_dtype, dtype)
     with torch.inference_mode():
         if settings.load_format == "dummy":
             model = Decoder(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from engine.models.errors import BadCheckpoint, ModelNotFound
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DUMMY_SCALE = 0.02
+CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class WeightSource(Protocol):
@@ -39,11 +39,6 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         for name, shape in _layer_shapes(spec).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     return shapes
-
-
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What one copy of all weights takes."""
-    return sum(math.prod(shape) for shape in tensor_shapes(spec).values()) * dtype.itemsize
 
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -115,12 +110,14 @@ class CheckpointWeights:
 
 
 class DummyWeights:
-    """Random weights that depend on the seed and the tensor's name order only. Norms are one, biases zero."""
+    """Random weights as of a checkpoint in the configuration's dtype; they depend on the seed and the order of
+    names only. Norms are one, biases zero."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, seed: int) -> None:
         self._shapes = tensor_shapes(spec)
         self._index = {name: index for index, name in enumerate(self._shapes)}
         self._dtype = dtype
+        self._stored_dtype = CHECKPOINT_DTYPES[spec.checkpoint_dtype]
         self._seed = seed
 
     def take(self, name: str) -> Tensor:
@@ -130,7 +127,8 @@ class DummyWeights:
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=self._dtype)
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._index[name])
-        return torch.empty(shape, dtype=self._dtype).normal_(0.0, DUMMY_SCALE, generator=generator)
+        stored = torch.empty(shape, dtype=self._stored_dtype).normal_(0.0, DUMMY_SCALE, generator=generator)
+        return stored.to(self._dtype)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from engine.runner.kv_pool import KVPool, make_kv_pool
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ModelSettings
 
+EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
 VOCAB = 160
 CONTEXT = 512
 NEW_TOKENS = 24
@@ -53,6 +54,7 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "llama-bfloat16": lambda: transformers.LlamaConfig(**SMALL),
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biased": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "llama-rope3": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
@@ -98,11 +100,21 @@ def peer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for name, parameter in model.named_parameters():
             # Far from zero and from one, so that a forgotten bias or norm shows.
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+            if request.param == "llama-bfloat16":
+                parameter.copy_(parameter.bfloat16())
     directory = tmp_path_factory.mktemp(request.param)
     sharded = {"max_shard_size": "100KB"} if request.param in ("llama", "qwen2") else {}
     model.save_pretrained(directory, **sharded)
     assert (directory / "model.safetensors.index.json").exists() == bool(sharded)
     return Peer(model, directory)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Peer:
+    if not (EMBEDDED / "model.safetensors").is_file():
+        pytest.skip("no embedded model here")
+    model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+    return Peer(model, EMBEDDED)
 
 
 def load(peer: Peer) -> LoadedModel:
@@ -186,6 +198,22 @@ def test_greedy_tokens_equal(peer: Peer, page_size: int, scattered: bool) -> Non
     run_streams(make_runner(loaded, page_size, largest), streams, chunk=13)
     for stream, text in zip(streams, texts, strict=True):
         assert stream.produced == peer.generate(text)
+
+
+def test_embedded_model_equals(embedded: Peer) -> None:
+    """Saved in bfloat16, computed in float32 by both."""
+    loaded = load(embedded)
+    random = np.random.default_rng(5)
+    texts = [random.integers(3, loaded.spec.vocab_size, length).tolist() for length in (7, 60)]
+    streams = [
+        Stream(str(index), list(text), table, True, len(text))
+        for index, (text, table) in enumerate(zip(texts, page_tables(2, 16, False), strict=True))
+    ]
+    run_streams(make_runner(loaded, 16, 16 * 40), streams, chunk=32)
+    for stream, text in zip(streams, texts, strict=True):
+        # generate ends at the end-of-text token, the runner does not.
+        expected = embedded.generate(text)
+        assert stream.produced[: len(expected)] == expected
 
 
 def test_prefill_logits_close(peer: Peer) -> None:
