@@ -23,7 +23,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=NA
 """An id given by a client."""
 
 Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
-CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT)]
+CountOrZero = Annotated[int, Field(ge=0, le=_MAX_INT)]
 NumChoices = Annotated[int, Field(ge=1, le=128)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Temperature = Annotated[float, Field(ge=0, le=1e4)]

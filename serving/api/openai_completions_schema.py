@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from serving.api.fields import MAX_CALLS, NonEmptyText, TokenIds, TopLogprobs
+from serving.api.fields import MAX_CALLS, CountOrZero, NonEmptyText, TokenIds, TopLogprobs
 from serving.api.openai_replies import Reply, StopDetails, Usage
 from serving.api.openai_requests import OpenAiBody
 from serving.api.strict_json import NotSupported
@@ -33,6 +33,7 @@ CompletionPrompt = Annotated[
 
 class CompletionBody(OpenAiBody):
     prompt: CompletionPrompt
+    max_tokens: CountOrZero | None = Field(None, description="16 unless given; 0 to score an echoed prompt.")
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: int | None = Field(None, description="Only as large as n.")

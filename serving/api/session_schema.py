@@ -10,7 +10,7 @@ from engine.api import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from serving.api.fields import (
     MAX_CALLS,
     AdditivePenalty,
-    CountOrNone,
+    CountOrZero,
     LogitBias,
     MinP,
     Name,
@@ -38,7 +38,7 @@ from serving.turns import ModelInfo
 class SamplingBody(StrictBody):
     """`max_new_tokens` null means: as many as the context allows."""
 
-    max_new_tokens: CountOrNone | None = DEFAULT_MAX_NEW_TOKENS
+    max_new_tokens: CountOrZero | None = DEFAULT_MAX_NEW_TOKENS
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = -1
@@ -173,7 +173,7 @@ class GenerateBody(StrictBody):
 class OpenSessionBody(StrictBody):
     """`capacity_of_str_len` (characters) is a hint; sessions may take what memory allows. `timeout`: idle seconds."""
 
-    capacity_of_str_len: CountOrNone
+    capacity_of_str_len: CountOrZero
     session_id: Name | None = None
     streaming: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None

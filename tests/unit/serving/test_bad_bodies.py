@@ -52,6 +52,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [HELLO], "stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"messages": [HELLO], "stream": "yes"}, "stream"),
     (CHAT, {"messages": [HELLO], "n": 0}, "n"),
+    (CHAT, {"messages": [HELLO], "max_tokens": 0}, "max_tokens"),
     (CHAT, {"messages": [HELLO], "frobnicate": 1}, "frobnicate"),
     (CHAT, {"messages": [HELLO], "model": 7}, "model"),
     (COMPLETIONS, {}, "prompt"),
@@ -80,7 +81,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     *[
         (COMPLETIONS, {"prompt": "a", name: value}, name)
         for name, values in {
-            "max_tokens": (0, -1, HUGE, 1.5, "5", True, [5]),
+            "max_tokens": (-1, HUGE, 1.5, "5", True, [5]),
             "temperature": (-0.1, HUGE, "1", [], True),
             "top_p": (0, 1.1, -1, "x"),
             "top_k": (-2, HUGE, 1.5),

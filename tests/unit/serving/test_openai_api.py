@@ -161,6 +161,19 @@ async def test_echo(tmp_path: Path) -> None:
                     assert len(choice["logprobs"]["tokens"]) >= len(ids) + 6
 
 
+async def test_a_prompt_can_be_scored_without_an_answer(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        for stream in (False, True):
+            body = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
+            reply = await client.post(COMPLETIONS, json=body)
+            choices = [c["choices"][0] for c in (events_of(reply) if stream else [reply.json()])]
+            scores = joined(c["logprobs"]["token_logprobs"] for c in choices if c["logprobs"])
+            assert len(scores) == 3
+            assert scores[0] is None
+            assert choices[-1]["finish_reason"] == "length"
+        await service.rig.books_are_empty()
+
+
 async def test_stop_strings(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, _):
         body = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 200}

@@ -105,6 +105,18 @@ async def test_logprobs(tmp_path: Path) -> None:
         assert "output_token_logprobs" not in (await generate(client, input_ids=[5]))["meta_info"]
 
 
+async def test_a_turn_may_only_take_in_its_input(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        session = {"session_params": {"id": await open_session(client)}}
+        nothing = {"temperature": 0, "max_new_tokens": 0}
+        reply = await generate(client, input_ids=[5, 6, 7], sampling_params=nothing, **session)
+        assert (reply["text"], reply["output_ids"]) == ("", [])
+        assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+        reply = await generate(client, input_ids=[8], **session)
+        assert reply["output_ids"] == null_generate([5, 6, 7, 8], 6, VOCAB_SIZE)
+        assert reply["meta_info"]["cached_tokens"] in (2, 3)
+
+
 async def test_batches(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, _):
         replies = await generate(client, input_ids=[[5, 6, 7], [8]], rid=["a", "b"])
