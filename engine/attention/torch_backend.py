@@ -58,9 +58,8 @@ class TorchAttention:
         views, pages, mask = None, None, None
         if item.contiguous:
             first = int(item.pages[0]) * self._pool.page_size
-            end = first + item.kv_len
-            keys = self._keys_LKDS[..., first:end].unbind(0)
-            views = list(zip(keys, self._values_LKSD[:, :, first:end].unbind(0), strict=True))
+            keys = self._keys_LKDS.narrow(3, first, item.kv_len).unbind(0)
+            views = list(zip(keys, self._values_LKSD.narrow(2, first, item.kv_len).unbind(0), strict=True))
         else:
             count = -(-item.kv_len // self._pool.page_size)
             pages = torch.from_numpy(item.pages[:count].astype("int64")).to(self._device)
