@@ -68,6 +68,8 @@ def run(steps: int, seed: int) -> dict[str, Any]:
             run_batch(next_seed)
             next_seed += 1
             progress.update(task, completed=num_steps())
+            if not progress.console.is_terminal:
+                progress.console.print(f"{num_steps()} of {steps} rules, next seed {next_seed}")
     return figures(seed, next_seed, time.monotonic() - started_s, time.process_time() - started_cpu_s)
 
 

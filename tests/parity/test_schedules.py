@@ -1,0 +1,149 @@
+"""P1: whatever happened before, a greedy turn gives the tokens of one fresh request holding the whole history.
+
+50 random schedules of sessions and batch mates under chunking, retraction, aborts, rewinds, evictions and demotion,
+in float32 on the CPU, against transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.models.loader import LoadedModel, load_model
+from engine.settings import ModelSettings
+from tests.parity.schedules import LONGEST, POOLS, Finished, Schedule
+from tests.unit.engine.driver import VOCAB, Driver
+
+EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
+
+SMALL = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=None),
+}
+
+MODELS = ("embedded", *FAMILIES)
+SCHEDULES_PER_MODEL = 10
+
+
+@dataclass
+class Pair:
+    """One checkpoint, held by transformers and by the engine."""
+
+    reference: Any
+    loaded: LoadedModel
+    first_seed: int
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on many threads, and sums keep one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    directory = EMBEDDED
+    if request.param != "embedded":
+        torch.manual_seed(7)
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param](), dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        directory = tmp_path_factory.mktemp(request.param)
+        model.save_pretrained(directory)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    settings = ModelSettings(str(directory), dtype="float32", device="cpu", num_threads=1)
+    return Pair(reference, load_model(settings), SCHEDULES_PER_MODEL * MODELS.index(request.param))
+
+
+@torch.inference_mode()
+def assert_greedy(reference: Any, finished: list[Finished]) -> None:
+    """Each output token is the reference's first choice after all before it.
+
+    One forward pass checks them all: by induction this is what greedy generation gives. Padding on the right is
+    invisible to causal attention.
+    """
+    longest = max(len(each.tokens) for each in finished)
+    padded = torch.tensor([each.tokens + [0] * (longest - len(each.tokens)) for each in finished])
+    logits_BTV = reference(padded, attention_mask=torch.ones_like(padded)).logits
+    for each, logits_TV in zip(finished, logits_BTV, strict=True):
+        for position in range(each.prompt_len, len(each.tokens)):
+            row, token = logits_TV[position - 1], each.tokens[position]
+            best = int(row.argmax())
+            gap = float(row[best] - row[token])
+            assert token == best, (
+                f"{each.what}: position {position} is {token}, not {best}; logit gap {gap:.3g}"
+            )
+
+
+def generate(reference: Any, prompt: list[int], count: int) -> list[int]:
+    """The reference's own one-shot generation, whatever its end tokens."""
+    ids = torch.tensor([prompt])
+    out = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("number", range(SCHEDULES_PER_MODEL))
+def test_every_finished_turn_equals_one_fresh_request(pair: Pair, number: int) -> None:
+    schedule = Schedule.over_model(pair.loaded, seed=pair.first_seed + number)
+    schedule.run()
+    assert len(schedule.finished) >= 4
+    assert_greedy(pair.reference, schedule.finished)
+    last = schedule.finished[-1]
+    prompt = last.tokens[: last.prompt_len]
+    assert last.tokens[last.prompt_len :] == generate(
+        pair.reference, prompt, len(last.tokens) - last.prompt_len
+    )
+
+
+def test_the_schedules_cover_what_they_should() -> None:
+    """Retractions, demotions, aborts and rewinds really happen in them. Hardly a draw depends on the model."""
+    schedules = [Schedule.make(null_driver, VOCAB, seed) for seed in range(len(MODELS) * SCHEDULES_PER_MODEL)]
+    for schedule in schedules:
+        schedule.run()
+    assert sum(schedule.driver.counters.retractions for schedule in schedules) >= 50
+    assert sum(schedule.driver.cache.num_demotions for schedule in schedules) >= 50
+    assert sum(schedule.aborted for schedule in schedules) >= 20
+    assert sum(schedule.rewound for schedule in schedules) >= 20
+    assert sum(len(schedule.finished) for schedule in schedules) >= 350
+
+
+def null_driver(page_size: int, **limits: int) -> Driver:
+    return Driver(
+        num_pages=POOLS[page_size],
+        page_size=page_size,
+        context_len=LONGEST + 1,
+        eos_token_ids=frozenset(),
+        **limits,
+    )
