@@ -8,8 +8,6 @@ import httpx
 
 from serving.client.stream import error_message
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-URL_VARIABLE = "KEDGE_URL"
 SESSION_HEADER = "x-session-id"
 
 

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serving.client.server import DEFAULT_URL, URL_VARIABLE, first_model
+from serving.client.server import first_model
 from serving.commands.failure import one_line_errors
+from serving.commands.options import DEFAULT_URL, Url
 from serving.load.machine import describe_machine
 from serving.load.report import document, table
 from serving.load.sample import LoadResult, TurnSample
@@ -30,9 +31,7 @@ SERVER_PID_HELP = (
 
 
 def bench(
-    url: Annotated[
-        str, typer.Option(envvar=URL_VARIABLE, help="Address of the server, without /v1.")
-    ] = DEFAULT_URL,
+    url: Url = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
     mode: Annotated[Mode, typer.Option(help="Send only what is new, or all history.")] = Mode.SESSION,
     endpoint: Annotated[Endpoint, typer.Option(help="Which OpenAI endpoint.")] = Endpoint.CHAT,

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 
 from serving.client.conversation import Conversation, TurnTiming
-from serving.client.server import DEFAULT_URL, URL_VARIABLE, ServerError, first_model
+from serving.client.server import ServerError, first_model
 from serving.commands.failure import one_line_errors
+from serving.commands.options import DEFAULT_URL, Url
 
 HELP = """\
 /reset   close this session and start a new one
@@ -25,7 +26,7 @@ TIMEOUT = httpx.Timeout(10.0, read=300.0)
 
 
 def chat(
-    url: Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Address of the server.")] = DEFAULT_URL,
+    url: Url = DEFAULT_URL,
     session: Annotated[str | None, typer.Option(help="Session to go on with; a new one if left out.")] = None,
     model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,

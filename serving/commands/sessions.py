@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from serving.client.server import DEFAULT_URL, URL_VARIABLE, request_json
+from serving.client.server import request_json
 from serving.commands.failure import one_line_errors
+from serving.commands.options import DEFAULT_URL, Url
 
 SESSIONS_PATH = "/v1/kedge/sessions"
 
 
 def sessions(
-    url: Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Address of the server.")] = DEFAULT_URL,
+    url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
 ) -> None:
     """List sessions: owner, epoch, tokens, bytes, turns, idle time."""
