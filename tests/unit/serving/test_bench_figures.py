@@ -15,8 +15,10 @@ from serving.client.stream import Chunk, EventSplitter, Usage, parse_event
 from serving.load.machine import CpuMeter, CpuShares, describe_machine
 from serving.load.prompts import PromptSource
 from serving.load.sample import LoadResult, TurnSample
+from serving.load.server_processes import find_server_pids
 from serving.load.settings import Endpoint, LoadSettings, Mode, PromptKind
 from serving.load.summary import spread, summarize, turn_buckets
+from tests.unit.serving.openai_stub import Stub, running
 
 
 def settings(sessions: int = 1, turns: int = 1, output_tokens: int = 4) -> LoadSettings:
@@ -176,6 +178,12 @@ def test_cpu_of_the_server_is_told_from_that_of_others():
     assert shares.server_cores >= 0.05
     assert shares.other_cores <= shares.all_cores - shares.server_cores + 0.05
     assert CpuMeter().read().other_cores is None
+
+
+def test_only_a_kedge_server_on_this_machine_has_known_processes():
+    assert find_server_pids("http://192.0.2.1:8000") == ()
+    with running(Stub()) as stub:
+        assert find_server_pids(stub.url) == ()
 
 
 def test_machine_names_the_scheduling_of_the_client():
