@@ -9,13 +9,14 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 class Phase:
     """So many tokens in rows of one length, ``batch_tokens`` to a step.
 
-    ``drill_share`` of the rows are copying drill in place of dialogue.
+    ``drill_share`` of the rows are copying drill in place of dialogue, of the harder sort if ``narrow_drill``.
     """
 
     row_tokens: int
     batch_tokens: int
     total_tokens: int
     drill_share: float = 0.0
+    narrow_drill: bool = False
 
     @property
     def steps(self) -> int:
@@ -37,6 +38,7 @@ class Recipe:
     adam_rate: float = 0.003
     warmup_steps: int = 100
     decay_share: float = 0.3
+    first_cycle_steps: int | None = None
 
     @property
     def steps(self) -> int:
@@ -59,9 +61,13 @@ class Recipe:
         )
 
     def rate_factor(self, step: int) -> float:
-        """Warm up, stay, then fall in a straight line to nothing over the last ``decay_share``."""
-        left = (self.steps - step) / (self.steps * self.decay_share)
-        return min(1.0, (step + 1) / self.warmup_steps, max(0.0, left))
+        """Warm up, stay, fall in a straight line to nothing; a second cycle starts lower and only falls."""
+        first = self.first_cycle_steps or self.steps
+        if step < first:
+            left = (first - step) / (first * self.decay_share)
+            return min(1.0, (step + 1) / self.warmup_steps, left)
+        left = (self.steps - step) / (self.steps - first)
+        return min(0.7 * left, (step - first + 1) / self.warmup_steps)
 
     def phase_at(self, step: int) -> Phase:
         for phase in self.phases:
@@ -85,7 +91,10 @@ RECIPES = {
             Phase(512, 4096, 819_200),
             Phase(1024, 8192, 4_096_000),
             Phase(2048, 8192, 1_638_400),
+            Phase(2048, 8192, 983_040, drill_share=0.5, narrow_drill=True),
+            Phase(2048, 8192, 1_146_880),
         ),
+        first_cycle_steps=1400,
     ),
     "draft": Recipe(
         "kedge-chat-draft",

@@ -68,28 +68,41 @@ def training_rows(encoder: Encoder, first_seed: int, rows: int, length: int) -> 
     return torch.tensor(tokens), torch.tensor(labels)
 
 
-def drill_rows(vocabulary: int, first_seed: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Rows of random tokens in which most spans repeat an earlier one; only repeats have labels.
+def drill_row(rng: random.Random, words: Sequence[int], length: int, context: int) -> Row:
+    """A row of spans of ``words``, most of them repeating an earlier one.
 
-    Nothing in them can be guessed but by looking back, so that copying heads form within minutes.
+    Only repeats have labels, and these only after ``context`` tokens that tell which span it is.
     """
-    tokens, labels = [], []
+    spans: list[list[int]] = []
+    row = Row([], [])
+    while len(row.tokens) < length:
+        if not spans or rng.random() < 0.4:
+            spans.append([rng.choice(words) for _ in range(rng.randint(3, 12))])
+            row.tokens.extend(spans[-1])
+            row.labels.extend([IGNORED] * len(spans[-1]))
+        else:
+            span = rng.choice(spans)
+            row.tokens.extend(span)
+            row.labels.extend([IGNORED] * context + span[context:])
+    return Row(row.tokens[:length], row.labels[:length])
+
+
+def drill_rows(
+    vocabulary: int, first_seed: int, rows: int, length: int, narrow: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, each [rows, length]. Nothing in them can be guessed but by looking back.
+
+    ``narrow`` draws every second row from a few dozen tokens, so that one token is not enough to find its span.
+    """
+    drilled = []
     for seed in range(first_seed, first_seed + rows):
         rng = random.Random(f"drill {seed}")
-        spans: list[list[int]] = []
-        row = Row([], [])
-        while len(row.tokens) < length:
-            if not spans or rng.random() < 0.4:
-                spans.append([rng.randrange(3, vocabulary) for _ in range(rng.randint(3, 12))])
-                row.tokens.extend(spans[-1])
-                row.labels.extend([IGNORED] * len(spans[-1]))
-            else:
-                span = rng.choice(spans)
-                row.tokens.extend(span)
-                row.labels.extend([IGNORED, *span[1:]])
-        tokens.append(row.tokens[:length])
-        labels.append(row.labels[:length])
-    return torch.tensor(tokens), torch.tensor(labels)
+        words: Sequence[int] = range(3, vocabulary)
+        context = 1
+        if narrow and rng.random() < 0.5:
+            words, context = rng.sample(words, rng.randint(40, 160)), 2
+        drilled.append(drill_row(rng, words, length, context))
+    return torch.tensor([row.tokens for row in drilled]), torch.tensor([row.labels for row in drilled])
 
 
 def case_row(encoder: Encoder, case: RecallCase) -> Row:

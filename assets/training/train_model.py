@@ -85,7 +85,8 @@ class Trainer:
         drills = int(rows * phase.drill_share)
         tokens, labels = training_rows(self.encoder, first_seed, rows - drills, phase.row_tokens)
         if drills:
-            drill = drill_rows(len(self.tokenizer), first_seed, drills, phase.row_tokens)
+            words = len(self.tokenizer)
+            drill = drill_rows(words, first_seed, drills, phase.row_tokens, phase.narrow_drill)
             tokens, labels = torch.cat([tokens, drill[0]]), torch.cat([labels, drill[1]])
         return tokens, labels
 
