@@ -56,6 +56,8 @@ def _trust_rows(summary: Summary, cpu: CpuShares | None) -> Iterator[tuple[str, 
         f"{summary.turns_ok} / {summary.turns_failed} / {summary.turns_skipped}",
     )
     yield "bursts under 50 µs", f"{summary.bursts} ({summary.burst_share:.1%} of gaps)"
+    if summary.client_late is not None:
+        yield "client late", _milliseconds(summary.client_late)
     if cpu is not None and cpu.other_cores is not None:
         yield (
             "cores: client/server/others",

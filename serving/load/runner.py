@@ -14,6 +14,7 @@ import aiohttp
 from serving.load.dialogue import Dialogue
 from serving.load.machine import CpuMeter
 from serving.load.prompts import PromptSource
+from serving.load.punctuality import Punctuality
 from serving.load.sample import LoadResult, TurnSample
 from serving.load.settings import LoadError, LoadSettings, Mode, PromptKind
 from serving.load.turn import run_turn
@@ -50,12 +51,13 @@ class LoadRun:
             if settings.prompt is PromptKind.TEXT:
                 await self._calibrate(client)
             await self._warm_up(client)
-            with _no_garbage_collection():
-                meter = CpuMeter(self._server_pids)
-                samples = await self._measure(client)
-                cpu = meter.read()
+            async with Punctuality() as punctuality:
+                with _no_garbage_collection():
+                    meter = CpuMeter(self._server_pids)
+                    samples = await self._measure(client)
+                    cpu = meter.read()
         wall_s = max(turn.ended_s for turn in samples) - min(turn.started_s for turn in samples)
-        return LoadResult(samples, wall_s, cpu)
+        return LoadResult(samples, wall_s, cpu, tuple(punctuality.lateness_s))
 
     async def _calibrate(self, client: aiohttp.ClientSession) -> None:
         """Finds how many words make `input_tokens` tokens, from the prompt lengths of two short requests."""

@@ -52,8 +52,12 @@ class TurnSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Every measured turn and who used the processors. `wall_s`: first request to last answer, in seconds."""
+    """Every measured turn and who used the processors.
+
+    `wall_s`: first request to last answer. `lateness_s`: by how much the client's own timers were late.
+    """
 
     samples: tuple[TurnSample, ...]
     wall_s: float
     cpu: CpuShares | None
+    lateness_s: tuple[float, ...] = ()

@@ -27,10 +27,15 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may show before its figures are not to be trusted."""
+    """What a run may show before its figures are not to be trusted.
+
+    Bursts count against a run if the client was late (99th percentile); otherwise they are the server's doing, and
+    what its users see.
+    """
 
     burst_share: float = 0.02
     other_cores: float = 0.1
+    client_late_s: float = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Summary:
     total_tokens_per_s: float | None
     bursts: int
     burst_share: float
+    client_late: Spread | None
     notes: tuple[str, ...]
     rejected: tuple[str, ...]
 
@@ -71,11 +77,14 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 def summarize(settings: LoadSettings, result: LoadResult, limits: Limits | None = None) -> Summary:
     """Figures of the turns that went well; the others are counted."""
+    limits = limits or Limits()
     good = [sample for sample in result.samples if sample.error is None]
     failed = [sample for sample in result.samples if sample.error is not None]
     gaps_s = [gap_s for sample in good for gap_s in sample.gaps_s]
     bursts = sum(gap_s < BURST_S for gap_s in gaps_s)
     burst_share = bursts / len(gaps_s) if gaps_s else 0.0
+    client_late = spread(result.lateness_s)
+    lumps, starved = _judge_bursts(bursts, burst_share, client_late, limits)
     output_tokens = sum(sample.output_tokens for sample in good)
     chunks = sum(len(sample.token_times_s) for sample in good)
     usages = [sample.usage for sample in good if sample.usage is not None]
@@ -99,8 +108,9 @@ def summarize(settings: LoadSettings, result: LoadResult, limits: Limits | None 
         total_tokens_per_s=None if prompt_tokens is None else (prompt_tokens + output_tokens) / result.wall_s,
         bursts=bursts,
         burst_share=burst_share,
-        notes=_notes(settings, good, output_tokens, chunks),
-        rejected=_rejections(result, limits or Limits(), good, bursts, burst_share),
+        client_late=client_late,
+        notes=(*_notes(settings, good, output_tokens, chunks), *lumps),
+        rejected=_rejections(result, limits, good, starved),
     )
 
 
@@ -167,17 +177,25 @@ def _notes(
     return tuple(notes)
 
 
+def _judge_bursts(
+    bursts: int, burst_share: float, client_late: Spread | None, limits: Limits
+) -> tuple[list[str], list[str]]:
+    """Many bursts are a note if the client was on time, a reason for rejection if it was late or nobody knows."""
+    if burst_share <= limits.burst_share:
+        return [], []
+    found = f"{bursts} bursts ({burst_share:.1%} of gaps are under {BURST_S * 1e6:.0f} µs)"
+    if client_late is not None and client_late.p99 <= limits.client_late_s:
+        return [f"{found}: the client was on time, so the server sends tokens in lumps"], []
+    late = "" if client_late is None else f" and the client was {client_late.p99 * 1e3:.1f} ms late (p99)"
+    return [], [f"{found}{late}; try `chrt -f 50 kedge bench`"]
+
+
 def _rejections(
-    result: LoadResult, limits: Limits, good: Sequence[TurnSample], bursts: int, burst_share: float
+    result: LoadResult, limits: Limits, good: Sequence[TurnSample], starved: list[str]
 ) -> tuple[str, ...]:
-    reasons = []
+    reasons = list(starved)
     if not good:
         reasons.append("no turn succeeded")
-    if burst_share > limits.burst_share:
-        reasons.append(
-            f"{bursts} bursts ({burst_share:.1%} of gaps are under {BURST_S * 1e6:.0f} µs): the client was "
-            "starved, or the server sends tokens in lumps; try `chrt -f 50 kedge bench`"
-        )
     other_cores = result.cpu.other_cores if result.cpu is not None else None
     if other_cores is not None and other_cores > limits.other_cores:
         reasons.append(f"other processes used {other_cores:.2f} cores")

@@ -44,3 +44,11 @@ def test_outputs_are_replaced_and_everything_else_stays(transcripts):
 def test_a_command_that_fails_ends_the_refresh(transcripts):
     with pytest.raises(SystemExit, match="status 3 of: exit_with_3"):
         transcripts.run_all(["exit_with_3() { return 3; }", "exit_with_3"], "http://x:1")
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/api.md"])
+def test_every_example_has_output(transcripts, document):
+    """At least one line of output in every block: nobody has forgotten to refresh it."""
+    for match in transcripts.BLOCK.finditer((ROOT / document).read_text()):
+        commands = "".join(f"$ {command}\n" for command in transcripts.commands_of(match[2]))
+        assert match[2] != commands, f"{document}: no output for\n{commands}"

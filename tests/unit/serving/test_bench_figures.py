@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from serving.client.stream import Chunk, EventSplitter, Usage, parse_event
 from serving.load.machine import CpuMeter, CpuShares, describe_machine
 from serving.load.prompts import PromptSource
+from serving.load.punctuality import Punctuality
 from serving.load.sample import LoadResult, TurnSample
 from serving.load.server_processes import find_server_pids
 from serving.load.settings import Endpoint, LoadSettings, Mode, PromptKind
@@ -93,6 +95,23 @@ def test_bursts_are_gaps_under_50_microseconds():
     assert summary.bursts == 1
     assert summary.burst_share == pytest.approx(1 / 3)
     assert "1 bursts" in summary.rejected[0]
+
+
+@pytest.mark.parametrize(("late_s", "rejected"), [(0.001, False), (0.02, True)])
+def test_bursts_are_held_against_a_run_only_if_the_client_was_late(late_s, rejected):
+    turn = sample([10.0, 10.00004, 10.001, 10.00106], Usage(1, 4, 0))
+    result = LoadResult((turn,), wall_s=1.0, cpu=None, lateness_s=(late_s,) * 100)
+    summary = summarize(settings(), result)
+    assert bool(summary.rejected) is rejected
+    assert any("in lumps" in note for note in summary.notes) is not rejected
+
+
+async def test_a_blocked_client_is_found_late():
+    async with Punctuality() as punctuality:
+        await asyncio.sleep(0.02)
+        time.sleep(0.1)
+        await asyncio.sleep(0.02)
+    assert max(punctuality.lateness_s) > 0.05
 
 
 def test_other_processes_reject_a_run():
