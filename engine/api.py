@@ -246,7 +246,10 @@ class Engine(Protocol):
         """Frees the session's KV. Raises SessionBusy (in the future) while a turn runs. Unknown ids are fine."""
 
     def rewind_session(self, session_id: str, length: int) -> Future[None]:
-        """Cuts the session's KV to its first `length` tokens. Raises SessionBusy while a turn runs."""
+        """Cuts the session's KV to its first `length` tokens. Raises SessionBusy while a turn runs.
+
+        A turn that finished here but was not committed is taken back so, to its `history_len`, before the next one.
+        """
 
     def flush(self) -> Future[bool]:
         """Drops every cached prefix no session holds. False, and nothing done, while requests run."""

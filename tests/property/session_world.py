@@ -320,6 +320,9 @@ class World:
             session.key = name
             self.events["committed"] += 1
         else:
+            if done and (turn.rewound or len(outcome.token_ids) % 2):
+                # The replica always takes the turn's KV back. Past an unchanged history admission does it, too.
+                self.driver.cache.rewind_session(turn.session_id, turn.history_len)
             self.controller.abort_turn(turn)
             self.events["commit failed"] += done
         if self.controller.take_closing(turn.session_id):
