@@ -38,7 +38,7 @@ class Recipe:
     adam_rate: float = 0.003
     warmup_steps: int = 100
     decay_share: float = 0.3
-    first_cycle_steps: int | None = None
+    restarts: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -61,13 +61,12 @@ class Recipe:
         )
 
     def rate_factor(self, step: int) -> float:
-        """Warm up, stay, fall in a straight line to nothing; a second cycle starts lower and only falls."""
-        first = self.first_cycle_steps or self.steps
-        if step < first:
-            left = (first - step) / (first * self.decay_share)
-            return min(1.0, (step + 1) / self.warmup_steps, left)
-        left = (self.steps - step) / (self.steps - first)
-        return min(0.7 * left, (step - first + 1) / self.warmup_steps)
+        """Warm up, stay, fall in a straight line to nothing; from each restart on begin lower and only fall."""
+        begin = max([0, *(restart for restart in self.restarts if restart <= step)])
+        end = min([self.steps, *(restart for restart in self.restarts if restart > step)])
+        left = (end - step) / (end - begin)
+        highest = 0.7 * left if begin else min(1.0, left / self.decay_share)
+        return min(highest, (step - begin + 1) / self.warmup_steps)
 
     def phase_at(self, step: int) -> Phase:
         for phase in self.phases:
@@ -93,8 +92,9 @@ RECIPES = {
             Phase(2048, 8192, 1_638_400),
             Phase(2048, 8192, 983_040, drill_share=0.5, narrow_drill=True),
             Phase(2048, 8192, 1_146_880),
+            Phase(2048, 8192, 1_392_640),
         ),
-        first_cycle_steps=1400,
+        restarts=(1400, 1660),
     ),
     "draft": Recipe(
         "kedge-chat-draft",
