@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from engine.models.half_linear import (
     HalfKernels,
+    HalfWeights,
     QuickHalfLinear,
     ThreadedHalfLinear,
     find_half_kernels,
@@ -27,8 +28,8 @@ from engine.models.half_linear import (
 SMALL_ELEMENTS = 2**19
 """Up to this many weights a matrix is worth a second copy in another layout, and not worth a second thread."""
 
-QUICK_ROWS = 8
-"""Rows up to which one thread with a quick start beats several."""
+FEW_ROWS = 8
+"""Rows up to which reading the weights takes longer than multiplying them."""
 
 SLICES = 16
 """Pieces of a matrix multiplied apart, so that threads share one row's work."""
@@ -136,26 +137,39 @@ def linear_factory(device: torch.device, weights: torch.dtype, activations: torc
     """The fastest kind of linear for where and how a model is held."""
     if device.type != "cpu" or not has_onednn():
         return PlainLinear if weights == activations else CastingLinear
-    if weights != torch.float32:
-        return partial(OneDnnLinear, packed=True)
-    return partial(float32_linear, kernels=find_half_kernels())
+    make = float32_linear if weights == torch.float32 else bfloat16_linear
+    return partial(make, kernels=find_half_kernels())
 
 
 def float32_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
     """Float32 arithmetic; weights are held in half the bytes where that loses nothing."""
     half = halve_exactly(weight_OI) if kernels.threaded else None
-    small = weight_OI.numel() <= SMALL_ELEMENTS
     if half is not None:
-        threaded = ThreadedHalfLinear(half, bias_O)
-        if small and kernels.quick:
-            return SplitLinear(QuickHalfLinear(half, bias_O), threaded, QUICK_ROWS)
-        return threaded
+        return half_linear(half, bias_O, kernels)
     weight_OI = weight_OI.contiguous()
-    if small:
+    if weight_OI.numel() <= SMALL_ELEMENTS:
         return SplitLinear(
             TransposedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=True), 1
         )
     return SplitLinear(SlicedLinear(weight_OI, bias_O), OneDnnLinear(weight_OI, bias_O, packed=False), 1)
+
+
+def bfloat16_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
+    """Few rows wait for memory: float32 arithmetic on 16 bits is no slower. Many rows (a prompt) wait for
+    arithmetic, and round to bfloat16 for it."""
+    packed = OneDnnLinear(weight_OI, bias_O, packed=True)
+    half = halve_exactly(weight_OI.float()) if kernels.threaded else None
+    if half is None:
+        return packed
+    wide_bias_O = None if bias_O is None else bias_O.float()
+    return SplitLinear(half_linear(half, wide_bias_O, kernels), packed, FEW_ROWS)
+
+
+def half_linear(half: HalfWeights, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
+    threaded = ThreadedHalfLinear(half, bias_O)
+    if kernels.quick and half.scaled_OI.numel() <= SMALL_ELEMENTS:
+        return SplitLinear(QuickHalfLinear(half, bias_O), threaded, FEW_ROWS)
+    return threaded
 
 
 def has_onednn() -> bool:

@@ -70,13 +70,15 @@ def test_equals_the_reference(way: str, shape: tuple[int, int], biased: bool) ->
 
 def test_bfloat16_weights_give_float32_rows() -> None:
     weight_OI = torch.randn(64, 32).bfloat16()
-    x_NI = torch.randn(3, 32)
-    expected = (x_NI.bfloat16().float() @ weight_OI.float().t()).bfloat16().float()
+    bias_O = torch.randn(64).bfloat16()
     cpu = torch.device("cpu")
     for make in (CastingLinear, linear_factory(cpu, torch.bfloat16, torch.float32)):
-        got = make(weight_OI, None)(x_NI)
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got, expected, atol=0.05, rtol=0.02)
+        for rows in (1, 3, 20):
+            x_NI = torch.randn(rows, 32)
+            expected = x_NI.bfloat16().float() @ weight_OI.float().t() + bias_O.float()
+            got = make(weight_OI, bias_O)(x_NI)
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got, expected, atol=0.2, rtol=0.02)
 
 
 def test_bfloat16_values_are_halved_without_loss() -> None:
