@@ -47,6 +47,8 @@ class PrefixCache(Protocol):
     @property
     def in_flight_pages(self) -> int: ...
 
+    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None) -> int: ...
+
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch: ...
 
     def begin(self, match: PrefixMatch) -> SequenceKV: ...
@@ -105,6 +107,18 @@ class RadixPrefixCache:
     @property
     def in_flight_pages(self) -> int:
         return sum(kv.num_private_pages for kv in self._in_flight)
+
+    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None) -> int:
+        """Protected pages that become evictable when every parked sequence but `kv` is released, `match` locked."""
+        holders = self._in_flight if kv is None else self._in_flight | {kv}
+        held = [
+            TreeMatch(holder.protected_len, holder.node, len(holder.node.tokens))
+            for holder in holders
+            if holder.node is not None
+        ]
+        if match is not None:
+            held.append(match.tree)
+        return self._tree.protected_pages - self._tree.locked_pages(held)
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
         """Longest cached whole-page prefix. Changes nothing; stale after the next change of the cache."""

@@ -7,7 +7,7 @@ Locks count holders along the path from a node to its root; only unlocked leaves
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -91,6 +91,21 @@ class RadixTree:
             node = node.parent
             length = len(node.tokens)
         return count
+
+    def locked_pages(self, prefixes: Iterable[TreeMatch]) -> int:
+        """Pages of the union of `prefixes` that are locked by anybody."""
+        counted: dict[int, int] = {}
+        for match in prefixes:
+            node, length = match.node, match.depth
+            while node is not None and node.parent is not None:
+                known = id(node) in counted
+                pages = length // self._page_size if node.lock_count else 0
+                counted[id(node)] = max(pages, counted.get(id(node), 0))
+                if known:
+                    break  # so are all above it
+                node = node.parent
+                length = len(node.tokens)
+        return sum(counted.values())
 
     def lock(self, match: TreeMatch) -> tuple[RadixNode, PageArray]:
         """Locks a non-empty match; returns its node (to unlock later) and the pages from the root down."""

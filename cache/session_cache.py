@@ -92,13 +92,11 @@ class SessionAwareCache:
         room = self._inner.num_free + self._inner.cached_pages - match.num_unlocked - reserve_pages
         if needed <= room:
             return True
-        # A demoted session's protected pages become evictable with it, unless others share them.
-        idle = sum(
-            slot.kv.num_pages
-            for session_id, slot in self._slots.items()
-            if slot.kv is not None and session_id != match.session_id
-        )
-        return needed <= room + idle
+        # Demoting idle sessions frees their private pages, and the shared ones that nobody in flight holds. Counting
+        # more would demote them all in vain.
+        own = self._slots.get(match.session_id) if match.session_id is not None else None
+        idle = sum(slot.kv.num_private_pages for slot in self._slots.values() if slot.kv and slot is not own)
+        return needed <= room + idle + self._inner.yielding_pages(match.prefix, own.kv if own else None)
 
     def begin(self, match: CacheMatch, request_id: str) -> SequenceKV:
         """Moves the matched KV to a request. A session's tail past the prefix is freed first."""

@@ -301,36 +301,6 @@ def test_extend_that_fails_leaves_the_sequence_as_it_was() -> None:
     assert (kv.pages.tolist(), kv.allocated_len, kv.committed_len) == before
 
 
-def test_can_begin_counts_free_cached_and_idle_but_not_running_pages() -> None:
-    books = Books.make(4, num_pages=16)
-    holder = books.begin(None, tokens_from(0, 16))
-    books.fill(holder, 16)  # 4 pages in flight
-    books.run_plain(tokens_from(100, 16))  # 4 cached
-    books.run_turn("a", tokens_from(200, 17))  # 4 idle, 4 free
-    match = books.match(None, tokens_from(300, 100))
-    assert books.sessions.can_begin(match, 4 * 12)
-    assert not books.sessions.can_begin(match, 4 * 12 + 1)
-    assert not books.sessions.can_begin(match, 4 * 12, reserve_pages=1)
-
-
-def test_can_begin_does_not_count_the_matched_prefix_as_room() -> None:
-    books = Books.make(4, num_pages=8)
-    tokens = tokens_from(0, 16)
-    books.run_plain(tokens)  # 4 cached, 4 free
-    match = books.match(None, joined(tokens, tokens_from(100, 30)))
-    assert match.num_unlocked == 4
-    assert books.sessions.can_begin(match, 32)
-    assert not books.sessions.can_begin(match, 33)
-
-
-def test_can_begin_does_not_demote_the_session_it_is_asked_for() -> None:
-    books = Books.make(4, num_pages=8)
-    books.run_turn("a", tokens_from(0, 17))  # 4 pages idle
-    match = books.match("a", tokens_from(0, 40))
-    assert books.sessions.can_begin(match, 32)
-    assert not books.sessions.can_begin(match, 33)
-
-
 def test_flush_drops_prefixes_nobody_holds() -> None:
     books = Books.make(4)
     books.run_plain(tokens_from(0, 16))
