@@ -22,7 +22,7 @@ class _Span:
     """One request's rows and where its keys are.
 
     `views` holds each layer's keys [K, D, T] and values [K, T, D] where they lie in the pool; without it they are
-    gathered from `pages`. `mask` [n, T] is True where a query may look; None if it is the plain causal one.
+    gathered from `pages`. `mask` [n, T] is 0 where a query may look, else -inf; None if it is the plain causal one.
     """
 
     row: int
@@ -65,8 +65,8 @@ class TorchAttention:
             pages = torch.from_numpy(item.pages[:count].astype("int64")).to(self._device)
         history = item.kv_len - item.query_len
         if history > 0 and item.query_len > 1:
-            ones = torch.ones(item.query_len, item.kv_len, dtype=torch.bool, device=self._device)
-            mask = ones.tril_(history)
+            hidden = torch.full((item.query_len, item.kv_len), -torch.inf, dtype=self._scale.dtype)
+            mask = hidden.to(self._device).triu_(history + 1)
         return _Span(row, item.query_len, item.kv_len, views, pages, mask)
 
 

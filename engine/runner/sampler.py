@@ -3,7 +3,7 @@
 What is picked depends on the item's own logits, parameters, seed and position only, never on batch mates:
 each draw is one number, a pure function of (seed, position), put through the inverse of the distribution.
 
-Legend: R sampled rows, V vocabulary.
+Legend: R sampled rows, V vocabulary, C candidates left to draw from.
 """
 
 from __future__ import annotations
@@ -62,14 +62,18 @@ def _sample_row(logits_V: Tensor, spec: SampleSpec) -> int:
         logits_V = edit_logits(logits_V, params, spec.penalties)
     if params.greedy:
         return int(logits_V.argmax())
-    probs_V = filtered_probs(logits_V, params)
-    cumulative_V = probs_V.cumsum(0)
-    target = uniform(params.seed, spec.position) * float(cumulative_V[-1])
-    # The first token whose cumulative mass exceeds the target; rounding may not land on a filtered one.
-    token = int(torch.searchsorted(cumulative_V, target, right=True))
-    if token >= len(probs_V) or float(probs_V[token]) == 0.0:
-        return int(probs_V.argmax())
-    return token
+    probs_C, ids_C = candidates(logits_V, params)
+    pick = _inverse_cdf(probs_C, uniform(params.seed, spec.position))
+    return pick if ids_C is None else int(ids_C[pick])
+
+
+def _inverse_cdf(probs_C: Tensor, point: float) -> int:
+    """The first index whose cumulative mass exceeds `point` of the whole mass."""
+    cumulative_C = probs_C.cumsum(0, dtype=torch.float64)
+    index = int(torch.searchsorted(cumulative_C, point * float(cumulative_C[-1]), right=True))
+    if index >= len(probs_C):  # rounding, once in 2 ** 53
+        return int(probs_C.argmax())
+    return index
 
 
 def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: PenaltyCounts | None) -> Tensor:
@@ -94,19 +98,32 @@ def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: PenaltyCoun
     return edited_V
 
 
-def filtered_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution to draw from, float64, after temperature, top-k, top-p and min-p; not renormalised."""
-    logits_V = logits_V.double() / params.temperature
-    vocab = logits_V.shape[0]
-    if 0 < params.top_k < vocab:
-        smallest = logits_V.topk(params.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < smallest, -torch.inf)
-    probs_V = torch.softmax(logits_V, dim=0)
+def candidates(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
+    """What to draw from after temperature, top-k, top-p and min-p, in this order.
+
+    Gives masses [C], not renormalised, and their token ids [C]; None for the ids means all tokens in order.
+    """
+    scaled_C, ids_C = logits_V / params.temperature, None
+    if 0 < params.top_k < len(logits_V):
+        scaled_C, ids_C = scaled_C.topk(params.top_k)
+    probs_C = torch.softmax(scaled_C, dim=0)
     if params.top_p < 1.0:
-        ordered_V, ids_V = probs_V.sort(descending=True, stable=True)
-        # A token stays if the mass before it is less than top_p: the first always does.
-        dropped_V = ordered_V.cumsum(0) - ordered_V >= max(params.top_p, 1e-9)
-        probs_V = probs_V.index_fill(0, ids_V[dropped_V], 0.0)
+        probs_C = probs_C.masked_fill(probs_C < _nucleus_floor(probs_C, params.top_p), 0.0)
     if params.min_p > 0.0:
-        probs_V = probs_V.masked_fill(probs_V < params.min_p * probs_V.max(), 0.0)
-    return probs_V
+        probs_C = probs_C.masked_fill(probs_C < params.min_p * probs_C.max(), 0.0)
+    return probs_C, ids_C
+
+
+def _nucleus_floor(probs_C: Tensor, top_p: float) -> float:
+    """The least mass that stays: a token stays if those more likely have less than `top_p` between them. Equals
+    stay or go together, and the most likely always stays."""
+    ascending_C = _sorted(probs_C)
+    upto_C = ascending_C.cumsum(0, dtype=torch.float64)
+    first = int(torch.searchsorted(upto_C, float(upto_C[-1]) * (1.0 - top_p), right=True))
+    return float(ascending_C[min(first, len(probs_C) - 1)])
+
+
+def _sorted(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy()))  # many times quicker than torch's
+    return values.sort().values

@@ -10,7 +10,7 @@ import torch
 
 from engine.api import SamplingParams
 from engine.batch import PenaltyCounts, SampleSpec
-from engine.runner.sampler import edit_logits, filtered_probs, sample, token_logprobs, uniform
+from engine.runner.sampler import candidates, edit_logits, sample, token_logprobs, uniform
 
 DRAWS = 4000
 SEEDS = (1, 2024, 9_999_999_999)
@@ -18,6 +18,14 @@ SEEDS = (1, 2024, 9_999_999_999)
 
 def spec(position: int = 0, penalties: PenaltyCounts | None = None, **params: object) -> SampleSpec:
     return SampleSpec(SamplingParams(**params), position, penalties)  # type: ignore[arg-type]
+
+
+def filtered_probs(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The candidates' masses at their places in the vocabulary."""
+    probs_C, ids_C = candidates(logits_V, params)
+    if ids_C is None:
+        return probs_C.double()
+    return torch.zeros(len(logits_V), dtype=torch.float64).scatter(0, ids_C, probs_C.double())
 
 
 def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
@@ -92,6 +100,17 @@ def test_filters() -> None:
     for name, (params, expected) in kept.items():
         got = filtered_probs(logits_V, params)
         torch.testing.assert_close(got, torch.tensor(expected).double(), atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_nucleus_equals_a_plain_sort() -> None:
+    for scale in (0.01, 1.0, 6.0):
+        logits_V = torch.randn(3000, generator=torch.Generator().manual_seed(2)) * scale
+        for top_p in (0.1, 0.5, 0.97, 0.999):
+            ordered, ids = torch.softmax(logits_V.double(), 0).sort(descending=True)
+            expected = int((ordered.cumsum(0) - ordered < top_p).sum())
+            kept = filtered_probs(logits_V, SamplingParams(top_p=top_p)) > 0
+            assert abs(int(kept.sum()) - expected) <= 1
+            assert kept[ids[: expected - 1]].all()
 
 
 def test_penalties_and_bias() -> None:
