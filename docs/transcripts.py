@@ -3,7 +3,7 @@
     python docs/transcripts.py --url http://127.0.0.1:8000 README.md docs/api.md
 
 An example is a console block right after the comment `<!-- transcript -->`. Its commands (lines after "$ ", continued
-by a backslash) run in one shell; everything else in the block is replaced by their output.
+after a backslash or inside single quotes) run in one shell; everything else in the block is replaced by their output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def commands_of(block: str) -> list[str]:
             commands.append(line[2:])
         else:
             continue
-        continued = line.endswith("\\")
+        continued = line.endswith("\\") or commands[-1].count("'") % 2 == 1
     return commands
 
 
@@ -40,7 +40,7 @@ def run_all(commands: list[str], url: str) -> list[str]:
     script = "".join(f'{command}\nstatus=$?; echo; echo "{END}$status"\n' for command in commands)
     done = subprocess.run(
         ["bash"],
-        input=script.replace(WRITTEN_URL, url),
+        input="set -o pipefail\n" + script.replace(WRITTEN_URL, url),
         env={**os.environ, "KEDGE_URL": url, "COLUMNS": "100"},
         stdout=subprocess.PIPE,
         text=True,

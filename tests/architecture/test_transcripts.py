@@ -16,6 +16,10 @@ $ name=Rex; echo "my dog \\
     is $name"
 old output
 $ echo $name $KEDGE_URL
+$ echo 'quoted
+  twice'
+quoted
+  twice
 ```
 
 ```console
