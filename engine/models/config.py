@@ -59,8 +59,13 @@ class ModelSpec:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    with path.open(encoding="utf-8") as file:
-        content: dict[str, Any] = json.load(file)
+    """Raises UnsupportedModel if the file is not a JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedModel(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{path}: not a JSON object")
     return content
 
 
@@ -77,14 +82,14 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     family = find_family(config)
     context_len = int(config.get("max_position_embeddings") or 2048)
     _refuse_unknown(config, family, context_len)
-    num_heads = int(config["num_attention_heads"])
-    hidden_size = int(config["hidden_size"])
-    return ModelSpec(
+    num_heads = _size(config, "num_attention_heads")
+    hidden_size = _size(config, "hidden_size")
+    spec = ModelSpec(
         family=family.name,
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=int(config["intermediate_size"]),
-        num_layers=int(config["num_hidden_layers"]),
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads", family.default_kv_heads) or num_heads),
         head_dim=int(config.get("head_dim") or family.default_head_dim or hidden_size // num_heads),
@@ -98,6 +103,19 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         qk_norm=family.qk_norm,
         checkpoint_dtype=_parse_dtype(config),
     )
+    if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
+        raise UnsupportedModel(
+            f"{spec.num_heads} heads of {spec.head_dim} over {spec.num_kv_heads} key/value heads: "
+            "heads must divide evenly, and their size must be even"
+        )
+    return spec
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
+    return value
 
 
 def _flag(config: Mapping[str, Any], key: str, family: Family, fixed: bool) -> bool:

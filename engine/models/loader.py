@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +51,8 @@ def load_model(settings: ModelSettings, make_linear: LinearFactory | None = None
                 spec, DummyWeights(spec, weights_dtype, settings.seed), make_linear, device, dtype
             )
         else:
-            source = CheckpointWeights(directory, spec, weights_dtype)
-            model = Decoder(spec, source, make_linear, device, dtype)
-            source.close()
+            with closing(CheckpointWeights(directory, spec, weights_dtype)) as source:
+                model = Decoder(spec, source, make_linear, device, dtype)
     return LoadedModel(model, spec, directory, device, dtype, read_eos_ids(directory), spec.max_context_len)
 
 

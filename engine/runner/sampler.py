@@ -19,6 +19,8 @@ from engine.batch import PenaltyCounts, SampleSpec
 
 SEED_MASK = 2**64 - 1
 UNIT_53 = 2.0**-53
+LEAST_TEMPERATURE = 1e-5
+"""Colder is greedy in effect, and would overflow."""
 
 
 def sample(logits_RV: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
@@ -103,7 +105,8 @@ def candidates(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor
 
     Gives masses [C], not renormalised, and their token ids [C]; None for the ids means all tokens in order.
     """
-    scaled_C, ids_C = logits_V / params.temperature, None
+    # The largest becomes zero, so that cold temperatures cannot overflow.
+    scaled_C, ids_C = (logits_V - logits_V.max()) / max(params.temperature, LEAST_TEMPERATURE), None
     if 0 < params.top_k < len(logits_V):
         scaled_C, ids_C = scaled_C.topk(params.top_k)
     probs_C = torch.softmax(scaled_C, dim=0)

@@ -72,6 +72,8 @@ def test_what_families_build_in() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "divide evenly"),
         ({"quantization_config": {"bits": 4}}, "quantization"),
         ({"dtype": "float8_e4m3fn"}, "float8"),
     ],
@@ -84,6 +86,13 @@ def test_refusals_name_their_reason(changes: dict[str, Any], message: str) -> No
 
 def test_a_window_as_long_as_the_context_is_no_window() -> None:
     parse_spec(config(architectures=["MistralForCausalLM"], sliding_window=256))
+
+
+def test_broken_json(tmp_path: Path) -> None:
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UnsupportedModel, match=r"not (a )?JSON"):
+            read_spec(tmp_path)
 
 
 def test_no_config(tmp_path: Path) -> None:

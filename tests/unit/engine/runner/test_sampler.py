@@ -113,6 +113,12 @@ def test_nucleus_equals_a_plain_sort() -> None:
             assert kept[ids[: expected - 1]].all()
 
 
+def test_cold_temperatures_are_greedy() -> None:
+    logits_V = torch.randn(50) * 1e4
+    for temperature in (1e-3, 1e-12, 5e-324):
+        assert sample(logits_V[None], [spec(temperature=temperature, seed=4)]) == [int(logits_V.argmax())]
+
+
 def test_penalties_and_bias() -> None:
     logits_V = torch.tensor([2.0, -2.0, 1.0, 0.5])
     penalties = PenaltyCounts(output=Counter({0: 3}), prompt=frozenset({1}))

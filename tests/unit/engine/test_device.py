@@ -1,0 +1,41 @@
+"""Device and dtype as settings name them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.device import (
+    DeviceUnavailable,
+    activation_dtype,
+    free_memory_bytes,
+    resolve_device,
+    resolve_dtype,
+    synchronize,
+)
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HAS_GPU = torch.cuda.is_available()
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type == ("cuda" if HAS_GPU else "cpu")
+    assert free_memory_bytes(CPU) is None
+    synchronize(CPU)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="has a GPU")
+def test_no_gpu_is_said_plainly() -> None:
+    with pytest.raises(DeviceUnavailable, match="no GPU"):
+        resolve_device("cuda")
+
+
+def test_dtypes() -> None:
+    assert resolve_dtype("auto", CPU, torch.bfloat16) == torch.float32
+    assert resolve_dtype("auto", GPU, torch.bfloat16) == torch.bfloat16
+    assert resolve_dtype("auto", GPU, torch.float16) == torch.bfloat16
+    assert resolve_dtype("bfloat16", CPU, torch.float32) == torch.bfloat16
+    assert resolve_dtype("float32", GPU, torch.bfloat16) == torch.float32
+    assert activation_dtype(CPU, torch.bfloat16) == torch.float32
+    assert activation_dtype(GPU, torch.bfloat16) == torch.bfloat16
