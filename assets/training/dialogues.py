@@ -140,11 +140,27 @@ def _next_turn(dialogue: Dialogue, p_fact: float, p_chat: float) -> None:
         dialogue.ask(rng.choice(known))
 
 
-def training_dialogue(seed: int) -> Iterator[Message]:
+def _round(dialogue: Dialogue) -> None:
+    """Facts told once, long chatter, then every fact known asked for once: the hardest recall."""
+    rng = dialogue.draw.rng
+    for _ in range(rng.randint(3, 8)):
+        dialogue.state_new()
+        if rng.random() < 0.15:
+            dialogue.update(rng.choice(list(dialogue.known.values())))
+    for _ in range(rng.randint(6, 30)):
+        dialogue.chat()
+    known = list(dialogue.known.values())
+    for fact in rng.sample(known, len(known)):
+        dialogue.ask(fact)
+    dialogue.ask_untold()
+
+
+def training_dialogue(seed: int, far: bool = False) -> Iterator[Message]:
     """Messages without end; the caller cuts where its sequence is full.
 
     Each dialogue has its own temper: how many facts, how much chatter, whether the user types casually,
     whether the replies repeat each fact (those that do not stand for other systems and are not learned).
+    ``far`` ones go in rounds of telling, chatting and asking.
     """
     if seed >= HELD_OUT_SEED:
         raise ValueError("seed belongs to the held-out side")
@@ -155,7 +171,10 @@ def training_dialogue(seed: int) -> Iterator[Message]:
     p_fact, p_chat = rng.uniform(0.08, 0.35), rng.uniform(0.05, 0.5)
     sent = 0
     while True:
-        _next_turn(dialogue, p_fact, p_chat)
+        if far:
+            _round(dialogue)
+        else:
+            _next_turn(dialogue, p_fact, p_chat)
         yield from dialogue.messages[sent:]
         sent = len(dialogue.messages)
 

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 class Phase:
     """So many tokens in rows of one length, ``batch_tokens`` to a step.
 
-    ``drill_share`` of the rows are copying drill in place of dialogue, of the harder sort if ``narrow_drill``.
+    ``drill_share`` of the rows are copying drill in place of dialogue, of the harder sort if ``narrow_drill``;
+    ``far_share`` of the dialogues go in rounds of telling, chatting and asking.
     """
 
     row_tokens: int
@@ -17,6 +18,7 @@ class Phase:
     total_tokens: int
     drill_share: float = 0.0
     narrow_drill: bool = False
+    far_share: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -93,8 +95,9 @@ RECIPES = {
             Phase(2048, 8192, 983_040, drill_share=0.5, narrow_drill=True),
             Phase(2048, 8192, 1_146_880),
             Phase(2048, 8192, 1_392_640),
+            Phase(2048, 8192, 3_276_800, far_share=0.7),
         ),
-        restarts=(1400, 1660),
+        restarts=(1400, 1660, 1830),
     ),
     "draft": Recipe(
         "kedge-chat-draft",

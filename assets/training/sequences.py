@@ -49,13 +49,15 @@ class Encoder:
         return Row(tokens, labels)
 
 
-def training_rows(encoder: Encoder, first_seed: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+def training_rows(
+    encoder: Encoder, first_seed: int, rows: int, length: int, far_share: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Tokens and labels, each [rows, length], of the dialogues ``first_seed`` and following."""
     tokens, labels = [], []
     for seed in range(first_seed, first_seed + rows):
         messages: list[Message] = []
         characters = 0
-        for message in training_dialogue(seed):
+        for message in training_dialogue(seed, far=random.Random(f"far {seed}").random() < far_share):
             messages.append(message)
             characters += len(message.content) + CHUNK_CHARACTERS * 4
             if characters > length * CHUNK_CHARACTERS * 2:

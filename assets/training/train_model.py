@@ -83,7 +83,9 @@ class Trainer:
     def batch(self, first_seed: int, rows: int, phase: Phase) -> tuple[Tensor, Tensor]:
         """Dialogues and, while the phase has them, drill rows."""
         drills = int(rows * phase.drill_share)
-        tokens, labels = training_rows(self.encoder, first_seed, rows - drills, phase.row_tokens)
+        tokens, labels = training_rows(
+            self.encoder, first_seed, rows - drills, phase.row_tokens, phase.far_share
+        )
         if drills:
             words = len(self.tokenizer)
             drill = drill_rows(words, first_seed, drills, phase.row_tokens, phase.narrow_drill)
