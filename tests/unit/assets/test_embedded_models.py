@@ -154,7 +154,7 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_rates_warm_up_and_fall_to_nothing() -> None:
     recipe = RECIPES["chat"]
     assert recipe.rate_factor(0) < 0.05
-    assert recipe.rate_factor(recipe.steps // 2) == 1.0
+    assert recipe.rate_factor(recipe.steps // 3) == 1.0
     assert recipe.rate_factor(recipe.steps - 1) < 0.01
     assert recipe.phase_at(0).row_tokens < recipe.phase_at(recipe.steps - 1).row_tokens
     assert MODEL.name == recipe.directory
