@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache
 from cache.session_cache import SessionAwareCache
@@ -25,8 +23,6 @@ def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
 
     Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable or engine.runner.kv_pool.PoolTooSmall.
     """
-    if settings.model.num_threads is not None:
-        torch.set_num_threads(settings.model.num_threads)
     loaded = load_model(settings.model)
     pool = make_kv_pool(loaded.spec, settings.cache, loaded.dtype, loaded.device)
     runner = TorchRunner(
