@@ -94,7 +94,7 @@ class TurnDispatcher:
     ) -> tuple[str, list[TurnEvent], AsyncIterator[list[TurnEvent]]]:
         """Where the turn runs, its first events and the rest. `stack` then holds the stream."""
         deadline_s = time.monotonic() + self._failover_timeout_s
-        failed = False
+        failed = asked_anew = False
         while True:
             owner = await self._find(call, deadline_s)
             replica_id = ANY_REPLICA if owner is None else owner.replica_id
@@ -118,6 +118,11 @@ class TurnDispatcher:
                 ) from None
             finally:
                 await attempt.aclose()
+            if refusal.code == SESSION_NOT_FOUND and call.session is not None and not asked_anew:
+                # The remembered owner let it go (idle timeout, closed elsewhere): the controller has the last word.
+                self._owners.forget(call.tenant, call.session.session_id)
+                asked_anew = True
+                continue
             if not _retried(refusal, failed):
                 raise ServiceError(refusal)
             if call.session is not None:

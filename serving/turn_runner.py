@@ -182,16 +182,19 @@ class TurnRunner:
                 result = encode_result(merge_events(live.told, final))
             try:
                 record = self._sessions.prepare_commit(turn, live.new_tokens, live.output_tokens, result)
+            except ControllerError as error:
+                self._metrics.turn_ended("refused")
+                await self._take_back(turn)
+                return error_event(error)
+            try:
                 await self._controller.commit_turn(record)
-            except (StaleEpoch, SessionNotFound) as error:
-                self._metrics.turn_ended("stale")
+            except Exception as error:
+                # Fenced, or the reply was lost: only the log knows. The next turn starts from it, KV and all.
+                stale = isinstance(error, StaleEpoch | SessionNotFound)
+                logger.warning("session %s: turn not committed: %r", turn.session_id, error)
+                self._metrics.turn_ended("stale" if stale else "store_failed")
                 self._sessions.abort_turn(turn)
                 await self._host.release(turn.session_id)
-                return error_event(error)
-            except Exception as error:
-                logger.warning("session %s: turn not committed: %r", turn.session_id, error)
-                self._metrics.turn_ended("store_failed")
-                await self._take_back(turn)
                 return error_event(error)
             self._sessions.commit_turn(turn, record)
         self._metrics.turn_ended("committed")

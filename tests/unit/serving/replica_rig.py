@@ -32,11 +32,15 @@ REPLICA_ID = "replica-a"
 
 
 class LocalController:
-    """Stands in for ControllerCalls: the same methods on a Cluster in this process. `failures` raise once each."""
+    """Stands in for ControllerCalls: the same methods on a Cluster in this process.
+
+    `failures` raise once each in place of the call; `lost_replies` raise after it was carried out.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.failures: dict[str, list[Exception]] = {}
+        self.lost_replies: dict[str, list[Exception]] = {}
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -47,7 +51,10 @@ class LocalController:
             await self.gate.wait()
             if failures := self.failures.get(name):
                 raise failures.pop(0)
-            return method(*args)
+            result = method(*args)
+            if lost := self.lost_replies.get(name):
+                raise lost.pop(0)
+            return result
 
         return call
 

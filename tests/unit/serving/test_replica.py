@@ -158,6 +158,22 @@ async def test_unforeseen_commit_failure_does_not_wedge_the_session(rig: Rig) ->
     assert (await rig.run(call([3], "s"), epoch))[-1].finish is not None
 
 
+async def test_commit_whose_reply_was_lost_is_found_in_the_log(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
+    rig.controller.lost_replies["commit_turn"] = [StoreError("no reply in time")]
+    unsure = await rig.run(call([2], "s", key="k"), epoch)
+    assert unsure[-1].error is not None
+    again = await rig.run(call([2], "s", key="k"), epoch)
+    assert again[-1].finish is not None
+    assert again[-1].finish.replayed
+    history += [2, *tokens_of(again)]
+    events = await rig.run(call([3], "s"), epoch)
+    assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
+    await rig.host.close("s")
+    await rig.books_are_empty()
+
+
 async def test_session_that_moved_during_the_turn_is_dropped(rig: Rig) -> None:
     epoch = rig.open_session("s")
     rig.controller.failures["commit_turn"] = [StaleEpoch("moved")]
