@@ -80,8 +80,9 @@ class ServedCluster:
             try:
                 eventually(self._all_replicas_up, START_TIMEOUT_S, 0.25)
             except AssertionError as error:
+                log = self.log_text()
                 self.stop()
-                raise AssertionError(f"the cluster did not start:\n{self.log_text()[-4000:]}") from error
+                raise AssertionError(f"the cluster did not start ({error}):\n{log[-4000:]}") from error
 
     def stop(self) -> None:
         """SIGINT, as a user would; then SIGKILL for what is left of the group."""

@@ -16,6 +16,6 @@ def test_unknown_key_is_refused_by_name() -> None:
     served = ServedCluster(ROOT / "configs" / "cluster.yaml", misspell)
     served.start(wait=False)
     try:
-        eventually(lambda: "unknown key 'page_sise'; did you mean 'page_size'?" in served.log_text(), 60)
+        eventually(lambda: "unknown key 'page_sise'; did you mean 'page_size'?" in served.log_text(), 120)
     finally:
         served.stop()

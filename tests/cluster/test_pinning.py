@@ -19,11 +19,11 @@ def run_session(cluster: ServedCluster, seed: int) -> Conversation:
     rng = random.Random(seed)
     with cluster.client() as client:
         session = Conversation.open(client)
-        owner = cluster.sessions()[session.session_id]["replica_id"]
+        opened = cluster.sessions()[session.session_id]
         for _ in range(NUM_TURNS):
             session.turn(random_tokens(rng, rng.randint(1, 40)), rng.randint(1, 12))
         entry = cluster.sessions()[session.session_id]
-        assert (entry["replica_id"], entry["epoch"]) == (owner, 1)
+        assert (entry["replica_id"], entry["epoch"]) == (opened["replica_id"], opened["epoch"])
         assert (entry["tokens"], entry["turns"]) == (len(session.history), NUM_TURNS)
         return session
 
