@@ -35,7 +35,7 @@ from engine.runner.null import NullRunner
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 
-EMBEDDED = Path(__file__).resolve().parents[1] / "assets" / "models" / "kedge-chat"
+EMBEDDED = Path("assets/models/kedge-chat")  # run from the repository root
 PAGE_SIZE = 16
 WAIT_S = 300.0
 
