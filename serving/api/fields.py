@@ -54,8 +54,8 @@ NonEmptyText = Annotated[str, StringConstraints(min_length=1)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 
 
-def get_service(request: Request) -> TurnService:
-    """The service that the application was created around."""
+async def get_service(request: Request) -> TurnService:
+    """The service that the application was created around. Async: FastAPI would send a plain one to a thread."""
     service: TurnService = request.app.state.service_provider()
     return service
 
