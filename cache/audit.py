@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
+
+from cache.journal import PageJournal, PageTrace
 from cache.pages import BooksError, PageArray
+
+PoolName = Literal["full", "window"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +34,39 @@ class PageAccounts:
         return self.total - self.free - self.cached - self.protected - self.session - self.in_flight
 
 
-def check_balance(accounts: PageAccounts) -> None:
-    """Raises BooksError if pages are unaccounted for or counted twice."""
-    if accounts.leaked:
-        raise BooksError(f"KV books do not balance, {accounts.leaked} pages leaked: {accounts}")
+@dataclass(frozen=True, slots=True)
+class HostAccounts:
+    """Idle sessions' KV in host memory, in bytes of the budget."""
+
+    budget_bytes: int
+    used_bytes: int
+    sessions: int
 
 
-def check_pages(num_pages: int, claims: Iterable[tuple[str, PageArray]]) -> None:
-    """Walks every claim (account, pages); raises BooksError naming pages with no account or with two."""
-    account_of: dict[int, str] = {}
-    for account, pages in claims:
-        for page in pages.tolist():
-            if page in account_of:
-                raise BooksError(f"page {page} belongs to {account_of[page]} and to {account}")
-            account_of[page] = account
-    missing = [page for page in range(num_pages) if page not in account_of]
-    if missing:
-        raise BooksError(f"pages {missing[:20]} have no account ({len(missing)} in all)")
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One page of `pool` with no account (`leaked`) or with more than one, and what last happened to it."""
+
+    kind: Literal["leaked", "doubly accounted"]
+    pool: PoolName
+    page: int
+    accounts: tuple[str, ...]
+    last: PageTrace | None
+
+    def __str__(self) -> str:
+        where = f" in {' and in '.join(self.accounts)}" if self.accounts else ""
+        return f"page {self.page} of pool {self.pool} is {self.kind}{where}; {self.last or 'never used'}"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What a deep audit saw. `mismatches` are counters that disagree with the walk."""
+
+    pools: dict[str, PageAccounts]
+    host: HostAccounts
+    findings: tuple[Finding, ...]
+    mismatches: tuple[str, ...]
+
+    @property
+    def clean(self) -> bool:
+        return not self.findings and not self.mismatches

@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
-from cache.audit import PageAccounts
+from cache.audit import AuditReport, HostAccounts, PageAccounts
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -183,6 +183,7 @@ class TokenDelta:
     """News of one request. Token ids are new since the last delta; counts are totals so far.
 
     `prompt_tokens` counts history and new tokens, `cached_tokens` the part whose KV was already there.
+    `draft_tokens` were proposed so far, `accepted_draft_tokens` of them agreed with the model.
     The last delta of a request, and only that one, carries `finish`.
     """
 
@@ -194,13 +195,21 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     input_logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot published by the step loop; safe to read from any thread."""
+    """A snapshot published by the step loop; safe to read from any thread.
+
+    `window_pages` are the books of the pool of sliding-window layers, if the model has any. Demotions are of idle
+    sessions: to host memory, or dropped to the token log. Everything from `steps` on counts since start.
+    """
 
     pages: PageAccounts
+    window_pages: PageAccounts | None
+    host: HostAccounts
     page_size: int
     page_size_bytes: int
     sessions: int
@@ -208,11 +217,15 @@ class EngineStats:
     waiting: int
     steps: int
     retractions: int
-    demotions: int
+    demotions_to_host: int
+    demotions_to_log: int
+    promotions: int
     evicted_pages: int
     generated_tokens: int
     prefill_tokens: int
     cached_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
 
 
 DeltaSink = Callable[[Sequence[TokenDelta]], None]
@@ -251,10 +264,22 @@ class Engine(Protocol):
         A turn that finished here but was not committed is taken back so, to its `history_len`, before the next one.
         """
 
+    def fork_session(
+        self, parent_id: str, child_id: str, history: Sequence[int], history_len: int
+    ) -> Future[int]:
+        """Starts session `child_id` at the first `history_len` tokens of its idle parent, sharing KV pages.
+
+        Gives how many of those tokens have KV now; the child's first turn computes the others. `history` is the
+        parent's, read until the future is done. Raises SessionBusy while the parent or the child has a turn.
+        """
+
     def flush(self) -> Future[bool]:
         """Drops every cached prefix no session holds. False, and nothing done, while requests run."""
 
     def stats(self) -> EngineStats: ...
 
     def session_kv_tokens(self) -> Future[dict[str, int]]:
-        """Tokens of KV held per idle session."""
+        """Tokens of KV held per idle session, on the device or the host."""
+
+    def audit(self) -> Future[AuditReport]:
+        """Walks every page of every pool and names each that has no account, or two, and who had it last."""

@@ -1,6 +1,6 @@
 """What the scheduler hands the runner and what comes back. Plain data: integers, arrays of integers, floats.
 
-One mechanism serves extend and decode (and, later, verify): an item computes a number of tokens.
+One mechanism serves extend, decode and verify: an item computes a number of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class PenaltyCounts:
 
 @dataclass(slots=True)
 class SampleSpec:
-    """How to pick the token that follows an item's last token; `position` is the absolute position it will take."""
+    """How to pick the token that follows an item's last certain token (proposals come after it); `position` is the
+    absolute position it will take."""
 
     params: SamplingParams
     position: int
@@ -35,14 +36,30 @@ class SampleSpec:
 
 
 @dataclass(slots=True)
+class DraftWork:
+    """What the draft model does for an item before the target runs: computes its own KV of `token_ids` at positions
+    start .. start+len-1 (they end with the item's last certain token), then proposes `count` tokens more, whose
+    draft KV, but for the last, is computed on the way. Draft KV lies in the item's pages, in a pool of its own.
+    """
+
+    start: int
+    token_ids: Sequence[int]
+    count: int
+
+
+@dataclass(slots=True)
 class BatchItem:
     """One request's share of a step: run `token_ids` at positions start .. start+len-1.
 
-    `pages` is a read-only int32 view of the page table that covers at least start+len tokens; token i lives in
-    page `pages[i // page_size]` at offset `i % page_size`. `contiguous` says that the pages are one ascending run.
-    `sample` is None while the prompt is not finished. `input_logprobs_from` asks for the log-probability of
-    each input token at absolute positions p with input_logprobs_from <= p <= start+len (the one at start+len is
-    only known when it is an input token: the runner is given it in `next_token`).
+    `pages` is a read-only int32 view of the page table that covers at least start+len tokens (and `draft.count` more);
+    token i lives in page `pages[i // page_size]` at offset `i % page_size`. `contiguous` says that the pages are one
+    ascending run. `window_pages` is the same for the pool of sliding-window layers, -1 where pages have left the
+    window; None without such layers. `sample` is None while the prompt is not finished.
+
+    The last `num_drafts` of `token_ids` are proposals of the n-gram proposer; `draft` asks the draft model for some.
+    Either way the step verifies them. `input_logprobs_from` asks for the log-probability of each input token at
+    absolute positions p with input_logprobs_from <= p <= start+len (the one at start+len is only known when it is
+    an input token: the runner is given it in `next_token`).
     """
 
     request_id: str
@@ -54,6 +71,9 @@ class BatchItem:
     input_logprobs_from: int | None = None
     next_token: int | None = None
     top_input_logprobs: int = 0
+    window_pages: NDArray[np.int32] | None = None
+    num_drafts: int = 0
+    draft: DraftWork | None = None
 
 
 @dataclass(slots=True)
@@ -69,11 +89,16 @@ class ScheduledBatch:
 
 @dataclass(slots=True)
 class ItemOutput:
-    """Result of one item: accepted tokens (empty mid-prefill) and any log-probabilities asked for."""
+    """Result of one item: accepted tokens (empty mid-prefill) and any log-probabilities asked for.
+
+    All of `token_ids` but the last are proposals that the target agreed with; the last is the target's own choice.
+    `num_proposed` counts the proposals that were verified.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     input_logprobs: tuple[TokenLogprob, ...] = ()
+    num_proposed: int = 0
 
 
 @dataclass(slots=True)

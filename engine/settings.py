@@ -8,6 +8,8 @@ from typing import Literal
 LoadFormat = Literal["auto", "dummy"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+BooksCheck = Literal["off", "balance", "strict"]
+SpeculationMethod = Literal["off", "ngram", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,36 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """The KV pool: `page_size` tokens a page; sized by `num_pages`, or by `size_bytes` when that is None."""
+    """The KV pool: `page_size` tokens a page; sized by `num_pages`, or by `size_bytes` when that is None.
+
+    Layers with a sliding window have a pool of their own with `window_ratio` times as many pages. Idle sessions' KV
+    may take `host_size_bytes` of host memory when the pool is full. `books` is checked after each step: nothing,
+    the balance of the running counters, or every page (for tests).
+    """
 
     page_size: int = 16
     num_pages: int | None = None
     size_bytes: int = 256 * 1024 * 1024
     prefix_cache: bool = True
+    window_ratio: float = 0.5
+    host_size_bytes: int = 0
+    books: BooksCheck = "balance"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """Who proposes tokens for the model to verify, and at most how many a step.
+
+    `ngram_size` tokens that occurred before make the n-gram proposer speak; `draft_model` is needed for "draft".
+    `row_cost` is what one more token in a step costs, as a share of a one-token step; drafts that would not pay for it
+    are not made.
+    """
+
+    method: SpeculationMethod = "off"
+    max_draft_tokens: int = 8
+    ngram_size: int = 3
+    draft_model: ModelSettings | None = None
+    row_cost: float = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +75,6 @@ class SchedulerSettings:
     max_running: int = 64
     max_waiting: int = 1024
     max_context_len: int | None = None
-    strict_books: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +84,4 @@ class EngineSettings:
     model: ModelSettings
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    speculation: SpeculationSettings = SpeculationSettings()

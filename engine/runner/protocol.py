@@ -1,14 +1,16 @@
-"""The runner turns a ScheduledBatch into model work and sampled tokens."""
+"""The runner turns a ScheduledBatch into model work and sampled tokens, and moves KV between tiers."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Protocol
 
+from cache.tiers import PoolPages
 from engine.batch import ModelOutput, ScheduledBatch
 
 
 class Runner(Protocol):
-    """Owns the model's weights and the KV pool's memory. Called only from the engine's thread."""
+    """Owns the model's weights and the KV pools' memory. Called only from the engine's thread."""
 
     @property
     def num_pages(self) -> int: ...
@@ -18,7 +20,18 @@ class Runner(Protocol):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of KV in one page, over all layers."""
+        """Bytes of KV in one page, over all layers with full attention and those of the draft model."""
+
+    @property
+    def window_len(self) -> int | None:
+        """Widest sliding window in tokens; None without such layers."""
+
+    @property
+    def num_window_pages(self) -> int:
+        """Pages of the pool of sliding-window layers, 0 without."""
+
+    @property
+    def window_page_size_bytes(self) -> int: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -27,4 +40,18 @@ class Runner(Protocol):
     def max_context_len(self) -> int: ...
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
-        """Runs one step: writes the KV of every token in the batch, then samples where asked."""
+        """Runs one step: writes the KV of every token in the batch, then samples and verifies where asked."""
+
+    def save(self, key: int, pages: PoolPages) -> Future[None]:
+        """Copies pages to host memory under `key`, beside compute. What earlier steps wrote is in the copy; the
+        pages must not be given to anybody else before the future is done."""
+
+    def load(self, key: int, pages: PoolPages) -> Future[None]:
+        """Copies what was saved under `key` into `pages` (as many, in the same order), beside compute. Later steps may
+        read them once the future is done."""
+
+    def drop(self, key: int) -> None:
+        """Forgets what was saved under `key`, whose copies are done. Unknown keys are a bug."""
+
+    def clone(self, source: PoolPages, target: PoolPages) -> None:
+        """Copies pages within the pools, before any later step."""

@@ -1,0 +1,59 @@
+"""PageJournal: what last happened to each page, and on whose behalf. Only the audit reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache.pages import PageArray
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whom a page was last used for. `request_id` is the turn's."""
+
+    session_id: str | None = None
+    request_id: str | None = None
+
+    def __str__(self) -> str:
+        parts = [f"session {self.session_id}" if self.session_id is not None else "no session"]
+        if self.request_id is not None:
+            parts.append(f"request {self.request_id}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PageTrace:
+    """The last `operation` on a page, for `owner`, `age_s` seconds ago."""
+
+    operation: str
+    owner: Owner
+    age_s: float
+
+    def __str__(self) -> str:
+        return f"last {self.operation} by {self.owner} {self.age_s:.1f} s ago"
+
+
+class PageJournal:
+    """One entry a page, overwritten by the next operation. Costs a few array writes per operation."""
+
+    def __init__(self, num_pages: int, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._operations = np.full(num_pages, None, dtype=object)
+        self._owners = np.full(num_pages, None, dtype=object)
+        self._times_s = np.zeros(num_pages)
+
+    def note(self, pages: PageArray, operation: str, owner: Owner) -> None:
+        if len(pages):
+            self._operations[pages] = operation
+            self._owners[pages] = owner
+            self._times_s[pages] = self._clock_s()
+
+    def last(self, page: int) -> PageTrace | None:
+        """None for a page that was never used."""
+        operation = self._operations[page]
+        if operation is None:
+            return None
+        return PageTrace(operation, self._owners[page], self._clock_s() - float(self._times_s[page]))
