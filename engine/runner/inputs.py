@@ -39,12 +39,13 @@ def attention_item(item: BatchItem) -> AttentionItem:
 
 
 def sample_rows(items: list[BatchItem]) -> list[int]:
-    """Rows of the last token of every item that samples."""
-    rows, end = [], 0
+    """Rows of the last certain token of every item that samples, each followed by those of its drafts."""
+    rows: list[int] = []
+    end = 0
     for item in items:
         end += len(item.token_ids)
         if item.sample is not None:
-            rows.append(end - 1)
+            rows.extend(range(end - 1 - item.num_drafts, end))
     return rows
 
 
