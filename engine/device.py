@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
 
 from engine.settings import DeviceName, DTypeName
 
@@ -55,3 +59,39 @@ def synchronize(device: torch.device) -> None:
     """Waits until everything queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class CopyStream:
+    """Orders copies of one thread after steps that another thread issued. On a CPU there is nothing to order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What the calling thread has issued so far."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
+
+    @contextmanager
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Work inside runs beside the steps, but after `mark`; it is done at the end of the block."""
+        if self._stream is None or mark is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+    def to_host(self, part: Tensor) -> Tensor:
+        """A copy in pinned memory, complete at the end of the block; `part` itself if it is in host memory."""
+        if self._stream is None:
+            return part
+        return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)

@@ -55,3 +55,6 @@ class Runner(Protocol):
 
     def clone(self, source: PoolPages, target: PoolPages) -> None:
         """Copies pages within the pools, before any later step."""
+
+    def close(self) -> None:
+        """Waits for running copies. Nothing may be called afterwards."""

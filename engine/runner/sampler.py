@@ -25,12 +25,21 @@ LEAST_TEMPERATURE = 1e-5
 
 def sample(logits_RV: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """One token per row. `logits_RV` is float32 and stays unchanged."""
-    if all(spec.params.greedy and not spec.params.edits_logits for spec in specs):
-        return _argmax_rows(logits_RV)
-    return [_sample_row(logits_RV[row], spec) for row, spec in enumerate(specs)]
+    if all(is_argmax(spec.params) for spec in specs):
+        return argmax_rows(logits_RV)
+    return [
+        sample_row(logits_RV[row], spec.params, spec.position, spec.penalties)
+        for row, spec in enumerate(specs)
+    ]
 
 
-def _argmax_rows(logits_RV: Tensor) -> list[int]:
+def is_argmax(params: SamplingParams) -> bool:
+    """True if the pick is the argmax of the model's own logits."""
+    return params.greedy and not params.edits_logits
+
+
+def argmax_rows(logits_RV: Tensor) -> list[int]:
+    """The most likely token of each row; of equals the first."""
     if logits_RV.device.type == "cpu":
         # numpy's is several times quicker; both take the first of equals.
         picks: list[int] = logits_RV.numpy().argmax(-1).tolist()
@@ -58,14 +67,16 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], tops: Sequence[i
     ]
 
 
-def _sample_row(logits_V: Tensor, spec: SampleSpec) -> int:
-    params = spec.params
+def sample_row(
+    logits_V: Tensor, params: SamplingParams, position: int, penalties: PenaltyCounts | None
+) -> int:
+    """The token for absolute position `position`, after the tokens that `penalties` counts."""
     if params.edits_logits:
-        logits_V = edit_logits(logits_V, params, spec.penalties)
+        logits_V = edit_logits(logits_V, params, penalties)
     if params.greedy:
         return int(logits_V.argmax())
     probs_C, ids_C = candidates(logits_V, params)
-    pick = _inverse_cdf(probs_C, uniform(params.seed, spec.position))
+    pick = _inverse_cdf(probs_C, uniform(params.seed, position))
     return pick if ids_C is None else int(ids_C[pick])
 
 

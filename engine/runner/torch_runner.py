@@ -1,27 +1,37 @@
-"""The real Runner: one forward pass over every token of a batch, then a token for each row that samples.
+"""The real Runner: one forward pass over every token of a batch, then tokens for each item that samples.
 
 Legend: N tokens, R sampled rows, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import torch
 from torch import Tensor
 
+from cache.tiers import PoolPages
 from engine.api import TokenLogprob
 from engine.attention.interface import AttentionBackend
 from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
 from engine.models.protocol import CausalModel
+from engine.runner.draft_model import DraftModel
+from engine.runner.host_copies import HostCopies
 from engine.runner.inputs import make_inputs
 from engine.runner.kv_pool import KVPool
-from engine.runner.sampler import sample, token_logprobs
+from engine.runner.sampler import token_logprobs
+from engine.runner.verify import choose_tokens
 
 LOGPROB_ELEMENTS = 16 * 1024 * 1024
 """Most logits held at once while scoring input tokens."""
 
 
 class TorchRunner:
-    """A Runner. Composed by engine/build.py from a loaded model, a pool and the attention over that pool."""
+    """A Runner. Composed by engine/build.py from a loaded model, a pool and the attention over that pool.
+
+    `copies` must be of the same pool and, if there is one, of the draft model's. Raises UnsupportedModel if the
+    draft model does not fit.
+    """
 
     def __init__(
         self,
@@ -30,13 +40,19 @@ class TorchRunner:
         attention: AttentionBackend,
         vocab_size: int,
         max_context_len: int,
+        draft: DraftModel | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
         self._vocab_size = vocab_size
         self._max_context_len = max_context_len
-        self._device = pool.kv_L2KSD.device
+        self._draft = draft
+        if draft is not None:
+            draft.check_fits(vocab_size, pool.full)
+        self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
+        self._device = pool.full.kv_L2KSD.device
 
     @property
     def num_pages(self) -> int:
@@ -48,7 +64,20 @@ class TorchRunner:
 
     @property
     def page_size_bytes(self) -> int:
-        return self._pool.page_size_bytes
+        draft_bytes = 0 if self._draft is None else self._draft.kv.page_size_bytes
+        return self._pool.full.page_size_bytes + draft_bytes
+
+    @property
+    def window_len(self) -> int | None:
+        return self._pool.window_len
+
+    @property
+    def num_window_pages(self) -> int:
+        return 0 if self._pool.window is None else self._pool.window.num_pages
+
+    @property
+    def window_page_size_bytes(self) -> int:
+        return 0 if self._pool.window is None else self._pool.window.page_size_bytes
 
     @property
     def vocab_size(self) -> int:
@@ -60,37 +89,42 @@ class TorchRunner:
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
+        if self._draft is not None:
+            batch = ScheduledBatch(self._draft.propose(batch.items))
         inputs = make_inputs(batch, self._pool.page_size, self._device)
         attend = self._attention.begin(inputs.attention, inputs.slots_N)
         hidden_NE = self._model.forward(inputs.tokens_N, inputs.positions_N, attend)
         hidden_RE = hidden_NE if inputs.sample_rows_R is None else hidden_NE[inputs.sample_rows_R]
-        outputs = self._sample(batch.items, hidden_RE)
+        outputs = self._choose(batch.items, hidden_RE)
         self._score_inputs(batch.items, hidden_NE, outputs)
         return ModelOutput(outputs)
 
-    def _sample(self, items: list[BatchItem], hidden_RE: Tensor) -> list[ItemOutput]:
+    def save(self, key: int, pages: PoolPages) -> Future[None]:
+        return self._copies.save(key, pages)
+
+    def load(self, key: int, pages: PoolPages) -> Future[None]:
+        return self._copies.load(key, pages)
+
+    def drop(self, key: int) -> None:
+        self._copies.drop(key)
+
+    def clone(self, source: PoolPages, target: PoolPages) -> None:
+        self._copies.clone(source, target)
+
+    def close(self) -> None:
+        """Waits for copies that run. Nothing may be called afterwards."""
+        self._copies.close()
+
+    def _choose(self, items: list[BatchItem], hidden_RE: Tensor) -> list[ItemOutput]:
         """One output per item, in order; those that do not sample stay empty."""
-        specs = [item.sample for item in items if item.sample is not None]
-        if not specs:
+        sampling = [item for item in items if item.sample is not None]
+        if not sampling:
             return [ItemOutput(()) for _ in items]
-        logits_RV = self._model.logits(hidden_RE)
-        tokens = sample(logits_RV, specs)
-        logprobs: list[tuple[TokenLogprob, ...]] = [()] * len(specs)
-        scored = [row for row, spec in enumerate(specs) if spec.logprobs]
-        if scored:
-            tops = [specs[row].top_logprobs for row in scored]
-            values = token_logprobs(logits_RV[scored], [tokens[row] for row in scored], tops)
-            for row, value in zip(scored, values, strict=True):
-                logprobs[row] = (value,)
-        results = iter(zip(tokens, logprobs, strict=True))
-        outputs = []
-        for item in items:
-            if item.sample is None:
-                outputs.append(ItemOutput(()))
-            else:
-                token, logprob = next(results)
-                outputs.append(ItemOutput((token,), logprob))
-        return outputs
+        chosen = choose_tokens(self._model.logits(hidden_RE), sampling)
+        if len(sampling) == len(items):
+            return chosen
+        rest = iter(chosen)
+        return [ItemOutput(()) if item.sample is None else next(rest) for item in items]
 
     def _score_inputs(self, items: list[BatchItem], hidden_NE: Tensor, outputs: list[ItemOutput]) -> None:
         row = 0

@@ -1,0 +1,123 @@
+"""A small model that guesses what the large one will say. Its KV lies in the same pages, in a pool of its own.
+
+It always guesses the likeliest token. A guess can only cost time (see verify.py), so draft KV that was never written,
+or is of other tokens, does no harm but to the guesses.
+
+Legend: N tokens of all items, R rows whose logits make a proposal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.api import SamplingParams
+from engine.attention.interface import AttentionBackend
+from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch
+from engine.models.errors import UnsupportedModel
+from engine.models.protocol import CausalModel
+from engine.runner.inputs import make_inputs
+from engine.runner.kv_pool import KVPool, PagedKV
+from engine.runner.sampler import argmax_rows
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+class DraftModel:
+    """Called by the runner before each step of the target. `pool` has as many pages as the target's, of the same
+    size. Past `max_context_len`, its own limit, it keeps silent."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        pool: KVPool,
+        attention: AttentionBackend,
+        vocab_size: int,
+        max_context_len: int,
+    ) -> None:
+        """Raises UnsupportedModel for a model with sliding-window layers."""
+        if pool.window is not None:
+            raise UnsupportedModel("a draft model needs full attention in every layer, this one has a window")
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._vocab_size = vocab_size
+        self._max_context_len = max_context_len
+        self._device = pool.full.kv_L2KSD.device
+
+    @property
+    def kv(self) -> PagedKV:
+        return self._pool.full
+
+    def check_fits(self, vocab_size: int, target: PagedKV) -> None:
+        """Raises UnsupportedModel if the target speaks other tokens, AssertionError if its pages are others."""
+        if vocab_size != self._vocab_size:
+            raise UnsupportedModel(
+                f"the draft model has {self._vocab_size} tokens in its vocabulary, the model {vocab_size}"
+            )
+        assert (self.kv.num_pages, self.kv.page_size) == (target.num_pages, target.page_size)
+
+    def propose(self, items: Sequence[BatchItem]) -> list[BatchItem]:
+        """The items to verify: those whose `draft` asks for proposals end with them now.
+
+        The first pass takes every item's `draft.token_ids`; the others take a token of each item that wants more.
+        """
+        outputs = list(items)
+        proposals: dict[int, list[int]] = {}  # by index in `items`
+        wanted: dict[int, int] = {}
+        work: list[BatchItem] = []
+        for index, item in enumerate(items):
+            if item.draft is not None and (part := self._first_pass(item, item.draft)) is not None:
+                work.append(part)
+                if part.sample is not None:
+                    proposals[index] = []
+                    wanted[index] = self._count(item.draft)
+        indices = list(wanted)
+        while work:
+            picks = self._run(work)
+            work = []
+            for index, token in zip(indices, picks, strict=True):
+                proposals[index].append(token)
+                if len(proposals[index]) < wanted[index]:
+                    work.append(_one_token(items[index], proposals[index]))
+            indices = [index for index in indices if len(proposals[index]) < wanted[index]]
+        for index, tokens in proposals.items():
+            item = items[index]
+            outputs[index] = replace(item, token_ids=[*item.token_ids, *tokens], num_drafts=len(tokens))
+        return outputs
+
+    def _count(self, draft: DraftWork) -> int:
+        """Proposals that fit: the one at the end of the context needs no KV."""
+        return min(draft.count, self._max_context_len - draft.start - len(draft.token_ids) + 1)
+
+    def _first_pass(self, item: BatchItem, draft: DraftWork) -> BatchItem | None:
+        tokens = draft.token_ids[: max(0, self._max_context_len - draft.start)]
+        if not tokens:
+            return None
+        part = _part(item, tokens, draft.start)
+        if self._count(draft) < 1:
+            part.sample = None
+        else:
+            assert item.num_drafts == 0, "an item has one proposer"
+            assert item.start + len(item.token_ids) == draft.start + len(tokens)
+        return part
+
+    def _run(self, work: list[BatchItem]) -> list[int]:
+        """Computes draft KV and picks a token for each item that samples."""
+        inputs = make_inputs(ScheduledBatch(work), self._pool.page_size, self._device)
+        attend = self._attention.begin(inputs.attention, inputs.slots_N)
+        hidden_NE = self._model.forward(inputs.tokens_N, inputs.positions_N, attend)
+        rows_R = inputs.sample_rows_R
+        if rows_R is not None and len(rows_R) == 0:
+            return []
+        return argmax_rows(self._model.logits(hidden_NE if rows_R is None else hidden_NE[rows_R]))
+
+
+def _part(item: BatchItem, token_ids: Sequence[int], start: int) -> BatchItem:
+    """The draft model's view of an item, sampled at its end."""
+    spec = SampleSpec(_GREEDY, start + len(token_ids))
+    return BatchItem(item.request_id, token_ids, start, item.pages, item.contiguous, spec)
+
+
+def _one_token(item: BatchItem, proposals: list[int]) -> BatchItem:
+    return _part(item, proposals[-1:], item.start + len(item.token_ids) + len(proposals) - 1)

@@ -1,0 +1,97 @@
+"""Verification: how many of an item's drafts the model agrees with, and the token it picks where it does not.
+
+Every token is picked at its own row by the rule that picks it without drafts: argmax, or the inverse of the row's
+distribution at the one number of (seed, position), with the penalties that the tokens before it call for. A draft is
+kept if it equals that pick. The first pick that differs, or the one after the last draft, ends the item's step.
+
+So a draft changes when a token is computed and never which one: what it proposes is not looked at before the pick.
+It is rejection sampling as well (Leviathan et al. 2023, Chen et al. 2023): for a proposal q that puts all its mass on
+one token x they accept x with probability min(1, p(x) / q(x)) = p(x), and else draw from the rest, norm(max(0, p - q)),
+which is p without x. Here the pick is distributed as p; it equals x with probability p(x), and given that it does
+not, it is distributed as p without x. The draw and the acceptance are one random number instead of two.
+
+Legend: R rows of logits, those of an item one after another (sample_rows in inputs.py); V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.api import TokenLogprob
+from engine.batch import BatchItem, ItemOutput, PenaltyCounts
+from engine.runner.sampler import argmax_rows, is_argmax, sample_row, token_logprobs
+
+
+def choose_tokens(logits_RV: Tensor, items: Sequence[BatchItem]) -> list[ItemOutput]:
+    """Accepted tokens of each item, in order. All items sample; each has 1 + num_drafts rows in `logits_RV`."""
+    plain = [item.sample is not None and is_argmax(item.sample.params) for item in items]
+    picks_R = argmax_rows(logits_RV) if any(plain) else []
+    outputs, firsts = [], []
+    row = 0
+    for item, is_plain in zip(items, plain, strict=True):
+        tokens = _agreed(item, picks_R, row) if is_plain else _sampled(item, logits_RV, row)
+        outputs.append(ItemOutput(tokens, num_proposed=item.num_drafts))
+        firsts.append(row)
+        row += 1 + item.num_drafts
+    _add_logprobs(logits_RV, items, firsts, outputs)
+    return outputs
+
+
+def _drafts(item: BatchItem) -> Sequence[int]:
+    return item.token_ids[len(item.token_ids) - item.num_drafts :]
+
+
+def _agreed(item: BatchItem, picks_R: list[int], first: int) -> tuple[int, ...]:
+    if item.num_drafts == 0:
+        return (picks_R[first],)
+    kept = 0
+    for draft in _drafts(item):
+        if draft != picks_R[first + kept]:
+            break
+        kept += 1
+    return tuple(picks_R[first : first + kept + 1])
+
+
+def _sampled(item: BatchItem, logits_RV: Tensor, first: int) -> tuple[int, ...]:
+    """Row by row, so that each pick sees the penalties of those before it; rows after the end are not looked at."""
+    spec = item.sample
+    assert spec is not None
+    penalties = spec.penalties
+    if penalties is not None and item.num_drafts:  # the request's own must not change
+        penalties = PenaltyCounts(penalties.output.copy(), penalties.prompt)
+    tokens: list[int] = []
+    for draft in (*_drafts(item), None):
+        count = len(tokens)
+        token = sample_row(logits_RV[first + count], spec.params, spec.position + count, penalties)
+        tokens.append(token)
+        if token != draft:
+            break
+        if penalties is not None:
+            penalties.output[token] += 1
+    return tuple(tokens)
+
+
+def _add_logprobs(
+    logits_RV: Tensor, items: Sequence[BatchItem], firsts: list[int], outputs: list[ItemOutput]
+) -> None:
+    """Scores every accepted token of the items that ask for it, all at once."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    tops: list[int] = []
+    scored = [index for index, item in enumerate(items) if item.sample is not None and item.sample.logprobs]
+    for index in scored:
+        spec, accepted = items[index].sample, outputs[index].token_ids
+        assert spec is not None
+        rows.extend(range(firsts[index], firsts[index] + len(accepted)))
+        tokens.extend(accepted)
+        tops.extend([spec.top_logprobs] * len(accepted))
+    if not rows:
+        return
+    values: list[TokenLogprob] = token_logprobs(logits_RV[rows], tokens, tops)
+    begin = 0
+    for index in scored:
+        end = begin + len(outputs[index].token_ids)
+        outputs[index].logprobs = tuple(values[begin:end])
+        begin = end
