@@ -16,6 +16,7 @@ from controllers.ownership import OwnershipLedger
 from controllers.placement import choose_replica
 from controllers.records import (
     Assignment,
+    ForkOrder,
     HeartbeatReply,
     LedgerEntry,
     ReplicaStatus,
@@ -115,6 +116,34 @@ class Cluster:
         self._replicas.assign_tokens(record.replica_id, self._settings.placement_tokens)
         self._stats.count("sessions_opened")
         return _assignment(self._ledger.open(record), fresh=True)
+
+    def fork_session(self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder) -> SessionRecord:
+        """Starts a session at the first tokens of another, beside it. For the parent's owner, between its turns.
+
+        Gives the child's record without its history. Repeating a fork with the same `fork_key` gives the same child,
+        brought to the parent's replica. Raises SessionNotFound, StaleEpoch, SessionExists, InvalidFork, Overloaded.
+        """
+        parent = self._ledger.fence(parent_id, epoch, replica_id)
+        length = parent.tokens if order.length is None else order.length
+        if order.child_id in self._ledger:
+            return self._repeated_fork(parent, length, order)
+        self._make_room()
+        record = SessionRecord(
+            session_id=order.child_id,
+            tenant=parent.tenant,
+            epoch=self._ledger.first_epoch,
+            replica_id=replica_id,
+            timeout_s=parent.timeout_s if order.timeout_s is None else order.timeout_s,
+            capacity_tokens=parent.capacity_tokens,
+            created_s=self._clock(),
+            open_key=order.fork_key,
+        )
+        with self._stats.timed("fork"):
+            forked = self._store.fork(parent_id, length, record)
+        self._replicas.assign_tokens(replica_id, self._settings.placement_tokens)
+        self._stats.count("sessions_forked")
+        self._ledger.open(forked)
+        return record
 
     def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
         """The session's owner; a session whose owner is gone or drains is moved first, at the next epoch.
@@ -234,8 +263,29 @@ class Cluster:
         # A silent owner may only be slow: better to ask it than nobody.
         return leaves and self._has_place()
 
+    def _repeated_fork(self, parent: LedgerEntry, length: int, order: ForkOrder) -> SessionRecord:
+        child = self._ledger.get(order.child_id)
+        same = (child.open_key, child.tenant, child.tokens) == (order.fork_key, parent.tenant, length)
+        if not same or child.turns:
+            raise SessionExists(f"session {order.child_id!r} is open already", "new_session_id")
+        epoch = child.epoch
+        if child.replica_id != parent.replica_id:
+            epoch = self._move_to(child, parent.replica_id).epoch
+        return SessionRecord(
+            session_id=child.session_id,
+            tenant=child.tenant,
+            epoch=epoch,
+            replica_id=parent.replica_id,
+            timeout_s=child.timeout_s,
+            capacity_tokens=child.capacity_tokens,
+            created_s=child.created_s,
+            open_key=child.open_key,
+        )
+
     def _move(self, entry: LedgerEntry) -> Assignment:
-        replica_id = self._place()
+        return self._move_to(entry, self._place())
+
+    def _move_to(self, entry: LedgerEntry, replica_id: str) -> Assignment:
         with self._stats.timed("assign"):
             self._store.assign(entry.session_id, replica_id, entry.epoch + 1)
         self._replicas.assign_tokens(replica_id, entry.tokens + self._settings.placement_tokens)

@@ -2,7 +2,7 @@
 
 The actor dies with nothing lost: a restarted one rebuilds the ledger from the session log, and replicas make
 themselves known again with their next heartbeat. Methods run one at a time on the actor's event loop (none
-awaits), so each is atomic. A method may run twice if the actor dies just before it answers; `open_key`, the
+awaits), so each is atomic. A method may run twice if the actor dies just before it answers; `open_key`, `fork_key`, the
 turn index and the epoch make the repetition harmless.
 """
 
@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from controllers.cluster import Cluster
 from controllers.records import (
     Assignment,
+    ForkOrder,
     HeartbeatReply,
     LedgerEntry,
     ReplicaStatus,
@@ -70,6 +71,11 @@ class ClusterController:
         open_key: str | None = None,
     ) -> Assignment:
         return self._cluster.open_session(session_id, tenant, timeout_s, capacity_tokens, open_key)
+
+    async def fork_session(
+        self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder
+    ) -> SessionRecord:
+        return self._cluster.fork_session(parent_id, epoch, replica_id, order)
 
     async def resolve(self, session_id: str, create: bool = False, tenant: str = "") -> Assignment:
         return self._cluster.resolve(session_id, create, tenant)

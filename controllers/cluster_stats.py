@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 COUNTERS = (
     "sessions_opened",
+    "sessions_forked",
     "sessions_closed",
     "sessions_expired",
     "transfers",
     "turns_committed",
     "turns_refused",
 )
-STORE_OPERATIONS = ("open", "assign", "touch", "load", "commit", "close")
+STORE_OPERATIONS = ("open", "fork", "assign", "touch", "load", "commit", "close")
 
 
 class ClusterStats:

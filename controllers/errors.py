@@ -62,6 +62,15 @@ class InvalidRewind(ControllerError):
         super().__init__(message, param)
 
 
+class InvalidFork(ControllerError):
+    """The session cannot be forked there: its committed history is shorter."""
+
+    code = "invalid_fork"
+
+    def __init__(self, message: str, param: str | None = "length") -> None:
+        super().__init__(message, param)
+
+
 class CapacityExceeded(ControllerError):
     """The session would grow past the capacity it was opened with."""
 

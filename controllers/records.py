@@ -74,6 +74,20 @@ class TurnRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ForkOrder:
+    """A session to start from another: `child_id` gets its first `length` tokens (None: all of them).
+
+    `timeout_s` None is the parent's idle timeout. `fork_key` identifies the request, so that a repeated one is
+    recognized.
+    """
+
+    child_id: str
+    fork_key: str
+    length: int | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """Who owns a session. `fresh`: created or moved by this very call, so the owner has not loaded it yet."""
 

@@ -1,7 +1,7 @@
 """SessionController: turns of the sessions one replica owns. Pure logic; one owner, the replica's event loop.
 
 A turn commits whole or leaves no trace: `begin_turn` only lends the history out, `commit_turn` is the one
-place where history changes. A rewind, too, takes effect only there.
+place where history changes. A rewind, too, takes effect only there. A fork takes the place of a turn in its parent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from controllers.errors import (
     CapacityExceeded,
     IdempotencyConflict,
+    InvalidFork,
     InvalidRewind,
     SessionClosing,
     SessionNotFound,
@@ -44,6 +45,19 @@ class Turn:
     digest: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fork:
+    """A fork being made; until it ends the parent takes no turn. Ended by one of `finish_fork` and `abort_fork`.
+
+    Ownership: `history` is the parent's own list, lent for reading; nothing of it changes until the fork ends.
+    """
+
+    session_id: str
+    epoch: int
+    history: list[int]
+    history_len: int
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """The turn ran before; `result` is what it answered."""
@@ -62,7 +76,7 @@ class _Session:
     capacity_tokens: int | None
     results: OrderedDict[str, StoredResult]
     idle_since_s: float
-    turn: Turn | None = None
+    turn: Turn | Fork | None = None
     closing: bool = False
     close_deferred: bool = False
 
@@ -88,16 +102,7 @@ class SessionController:
                 raise StaleEpoch(f"session {record.session_id!r} is held at epoch {held.epoch}")
             if held.turn is not None:
                 raise TurnInFlight(f"session {record.session_id!r} has a turn in flight at an older epoch")
-        timeout_s = self._default_timeout_s if record.timeout_s is None else record.timeout_s
-        self._sessions[record.session_id] = _Session(
-            epoch=record.epoch,
-            history=decode_tokens(record.history),
-            turns=record.turns,
-            timeout_s=timeout_s,
-            capacity_tokens=record.capacity_tokens,
-            results=OrderedDict((r.idempotency_key, r) for r in record.results[-KEPT_RESULTS:]),
-            idle_since_s=self._clock(),
-        )
+        self._hold(record, decode_tokens(record.history))
 
     def knows(self, session_id: str, epoch: int) -> bool:
         """True if the session is held at exactly this epoch."""
@@ -127,15 +132,10 @@ class SessionController:
         Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, InvalidRewind
         and CapacityExceeded; nothing is changed then.
         """
-        session = self._get(session_id)
-        if session.epoch != epoch:
-            raise StaleEpoch(f"session {session_id!r} is held at epoch {session.epoch}, not {epoch}")
+        session = self._at_epoch(session_id, epoch)
         if idempotency_key is not None and idempotency_key in session.results:
             return _replay(session_id, session.results[idempotency_key], digest)
-        if session.closing:
-            raise SessionClosing(f"session {session_id!r} is closing")
-        if session.turn is not None:
-            raise TurnInFlight(f"session {session_id!r} has a turn in flight")
+        _check_free(session_id, session)
         committed_len = len(session.history)
         history_len = committed_len if rewind_to is None else rewind_to
         if not 0 <= history_len <= committed_len:
@@ -157,6 +157,36 @@ class SessionController:
             digest=digest,
         )
         return session.turn
+
+    def begin_fork(self, session_id: str, epoch: int, length: int | None) -> Fork:
+        """Lends the first `length` tokens (None: all) of the committed history to a child to be.
+
+        Raises SessionNotFound, StaleEpoch, SessionClosing, TurnInFlight and InvalidFork; nothing is changed then.
+        """
+        session = self._at_epoch(session_id, epoch)
+        _check_free(session_id, session)
+        committed_len = len(session.history)
+        history_len = committed_len if length is None else length
+        if not 0 <= history_len <= committed_len:
+            raise InvalidFork(f"cannot fork at {history_len}: committed history has {committed_len} tokens")
+        session.turn = fork = Fork(session_id, epoch, session.history, history_len)
+        return fork
+
+    def finish_fork(self, fork: Fork, child: SessionRecord) -> None:
+        """Ends the fork: `child` (a record without history) is held from now on, with the lent history.
+
+        Call it once the log holds the child. A namesake of an earlier epoch makes way unless it has a turn in flight;
+        the child is then loaded from the log when it is used. Raises TurnNotInFlight.
+        """
+        parent = self._in_flight(fork)
+        namesake = self._sessions.get(child.session_id)
+        if namesake is None or (namesake.epoch < child.epoch and namesake.turn is None):
+            self._hold(child, fork.history[: fork.history_len])
+        self._end_turn(parent)
+
+    def abort_fork(self, fork: Fork) -> None:
+        """Ends the fork without a trace. Raises TurnNotInFlight."""
+        self._end_turn(self._in_flight(fork))
 
     def prepare_commit(
         self, turn: Turn, new_tokens: Sequence[int], output_tokens: Sequence[int], result: bytes
@@ -275,15 +305,40 @@ class SessionController:
             raise SessionNotFound(f"session {session_id!r} is not held here")
         return session
 
-    def _in_flight(self, turn: Turn) -> _Session:
+    def _at_epoch(self, session_id: str, epoch: int) -> _Session:
+        session = self._get(session_id)
+        if session.epoch != epoch:
+            raise StaleEpoch(f"session {session_id!r} is held at epoch {session.epoch}, not {epoch}")
+        return session
+
+    def _hold(self, record: SessionRecord, history: list[int]) -> None:
+        self._sessions[record.session_id] = _Session(
+            epoch=record.epoch,
+            history=history,
+            turns=record.turns,
+            timeout_s=self._default_timeout_s if record.timeout_s is None else record.timeout_s,
+            capacity_tokens=record.capacity_tokens,
+            results=OrderedDict((r.idempotency_key, r) for r in record.results[-KEPT_RESULTS:]),
+            idle_since_s=self._clock(),
+        )
+
+    def _in_flight(self, turn: Turn | Fork) -> _Session:
         session = self._sessions.get(turn.session_id)
         if session is None or session.turn is not turn:
-            raise TurnNotInFlight(f"turn {turn.turn_index} of session {turn.session_id!r} has ended")
+            raise TurnNotInFlight(f"the turn or fork of session {turn.session_id!r} has ended")
         return session
 
     def _end_turn(self, session: _Session) -> None:
         session.turn = None
         session.idle_since_s = self._clock()
+
+
+def _check_free(session_id: str, session: _Session) -> None:
+    if session.closing:
+        raise SessionClosing(f"session {session_id!r} is closing")
+    if session.turn is not None:
+        what = "is being forked" if isinstance(session.turn, Fork) else "has a turn in flight"
+        raise TurnInFlight(f"session {session_id!r} {what}")
 
 
 def _replay(session_id: str, stored: StoredResult, digest: str | None) -> Replay:

@@ -1,7 +1,8 @@
 """SqliteSessionStore: the session log in one SQLite file. One owner; calls must not overlap.
 
 A turn's row is written once and costs O(new tokens), however long the history. A rewind deletes the rows of
-turns that lie wholly past its start, so the log stays in proportion to the histories it holds.
+turns that lie wholly past its start, so the log stays in proportion to the histories it holds. A fork copies its
+parent's tokens, four bytes each: little beside their KV, and parent and child may end in any order.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from controllers.errors import IdempotencyConflict, SessionExists, SessionNotFound, StaleEpoch, StoreError
+from controllers.errors import (
+    IdempotencyConflict,
+    InvalidFork,
+    SessionExists,
+    SessionNotFound,
+    StaleEpoch,
+    StoreError,
+)
 from controllers.records import KEPT_RESULTS, LedgerEntry, SessionRecord, StoredResult, TurnRecord
 from controllers.sqlite_schema import open_session_log
 from controllers.tokens import TOKEN_BYTES
@@ -21,6 +30,9 @@ _ENTRY_COLUMNS = (
     "session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s, timeout_s, "
     "capacity_tokens, open_key"
 )
+
+_INHERITED = -1
+"""The turn_index of the row that holds what a session was forked with: before its own first turn."""
 
 _EntryRow = tuple[str, str, str, int, int, int, float, float, float | None, int | None, str | None]
 
@@ -42,22 +54,20 @@ class SqliteSessionStore:
         assert not record.history
         assert not record.turns
         with self._transaction() as db:
-            added = db.execute(
-                f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, 0, 0, ?, ?, ?, ?, ?)",
-                (
-                    record.session_id,
-                    record.tenant,
-                    record.replica_id,
-                    record.epoch,
-                    record.created_s,
-                    self._clock(),
-                    record.timeout_s,
-                    record.capacity_tokens,
-                    record.open_key,
-                ),
+            self._insert_session(db, record)
+
+    def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
+        with self._transaction() as db:
+            parent = _entry(db, parent_id)
+            if not 0 <= length <= parent.tokens:
+                raise InvalidFork(f"cannot fork at {length}: committed history has {parent.tokens} tokens")
+            record = replace(record, history=self._history(db, parent)[: length * TOKEN_BYTES])
+            self._insert_session(db, record)
+            db.execute(
+                "INSERT INTO turns (session_id, turn_index, start_len, input_len, tokens) VALUES (?, ?, 0, ?, ?)",
+                (record.session_id, _INHERITED, length, record.history),
             )
-            if added.rowcount == 0:
-                raise SessionExists(f"session {record.session_id!r} is open already", "session_id")
+        return record
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
         with self._transaction() as db:
@@ -94,25 +104,18 @@ class SqliteSessionStore:
     def load(self, session_id: str) -> SessionRecord:
         with self._transaction() as db:
             entry = _entry(db, session_id)
-            history = bytearray()
-            for start_len, tokens in db.execute(
-                "SELECT start_len, tokens FROM turns WHERE session_id = ? ORDER BY turn_index", (session_id,)
-            ):
-                del history[start_len * TOKEN_BYTES :]
-                history += tokens
+            history = self._history(db, entry)
             results = db.execute(
                 "SELECT idempotency_key, turn_index, result, digest FROM results"
                 " WHERE session_id = ? ORDER BY turn_index",
                 (session_id,),
             ).fetchall()
-        if len(history) != entry.tokens * TOKEN_BYTES:
-            raise StoreError(f"session log {self._path}: turns of session {session_id!r} are missing")
         return SessionRecord(
             session_id=session_id,
             tenant=entry.tenant,
             epoch=entry.epoch,
             replica_id=entry.replica_id,
-            history=bytes(history),
+            history=history,
             turns=entry.turns,
             timeout_s=entry.timeout_s,
             capacity_tokens=entry.capacity_tokens,
@@ -152,6 +155,38 @@ class SqliteSessionStore:
 
     def disconnect(self) -> None:
         self._connection.close()
+
+    def _insert_session(self, db: sqlite3.Connection, record: SessionRecord) -> None:
+        added = db.execute(
+            f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?)",
+            (
+                record.session_id,
+                record.tenant,
+                record.replica_id,
+                record.epoch,
+                record.num_tokens,
+                record.created_s,
+                self._clock(),
+                record.timeout_s,
+                record.capacity_tokens,
+                record.open_key,
+            ),
+        )
+        if added.rowcount == 0:
+            raise SessionExists(f"session {record.session_id!r} is open already", "session_id")
+
+    def _history(self, db: sqlite3.Connection, entry: LedgerEntry) -> bytes:
+        """The committed tokens: every turn's, after cutting what it rewound."""
+        history = bytearray()
+        for start_len, tokens in db.execute(
+            "SELECT start_len, tokens FROM turns WHERE session_id = ? ORDER BY turn_index",
+            (entry.session_id,),
+        ):
+            del history[start_len * TOKEN_BYTES :]
+            history += tokens
+        if len(history) != entry.tokens * TOKEN_BYTES:
+            raise StoreError(f"session log {self._path}: turns of session {entry.session_id!r} are missing")
+        return bytes(history)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -16,6 +16,12 @@ class SessionStore(Protocol):
     def open(self, record: SessionRecord) -> None:
         """Adds a session without history. Raises SessionExists."""
 
+    def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
+        """Adds a session that begins with the first `length` tokens of its parent, and shares nothing with it.
+
+        Gives the record with that history. Raises SessionNotFound, InvalidFork and SessionExists.
+        """
+
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
         """Records a new owner. `epoch` must be the stored epoch plus one; repeating an assignment is fine.
 

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manual_clock import ManualClock
 
 from controllers.cluster import Cluster
-from controllers.errors import NoReplica, SessionNotFound, StaleEpoch, TurnInFlight
-from controllers.records import Assignment, ReplicaStatus, SessionStatus
+from controllers.errors import NoReplica, SessionExists, SessionNotFound, StaleEpoch, TurnInFlight
+from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionStatus
 from controllers.session import Replay, SessionController, Turn
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
@@ -126,6 +126,36 @@ class OwnershipMachine(RuleBasedStateMachine):
         replica = self.replicas[which]
         if replica.turns:
             replica.sessions.abort_turn(replica.turns.pop())
+
+    @rule(
+        parent_id=SESSIONS, keep=st.floats(0, 1), fate=st.sampled_from(["made", "made", "crash", "retried"])
+    )
+    def fork(self, parent_id: str, keep: float, fate: str) -> None:
+        """The other session may begin as a fork. The replica may crash once the log holds the child."""
+        child_id = "t" if parent_id == "s" else "s"
+        replica = next((r for r in self.replicas if r.sessions.epoch(parent_id) is not None), None)
+        if replica is None:
+            return
+        epoch = replica.sessions.epoch(parent_id)
+        try:
+            length = int(replica.sessions.committed_len(parent_id) * keep)
+            fork = replica.sessions.begin_fork(parent_id, epoch, length)
+        except TurnInFlight:
+            return
+        order = ForkOrder(child_id, f"key{self.clock.now_s}", length)
+        try:
+            child = self.cluster.fork_session(parent_id, epoch, replica.replica_id, order)
+        except (SessionExists, SessionNotFound, StaleEpoch):
+            replica.sessions.abort_fork(fork)
+            return
+        assert fork.history == self.histories[parent_id]
+        self.histories[child_id] = fork.history[:length]
+        if fate == "retried":
+            assert self.cluster.fork_session(parent_id, epoch, replica.replica_id, order) == child
+        if fate == "crash":
+            self.crash(self.replicas.index(replica), noticed=True)
+        else:
+            replica.sessions.finish_fork(fork, child)
 
     @rule(which=REPLICAS, trouble=st.sampled_from(["none", "none", "crash", "noticed crash", "false alarm"]))
     def trouble(self, which: int, trouble: str) -> None:

@@ -69,6 +69,16 @@ class StoreMachine(RuleBasedStateMachine):
         session.turns += 1
         session.last_turn = record
 
+    @rule(target=sessions, parent=sessions, keep=st.floats(0, 1))
+    def fork(self, parent: str, keep: float) -> str:
+        self.opened += 1
+        session_id = f"s{self.opened}"
+        history = self.model[parent].history
+        length = int(len(history) * keep)
+        self.store.fork(parent, length, SessionRecord(session_id, "", 1, "r1"))
+        self.model[session_id] = ModelSession(history=history[:length])
+        return session_id
+
     @rule(session_id=sessions)
     def retry_last_turn(self, session_id: str) -> None:
         session = self.model[session_id]

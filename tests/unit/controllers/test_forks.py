@@ -1,0 +1,249 @@
+"""Forks: a child begins with its parent's first tokens, wholly or not at all, and then goes its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from manual_clock import ManualClock
+
+from controllers.cluster import Cluster
+from controllers.errors import (
+    InvalidFork,
+    Overloaded,
+    SessionClosing,
+    SessionExists,
+    SessionNotFound,
+    StaleEpoch,
+    TurnInFlight,
+    TurnNotInFlight,
+)
+from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, TurnRecord
+from controllers.session import SessionController, Turn
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.tokens import decode_tokens, encode_tokens
+
+PARENT = SessionRecord("p", "tenant", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0)
+CHILD = SessionRecord("c", "tenant", 1, "a", timeout_s=40.0, created_s=6.0, open_key="k")
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: ManualClock) -> Iterator[SqliteSessionStore]:
+    store = SqliteSessionStore(tmp_path / "sessions.db", clock=clock)
+    yield store
+    store.disconnect()
+
+
+def _append(
+    store: SqliteSessionStore, session_id: str, index: int, start_len: int, tokens: list[int]
+) -> None:
+    store.append_turn(TurnRecord(session_id, 1, index, start_len, encode_tokens(tokens), len(tokens)))
+
+
+def _tokens(store: SqliteSessionStore, session_id: str) -> list[int]:
+    return decode_tokens(store.load(session_id).history)
+
+
+@pytest.fixture
+def parent(store: SqliteSessionStore) -> SqliteSessionStore:
+    """A parent of seven tokens in three turns, the second of which rewound."""
+    store.open(PARENT)
+    _append(store, "p", 0, 0, [1, 2, 3, 4])
+    _append(store, "p", 1, 2, [13, 14])
+    _append(store, "p", 2, 4, [5, 6, 7])
+    return store
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_the_log_gives_the_child_a_prefix(parent: SqliteSessionStore, length: int) -> None:
+    forked = parent.fork("p", length, CHILD)
+    assert decode_tokens(forked.history) == [1, 2, 13, 14, 5, 6, 7][:length]
+    assert parent.load("c") == forked
+    assert (forked.turns, forked.results) == (0, ())
+    (entry,) = [entry for entry in parent.load_all_entries() if entry.session_id == "c"]
+    assert (entry.tokens, entry.turns, entry.timeout_s, entry.open_key) == (length, 0, 40.0, "k")
+
+
+def test_parent_and_child_go_their_own_ways(parent: SqliteSessionStore) -> None:
+    parent.fork("p", 5, CHILD)
+    _append(parent, "c", 0, 5, [21])
+    _append(parent, "c", 1, 3, [22])
+    _append(parent, "p", 3, 7, [8])
+    parent.fork("c", 4, replace(CHILD, session_id="g"))
+    assert _tokens(parent, "c") == [1, 2, 13, 22]
+    assert parent.close("p")
+    assert _tokens(parent, "g") == [1, 2, 13, 22]
+    assert parent.close("c")
+    _append(parent, "g", 0, 0, [9])
+    assert _tokens(parent, "g") == [9]
+    _append(parent, "g", 1, 1, [10])
+    assert _tokens(parent, "g") == [9, 10]
+
+
+def test_forks_that_the_log_refuses_change_nothing(parent: SqliteSessionStore) -> None:
+    for length in (-1, 8):
+        with pytest.raises(InvalidFork, match="history has 7 tokens"):
+            parent.fork("p", length, CHILD)
+    with pytest.raises(SessionNotFound):
+        parent.fork("x", 0, CHILD)
+    with pytest.raises(SessionExists):
+        parent.fork("p", 3, replace(CHILD, session_id="p"))
+    assert [entry.session_id for entry in parent.load_all_entries()] == ["p"]
+    assert _tokens(parent, "p") == [1, 2, 13, 14, 5, 6, 7]
+
+
+# The cluster controller
+
+
+@pytest.fixture
+def cluster(store: SqliteSessionStore, clock: ManualClock) -> Cluster:
+    return _cluster(store, clock)
+
+
+def _cluster(store: SqliteSessionStore, clock: ManualClock) -> Cluster:
+    cluster = Cluster(ClusterSettings("unused", max_sessions=3), store, clock, clock)
+    for replica_id in ("a", "b"):
+        cluster.register_replica(ReplicaStatus(replica_id, 1000, 1000))
+    return cluster
+
+
+def _opened(cluster: Cluster) -> str:
+    """A parent of six tokens; gives its owner."""
+    owner = cluster.open_session("p", "t", 30.0, 99).replica_id
+    cluster.commit_turn(TurnRecord("p", 1, 0, 0, encode_tokens(range(6)), 6))
+    return owner
+
+
+def test_the_child_is_placed_beside_its_parent(
+    cluster: Cluster, store: SqliteSessionStore, clock: ManualClock
+) -> None:
+    owner = _opened(cluster)
+    child = cluster.fork_session("p", 1, owner, ForkOrder("c", "k", 4))
+    assert (child.replica_id, child.tenant, child.timeout_s, child.capacity_tokens) == (owner, "t", 30.0, 99)
+    assert child.history == b""
+    other = cluster.fork_session("p", 1, owner, ForkOrder("d", "l", timeout_s=7.0))
+    assert (other.replica_id, other.timeout_s) == (owner, 7.0)
+    for entries in (cluster.sessions(), _cluster(store, clock).sessions()):
+        assert {entry.session_id: entry.tokens for entry in entries} == {"p": 6, "c": 4, "d": 6}
+    assert decode_tokens(cluster.load_session("c", 1, owner).history) == [0, 1, 2, 3]
+    assert cluster.stats()["sessions_forked_total"] == 2
+    with pytest.raises(Overloaded):
+        cluster.fork_session("p", 1, owner, ForkOrder("e", "m"))
+
+
+def test_a_repeated_fork_gives_the_same_child(cluster: Cluster) -> None:
+    owner = _opened(cluster)
+    order = ForkOrder("c", "k", 4)
+    first = cluster.fork_session("p", 1, owner, order)
+    assert cluster.fork_session("p", 1, owner, order) == first
+    for other in (replace(order, fork_key="l"), replace(order, length=5), replace(order, child_id="p")):
+        with pytest.raises(SessionExists) as caught:
+            cluster.fork_session("p", 1, owner, other)
+        assert caught.value.param == "new_session_id"
+    cluster.commit_turn(TurnRecord("c", 1, 0, 4, encode_tokens([9]), 1))
+    with pytest.raises(SessionExists):
+        cluster.fork_session("p", 1, owner, order)
+
+
+def test_a_child_whose_replica_died_follows_its_parent(cluster: Cluster) -> None:
+    """The replica died between the log and its answer: the repetition finds parent and child on the other one."""
+    owner = _opened(cluster)
+    order = ForkOrder("c", "k", 4)
+    cluster.fork_session("p", 1, owner, order)
+    cluster.report_lost(owner)
+    moved = cluster.resolve("p", False, "t")
+    child = cluster.fork_session("p", moved.epoch, moved.replica_id, order)
+    assert (child.replica_id, child.epoch) == (moved.replica_id, 2)
+    assert decode_tokens(cluster.load_session("c", 2, moved.replica_id).history) == [0, 1, 2, 3]
+
+
+def test_only_the_owner_forks(cluster: Cluster) -> None:
+    owner = _opened(cluster)
+    stranger = "b" if owner == "a" else "a"
+    for epoch, replica_id in ((2, owner), (1, stranger)):
+        with pytest.raises(StaleEpoch):
+            cluster.fork_session("p", epoch, replica_id, ForkOrder("c", "k"))
+    with pytest.raises(SessionNotFound):
+        cluster.fork_session("x", 1, owner, ForkOrder("c", "k"))
+    with pytest.raises(InvalidFork):
+        cluster.fork_session("p", 1, owner, ForkOrder("c", "k", 7))
+    assert [entry.session_id for entry in cluster.sessions()] == ["p"]
+
+
+# The replica's sessions
+
+
+@pytest.fixture
+def sessions(clock: ManualClock) -> SessionController:
+    sessions = SessionController(clock, 60.0)
+    sessions.adopt(replace(PARENT, history=encode_tokens([1, 2, 3, 4])))
+    return sessions
+
+
+def _history(sessions: SessionController, session_id: str) -> list[int]:
+    turn = sessions.begin_turn(session_id, 1)
+    assert isinstance(turn, Turn)
+    sessions.abort_turn(turn)
+    return turn.history[: turn.history_len]
+
+
+def _turn(sessions: SessionController, session_id: str, tokens: list[int]) -> None:
+    turn = sessions.begin_turn(session_id, 1)
+    assert isinstance(turn, Turn)
+    sessions.commit_turn(turn, sessions.prepare_commit(turn, tokens, [], b""))
+
+
+def test_the_child_has_its_own_history(sessions: SessionController, clock: ManualClock) -> None:
+    fork = sessions.begin_fork("p", 1, 3)
+    assert fork.history[: fork.history_len] == [1, 2, 3]
+    assert not sessions.knows("c", 1)
+    clock.advance(5.0)
+    sessions.finish_fork(fork, CHILD)
+    _turn(sessions, "c", [7])
+    _turn(sessions, "p", [8])
+    assert _history(sessions, "c") == [1, 2, 3, 7]
+    assert _history(sessions, "p") == [1, 2, 3, 4, 8]
+    sessions.drop("p")
+    assert _history(sessions, "c") == [1, 2, 3, 7]
+    clock.advance(41.0)
+    assert sessions.expired() == ["c"]
+
+
+def test_a_fork_takes_the_place_of_a_turn(sessions: SessionController) -> None:
+    fork = sessions.begin_fork("p", 1, None)
+    assert fork.history_len == 4
+    with pytest.raises(TurnInFlight, match="is being forked"):
+        sessions.begin_turn("p", 1)
+    with pytest.raises(TurnInFlight):
+        sessions.begin_fork("p", 1, None)
+    with pytest.raises(TurnInFlight):
+        sessions.drop("p")
+    assert not sessions.close("p")
+    sessions.abort_fork(fork)
+    assert not sessions.knows("c", 1)
+    assert sessions.take_closing("p")
+    with pytest.raises(SessionClosing):
+        sessions.begin_fork("p", 1, None)
+    for end in (lambda: sessions.abort_fork(fork), lambda: sessions.finish_fork(fork, CHILD)):
+        with pytest.raises(TurnNotInFlight):
+            end()
+
+
+def test_refused_forks(sessions: SessionController) -> None:
+    for length in (-1, 5):
+        with pytest.raises(InvalidFork) as caught:
+            sessions.begin_fork("p", 1, length)
+        assert caught.value.param == "length"
+    with pytest.raises(StaleEpoch):
+        sessions.begin_fork("p", 2, None)
+    with pytest.raises(SessionNotFound):
+        sessions.begin_fork("x", 1, None)
+    turn = sessions.begin_turn("p", 1)
+    assert isinstance(turn, Turn)
+    with pytest.raises(TurnInFlight, match="has a turn in flight"):
+        sessions.begin_fork("p", 1, None)
+    sessions.abort_turn(turn)
+    sessions.abort_fork(sessions.begin_fork("p", 1, 0))
