@@ -12,10 +12,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from controllers.settings import ClusterSettings
 from engine.settings import (
+    BooksCheck,
     CacheSettings,
     DeviceName,
     DTypeName,
@@ -23,10 +33,19 @@ from engine.settings import (
     LoadFormat,
     ModelSettings,
     SchedulerSettings,
+    SpeculationMethod,
+    SpeculationSettings,
 )
 
 PositiveInt = Annotated[int, Field(gt=0)]
+_MIB = 1024 * 1024
+NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+def _yaml_off(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
 
 
 class SettingsError(ValueError):
@@ -67,18 +86,42 @@ class ModelArgs(StrictModel):
     def model_id(self) -> str:
         return self.name or Path(self.path).name
 
-    @property
-    def resolved_path(self) -> str:
-        return resolve_path(self.path)
+    def settings(self) -> ModelSettings:
+        return ModelSettings(
+            path=resolve_path(self.path),
+            load_format=self.load_format,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            num_threads=self.num_threads,
+        )
 
 
 class CacheArgs(StrictModel):
-    """The KV pool of each replica, in pages of `page_size` tokens or, without `num_pages`, in MiB."""
+    """The KV pool of each replica, in pages of `page_size` tokens or, without `num_pages`, in MiB.
+
+    Layers with a sliding window have a pool of their own, of `window_ratio` times as many pages. `host_mib` of host
+    memory take idle sessions' KV that the pool has no room for. `books` says how the books are checked each step.
+    """
 
     page_size: Annotated[int, Field(ge=1, le=256)] = 16
     num_pages: PositiveInt | None = None
     size_mib: PositiveInt = 256
     prefix_cache: bool = True
+    window_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5
+    host_mib: NotNegative = 512
+    books: Annotated[BooksCheck, BeforeValidator(_yaml_off)] = "balance"
+
+    def settings(self) -> CacheSettings:
+        return CacheSettings(
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            size_bytes=self.size_mib * _MIB,
+            prefix_cache=self.prefix_cache,
+            window_ratio=self.window_ratio,
+            host_size_bytes=self.host_mib * _MIB,
+            books=self.books,
+        )
 
 
 class SchedulerArgs(StrictModel):
@@ -89,7 +132,36 @@ class SchedulerArgs(StrictModel):
     max_running: PositiveInt = 64
     max_waiting: PositiveInt = 1024
     max_context_len: PositiveInt | None = None
-    strict_books: bool = False
+
+
+class SpeculationArgs(StrictModel):
+    """Who proposes tokens ahead of the model: nobody, the text so far (`ngram`), or a smaller model (`draft`).
+
+    At most `max_draft_tokens` a step. `ngram_size` tokens that occurred before make the n-gram proposer speak.
+    `row_cost` is what one more token in a step costs, as a share of a step of one token.
+    """
+
+    method: Annotated[SpeculationMethod, BeforeValidator(_yaml_off)] = "off"
+    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 8
+    ngram_size: Annotated[int, Field(ge=1, le=16)] = 3
+    draft_model: Annotated[ModelArgs | None, Field(validate_default=True)] = None
+    row_cost: Annotated[float, Field(ge=0)] = 0.15
+
+    @field_validator("draft_model")
+    @classmethod
+    def _needed_by_draft(cls, model: ModelArgs | None, info: ValidationInfo) -> ModelArgs | None:
+        if model is None and info.data.get("method") == "draft":
+            raise ValueError("method 'draft' needs a draft_model with a path")
+        return model
+
+    def settings(self) -> SpeculationSettings:
+        return SpeculationSettings(
+            method=self.method,
+            max_draft_tokens=self.max_draft_tokens,
+            ngram_size=self.ngram_size,
+            draft_model=None if self.draft_model is None else self.draft_model.settings(),
+            row_cost=self.row_cost,
+        )
 
 
 class ReplicaArgs(StrictModel):
@@ -139,6 +211,7 @@ class AppArgs(StrictModel):
     model: ModelArgs
     cache: CacheArgs = CacheArgs()
     scheduler: SchedulerArgs = SchedulerArgs()
+    speculation: SpeculationArgs = SpeculationArgs()
     replicas: ReplicaArgs = ReplicaArgs()
     ingress: IngressArgs = IngressArgs()
     sessions: SessionArgs = SessionArgs()
@@ -146,23 +219,11 @@ class AppArgs(StrictModel):
 
     def engine_settings(self) -> EngineSettings:
         """The frozen settings of one replica's engine."""
-        model, cache = self.model, self.cache
         return EngineSettings(
-            model=ModelSettings(
-                path=model.resolved_path,
-                load_format=model.load_format,
-                dtype=model.dtype,
-                device=model.device,
-                seed=model.seed,
-                num_threads=model.num_threads,
-            ),
-            cache=CacheSettings(
-                page_size=cache.page_size,
-                num_pages=cache.num_pages,
-                size_bytes=cache.size_mib * 1024 * 1024,
-                prefix_cache=cache.prefix_cache,
-            ),
+            model=self.model.settings(),
+            cache=self.cache.settings(),
             scheduler=SchedulerSettings(**self.scheduler.model_dump()),
+            speculation=self.speculation.settings(),
         )
 
     def cluster_settings(self) -> ClusterSettings:

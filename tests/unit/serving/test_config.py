@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from engine.settings import ModelSettings, SpeculationSettings
 from serving.config import (
     AppArgs,
     SettingsError,
@@ -29,6 +30,9 @@ MODEL = {"path": "assets/models/kedge-chat"}
         ({"model": {**MODEL, "dtpye": "auto"}}, "dtpye", "dtype"),
         ({"model": MODEL, "replicas": {"num_replicas": 2}}, "num_replicas", "num_"),
         ({"model": MODEL, "controller": {"statedir": "x"}}, "statedir", "state_dir"),
+        ({"model": MODEL, "speculation": {"methd": "ngram"}}, "methd", "method"),
+        ({"model": MODEL, "speculation": {"draft_model": {"paht": "x"}}}, "paht", "path"),
+        ({"model": MODEL, "scheduler": {"strict_books": True}}, "strict_books", "max_running"),
     ],
 )
 def test_unknown_key_is_refused_with_its_name_and_the_nearest(
@@ -51,6 +55,13 @@ def test_key_like_nothing_known_gets_the_list() -> None:
         ("cache", {"page_size": 0}),
         ("cache", {"page_size": 257}),
         ("cache", {"size_mib": "much"}),
+        ("cache", {"window_ratio": 0}),
+        ("cache", {"window_ratio": 1.5}),
+        ("cache", {"host_mib": -1}),
+        ("cache", {"books": True}),
+        ("speculation", {"method": "guess"}),
+        ("speculation", {"method": "ngram", "max_draft_tokens": 0}),
+        ("speculation", {"row_cost": -0.1}),
         ("scheduler", {"chunk_size": -1}),
         ("replicas", {"count": 0}),
         ("sessions", {"idle_timeout_s": 0}),
@@ -89,6 +100,36 @@ def test_values_reach_the_engine() -> None:
     assert (settings.cache.page_size, settings.cache.size_bytes) == (1, 3 * 1024 * 1024)
     assert (settings.scheduler.max_running, settings.scheduler.max_context_len) == (5, 99)
     assert args.model.model_id == "kedge-chat"
+
+
+def test_cache_and_speculation_reach_the_engine() -> None:
+    draft = {"path": "assets", "dtype": "float32", "num_threads": 1}
+    speculation = {"method": "draft", "max_draft_tokens": 5, "ngram_size": 2, "row_cost": 0.3}
+    args = parse_args(
+        {
+            "model": MODEL,
+            "cache": {"window_ratio": 0.25, "host_mib": 3, "books": "strict"},
+            "speculation": {**speculation, "draft_model": draft},
+        }
+    )
+    settings = args.engine_settings()
+    assert (settings.cache.window_ratio, settings.cache.host_size_bytes) == (0.25, 3 * 1024 * 1024)
+    assert settings.cache.books == "strict"
+    draft_model = ModelSettings(str(project_root() / "assets"), dtype="float32", num_threads=1)
+    assert settings.speculation == SpeculationSettings("draft", 5, 2, draft_model, 0.3)
+
+
+def test_off_may_be_written_bare() -> None:
+    """YAML reads it as false."""
+    values = yaml.safe_load("{model: {path: x}, cache: {books: off}, speculation: {method: off}}")
+    settings = parse_args(values).engine_settings()
+    assert (settings.cache.books, settings.speculation.method) == ("off", "off")
+
+
+@pytest.mark.parametrize("speculation", [{"method": "draft"}, {"method": "draft", "draft_model": None}])
+def test_draft_needs_a_model(speculation: dict[str, object]) -> None:
+    with pytest.raises(SettingsError, match=r"args\.speculation\.draft_model: .*needs a draft_model"):
+        parse_args({"model": MODEL, "speculation": speculation})
 
 
 def test_settings_cannot_be_changed() -> None:
