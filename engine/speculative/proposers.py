@@ -1,0 +1,91 @@
+"""Who proposes tokens for the model to verify, as the scheduler sees it. Proposals cost time, never correctness.
+
+Called from the engine's thread. State is per session, else per request; what a proposer knows of a session may be out
+of date (rewound, moved away and back), which it finds out when the next turn begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.request import LiveRequest
+from engine.speculative.adaptive import DraftLength, effective_row_cost
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens to verify, or how many the draft model is to propose."""
+
+    token_ids: tuple[int, ...] = ()
+    model_count: int = 0
+
+
+class Proposer(Protocol):
+    def begin(self, request: LiveRequest) -> None:
+        """The request was admitted, for the first time or after it was retracted."""
+
+    def propose(self, request: LiveRequest, limit: int) -> Proposal:
+        """At most `limit` tokens to follow `request.tokens`, of which just one is not computed yet."""
+
+    def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
+        """The last proposal was verified; `request.tokens` already holds what was accepted."""
+
+    def commit(self, request: LiveRequest) -> None:
+        """The request finished well: its tokens stay."""
+
+    def rollback(self, request: LiveRequest) -> None:
+        """The request was aborted or failed: its session stands at `spec.history_len`."""
+
+    def forget(self, session_id: str) -> None:
+        """The session was released, closed or moved away."""
+
+
+NOTHING = Proposal()
+
+
+class NoProposer:
+    """Speculation is off."""
+
+    def begin(self, request: LiveRequest) -> None: ...
+
+    def propose(self, request: LiveRequest, limit: int) -> Proposal:  # noqa: ARG002
+        return NOTHING
+
+    def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None: ...
+
+    def commit(self, request: LiveRequest) -> None: ...
+
+    def rollback(self, request: LiveRequest) -> None: ...
+
+    def forget(self, session_id: str) -> None: ...
+
+
+class DraftModelProposer:
+    """Says how many tokens the draft model is to propose. Knows nothing that outlives a request."""
+
+    def __init__(self, max_draft_tokens: int, row_cost: float) -> None:
+        self._max_draft_tokens = max_draft_tokens
+        self._row_cost = row_cost
+        self._lengths: dict[str, DraftLength] = {}  # by request id
+
+    def begin(self, request: LiveRequest) -> None:
+        if request.request_id not in self._lengths:
+            self._lengths[request.request_id] = DraftLength()
+
+    def propose(self, request: LiveRequest, limit: int) -> Proposal:
+        longest = min(limit, self._max_draft_tokens)
+        row_cost = effective_row_cost(self._row_cost, len(self._lengths))
+        length = self._lengths[request.request_id]
+        return Proposal(model_count=length.choose(len(request.tokens), longest, row_cost))
+
+    def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
+        self._lengths[request.request_id].observe(proposed, accepted, len(request.tokens))
+
+    def commit(self, request: LiveRequest) -> None:
+        self._lengths.pop(request.request_id, None)
+
+    def rollback(self, request: LiveRequest) -> None:
+        self._lengths.pop(request.request_id, None)
+
+    def forget(self, session_id: str) -> None: ...
