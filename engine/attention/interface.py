@@ -1,6 +1,7 @@
 """Attention over the paged KV pool, behind one small interface.
 
-Legend: N tokens of the step, H query heads, K key/value heads, D head size.
+Legend: P pools (full attention, then sliding windows if the model has them), N tokens of the step, H query heads,
+K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,26 +19,48 @@ from torch import Tensor
 class AttentionItem:
     """One request's share of a step: its last `query_len` of `kv_len` tokens are computed now.
 
-    Token t lives in slot `pages[t // page_size] * page_size + t % page_size`; `contiguous` says that `pages` is
-    one ascending run.
+    Token t lies in slot `pages[t // page_size] * page_size + t % page_size`; `contiguous` says that `pages` is
+    one ascending run. `window_pages` is the same for layers in the pool of sliding windows, -1 where pages are gone.
     """
 
     query_len: int
     kv_len: int
     pages: NDArray[np.int32]
     contiguous: bool
+    window_pages: NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTraits:
+    """How one layer attends.
+
+    `scale` multiplies the scores; `softcap` c then bends them to c * tanh(score / c). With `window` W the query at
+    position p sees keys at p - W + 1 .. p. `sinks_H` has one logit a head that takes its share of the softmax and
+    gives nothing.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    @property
+    def plain_scores(self) -> bool:
+        return self.softcap is None and self.sinks_H is None
 
 
 class AttentionStep(Protocol):
     """The attention of one step. Called once per layer, in the order of layers."""
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor) -> Tensor:
-        """Writes the new keys and values, then attends causally; gives [N, H * D]."""
+    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        """Writes the new keys and values to the layer's pool, then attends causally; gives [N, H * D].
+
+        Keys out of the window's reach are not read: their pages may be gone, and hold anything."""
 
 
 class AttentionBackend(Protocol):
-    """Owns how the pool is read; made once with the pool."""
+    """Owns how the pools are read; made once with them."""
 
-    def begin(self, items: Sequence[AttentionItem], slots_N: Tensor) -> AttentionStep:
-        """Plans a step. `slots_N` (int64) is where each of the step's tokens is written, items one after
-        another."""
+    def begin(self, items: Sequence[AttentionItem], slots_PN: Tensor) -> AttentionStep:
+        """Plans a step. `slots_PN` (int64) is where each of the step's tokens is written in each pool, items one
+        after another."""

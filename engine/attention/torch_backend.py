@@ -1,7 +1,8 @@
 """Attention with torch's own operators, tuned for a CPU: keys and values are read in place where they lie.
 
-Legend: L layers, N tokens of the step, n and T one request's query and key tokens, H query heads, K key/value
-heads, G = H / K queries per key head, D head size, S pool slots, P pages.
+Legend: P pools, L a pool's layers, N tokens of the step, n and T one request's query and key tokens, H query heads,
+K key/value heads, G = H / K queries per key head, R = G * n rows that share a key head, D head size, S pool slots,
+p pages.
 """
 
 from __future__ import annotations
@@ -9,133 +10,218 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from engine.attention.interface import AttentionItem
-from engine.runner.kv_pool import KVPool
+from engine.attention.interface import AttentionItem, LayerTraits
+from engine.runner.kv_pool import KVPool, PagedKV
+
+FEW_ROWS = 32
+"""Rows of one key head (R) up to which two plain products beat torch's fused operator, which reads the keys once
+for each query head."""
+
+SCORE_ROWS = 64
+"""Queries whose scores are held at once where the fused operator does not serve (soft caps, sinks)."""
 
 
 @dataclass(slots=True)
 class _Span:
-    """One request's rows and where its keys are.
+    """One request's rows and the keys they see.
 
     `views` holds each layer's keys [K, D, T] and values [K, T, D] where they lie in the pool; without it they are
-    gathered from `pages`. `mask` [n, T] is 0 where a query may look, else -inf; None if it is the plain causal one.
+    gathered from `pages`, `skip` tokens into the first. `mask_nT` is 0 where a query may look, else -inf; `mask_RT`
+    is the same for each query of a group; both are None if no query is masked or the mask is the plain causal one.
     """
 
     row: int
     query_len: int
-    kv_len: int
+    key_len: int
     views: list[tuple[Tensor, Tensor]] | None
     pages: Tensor | None
-    mask: Tensor | None
+    skip: int
+    mask_nT: Tensor | None
+    mask_RT: Tensor | None
+
+
+class _PoolViews:
+    """One pool's memory, cut in the ways it is written and read."""
+
+    def __init__(self, paged: PagedKV, row: int) -> None:
+        layers, _, kv_heads, _, dim = paged.kv_L2KSD.shape
+        self.paged = paged
+        self.row = row
+        self.kv_heads = kv_heads
+        self.keys_LKDS = paged.kv_L2KSD[:, 0].transpose(2, 3)
+        self.values_LKSD = paged.kv_L2KSD[:, 1]
+        self.layers_S2KD = [paged.layer(index) for index in range(layers)]
+        paged_shape = (layers, 2, kv_heads, paged.num_pages, paged.page_size, dim)
+        self.layers_2KpsD = paged.kv_L2KSD.view(paged_shape).unbind(0)
+
+    def span(self, item: AttentionItem, row: int, window: int | None, group: int) -> _Span:
+        """`row` is the item's first; `group` is G."""
+        history, size = item.kv_len - item.query_len, self.paged.page_size
+        first = 0 if window is None else max(0, history - window + 1)
+        key_len, first_page = item.kv_len - first, first // size
+        table = item.pages if self.row == 0 else item.window_pages
+        assert table is not None
+        table = table[first_page : -(-item.kv_len // size)]
+        views, pages = None, None
+        if (item.contiguous and self.row == 0) or _ascending(table):
+            start = int(table[0]) * size + first - first_page * size
+            keys = self.keys_LKDS.narrow(3, start, key_len).unbind(0)
+            views = list(zip(keys, self.values_LKSD.narrow(2, start, key_len).unbind(0), strict=True))
+        else:
+            pages = torch.from_numpy(table.astype("int64")).to(self.paged.kv_L2KSD.device)
+        mask_nT = mask_RT = None
+        if item.query_len > 1 and (history > 0 or (window is not None and item.kv_len > window)):
+            mask_nT = self._mask(item.query_len, key_len, window)
+        if mask_nT is not None and group * item.query_len <= FEW_ROWS:
+            mask_RT = mask_nT.repeat(group, 1)
+        return _Span(row, item.query_len, key_len, views, pages, first % size, mask_nT, mask_RT)
+
+    def _mask(self, query_len: int, key_len: int, window: int | None) -> Tensor:
+        """The last query sees the last key."""
+        kv = self.paged.kv_L2KSD
+        hidden_nT = torch.full((query_len, key_len), -torch.inf, dtype=kv.dtype, device=kv.device)
+        last = key_len - query_len
+        mask_nT = hidden_nT.triu(last + 1)
+        return mask_nT if window is None else mask_nT.add_(hidden_nT.tril_(last - window))
+
+    def keys_and_values(self, span: _Span, place: int) -> tuple[Tensor, Tensor]:
+        """Keys [K, D, T] and values [K, T, D]: views of the pool, else gathered now (this layer is written)."""
+        if span.views is not None:
+            return span.views[place]
+        assert span.pages is not None
+        paged_2KpsD = self.layers_2KpsD[place].index_select(2, span.pages)
+        keys_KTD, values_KTD = paged_2KpsD.flatten(2, 3).narrow(2, span.skip, span.key_len).unbind(0)
+        return keys_KTD.transpose(1, 2), values_KTD
 
 
 class TorchAttention:
     """An AttentionBackend."""
 
     def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
-        self._device = pool.kv_L2KSD.device
-        num_layers, _, kv_heads, _, dim = pool.kv_L2KSD.shape
-        self._keys_LKDS = pool.kv_L2KSD[:, 0].transpose(2, 3)
-        self._values_LKSD = pool.kv_L2KSD[:, 1]
-        self._layers_S2KD = [pool.layer(index) for index in range(num_layers)]
-        paged_shape = (num_layers, 2, kv_heads, pool.num_pages, pool.page_size, dim)
-        self._layers_2KPpD = pool.kv_L2KSD.view(paged_shape).unbind(0)
-        self._scale = torch.tensor(dim**-0.5, dtype=pool.kv_L2KSD.dtype, device=self._device)
+        views = {id(pool.full): _PoolViews(pool.full, 0)}
+        if pool.window is not None:
+            views[id(pool.window)] = _PoolViews(pool.window, 1)
+        self._layers = [(views[id(paged)], place) for paged, place in pool.places]
+        self._scales: dict[float, Tensor] = {}
 
-    def begin(self, items: Sequence[AttentionItem], slots_N: Tensor) -> TorchAttentionStep:
-        spans, row = [], 0
-        for item in items:
-            spans.append(self._span(item, row))
-            row += item.query_len
-        return TorchAttentionStep(self._layers_S2KD, self._layers_2KPpD, self._scale, spans, slots_N)
-
-    def _span(self, item: AttentionItem, row: int) -> _Span:
-        views, pages, mask = None, None, None
-        if item.contiguous:
-            first = int(item.pages[0]) * self._pool.page_size
-            keys = self._keys_LKDS.narrow(3, first, item.kv_len).unbind(0)
-            views = list(zip(keys, self._values_LKSD.narrow(2, first, item.kv_len).unbind(0), strict=True))
-        else:
-            count = -(-item.kv_len // self._pool.page_size)
-            pages = torch.from_numpy(item.pages[:count].astype("int64")).to(self._device)
-        history = item.kv_len - item.query_len
-        if history > 0 and item.query_len > 1:
-            hidden = torch.full((item.query_len, item.kv_len), -torch.inf, dtype=self._scale.dtype)
-            mask = hidden.to(self._device).triu_(history + 1)
-        return _Span(row, item.query_len, item.kv_len, views, pages, mask)
+    def begin(self, items: Sequence[AttentionItem], slots_PN: Tensor) -> TorchAttentionStep:
+        return TorchAttentionStep(self._layers, self._scales, items, slots_PN)
 
 
 class TorchAttentionStep:
-    """An AttentionStep."""
+    """An AttentionStep. Layers that read the same pool through the same window share their plan."""
 
     def __init__(
         self,
-        layers_S2KD: Sequence[Tensor],
-        layers_2KPpD: Sequence[Tensor],
-        scale: Tensor,
-        spans: list[_Span],
-        slots_N: Tensor,
+        layers: list[tuple[_PoolViews, int]],
+        scales: dict[float, Tensor],
+        items: Sequence[AttentionItem],
+        slots_PN: Tensor,
     ) -> None:
-        self._layers_S2KD = layers_S2KD
-        self._layers_2KPpD = layers_2KPpD
-        self._scale = scale
-        self._spans = spans
-        self._slots_N = slots_N
-        self._decode_only = all(span.query_len == 1 for span in spans)
+        self._layers = layers
+        self._scales = scales
+        self._items = items
+        self._slots_PN = slots_PN.unbind(0)
+        self._plans: dict[tuple[int, int | None], list[_Span]] = {}
+        self._decode_only = all(item.query_len == 1 for item in items)
 
-    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor) -> Tensor:
-        self._layers_S2KD[layer].index_copy_(0, self._slots_N, kv_N2KD)
+    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        views, place = self._layers[layer]
+        views.layers_S2KD[place].index_copy_(0, self._slots_PN[views.row], kv_N2KD)
         rows, heads, dim = q_NHD.shape
-        kv_heads = kv_N2KD.shape[2]
-        q_NKGD = q_NHD.mul(self._scale).view(rows, kv_heads, heads // kv_heads, dim)
-        if self._decode_only:
+        group = heads // views.kv_heads
+        spans = self._plans.get((views.row, traits.window)) or self._plan(views, traits.window, group)
+        scale = self._scales.get(traits.scale)
+        if scale is None:
+            scale = torch.tensor(traits.scale, dtype=q_NHD.dtype, device=q_NHD.device)
+            self._scales[traits.scale] = scale
+        q_NKGD = q_NHD.mul(scale).view(rows, views.kv_heads, group, dim)
+        if self._decode_only and traits.plain_scores:
             outputs_KGD = [
-                _attend_one(q_KGD, *self._keys_and_values(span, layer))
-                for q_KGD, span in zip(q_NKGD.unbind(0), self._spans, strict=True)
+                _attend_one(q_KGD, *views.keys_and_values(span, place))
+                for q_KGD, span in zip(q_NKGD.unbind(0), spans, strict=True)
             ]
-            if rows == 1:
-                return outputs_KGD[0].view(1, -1)
-            return torch.stack(outputs_KGD).view(rows, -1)
-        out_NKGD = torch.empty_like(q_NKGD)
-        for span in self._spans:
+            return (outputs_KGD[0] if rows == 1 else torch.stack(outputs_KGD)).view(rows, -1)
+        out_NKGD = q_NKGD.new_empty(q_NKGD.shape)
+        for span in spans:
             share = slice(span.row, span.row + span.query_len)
-            out_NKGD[share] = self._attend(span, layer, q_NKGD[share])
+            keys_KDT, values_KTD = views.keys_and_values(span, place)
+            out_NKGD[share] = _attend(span, q_NKGD[share], keys_KDT, values_KTD, traits)
         return out_NKGD.view(rows, -1)
 
-    def _attend(self, span: _Span, layer: int, q_nKGD: Tensor) -> Tensor:
-        """One request's rows [n, K, G, D]; queries are already scaled."""
-        keys_KDT, values_KTD = self._keys_and_values(span, layer)
-        if span.query_len == 1:
-            return _attend_one(q_nKGD[0], keys_KDT, values_KTD)[None]
-        group = q_nKGD.shape[2]
-        keys_KGTD = keys_KDT.transpose(1, 2)[:, None].expand(-1, group, -1, -1)
-        values_KGTD = values_KTD[:, None].expand(-1, group, -1, -1)
-        out_KGnD = sdpa(
-            q_nKGD.permute(1, 2, 0, 3),
-            keys_KGTD,
-            values_KGTD,
-            attn_mask=span.mask,
-            is_causal=span.mask is None,
-            scale=1.0,
-        )
-        return out_KGnD.permute(2, 0, 1, 3)
-
-    def _keys_and_values(self, span: _Span, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [K, D, T] and values [K, T, D]: views of the pool, else gathered now (this layer is written)."""
-        if span.views is not None:
-            return span.views[layer]
-        assert span.pages is not None
-        paged_2KPpD = self._layers_2KPpD[layer].index_select(2, span.pages)
-        keys_KTD, values_KTD = paged_2KPpD.flatten(2, 3)[:, :, : span.kv_len].unbind(0)
-        return keys_KTD.transpose(1, 2), values_KTD
+    def _plan(self, views: _PoolViews, window: int | None, group: int) -> list[_Span]:
+        spans, row = [], 0
+        for item in self._items:
+            spans.append(views.span(item, row, window, group))
+            row += item.query_len
+        self._plans[views.row, window] = spans
+        return spans
 
 
 def _attend_one(q_KGD: Tensor, keys_KDT: Tensor, values_KTD: Tensor) -> Tensor:
     """Decode: the group's queries are rows of one key head, so no key is repeated, and none is masked."""
     weights_KGT = torch.bmm(q_KGD, keys_KDT).softmax(-1)
     return torch.bmm(weights_KGT, values_KTD)
+
+
+def _attend(span: _Span, q_nKGD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, traits: LayerTraits) -> Tensor:
+    """One request's rows [n, K, G, D]; queries are already scaled."""
+    count, kv_heads, group, dim = q_nKGD.shape
+    q_KGnD = q_nKGD.permute(1, 2, 0, 3)
+    if traits.plain_scores and (count == 1 or span.mask_RT is not None):
+        out_KRD = _attend_rows(q_KGnD.reshape(kv_heads, -1, dim), keys_KDT, values_KTD, span.mask_RT)
+        return out_KRD.view(kv_heads, group, count, dim).permute(2, 0, 1, 3)
+    if traits.plain_scores:
+        keys_KGTD = keys_KDT.transpose(1, 2)[:, None].expand(-1, group, -1, -1)
+        values_KGTD = values_KTD[:, None].expand(-1, group, -1, -1)
+        causal = span.mask_nT is None
+        out_KGnD = sdpa(q_KGnD, keys_KGTD, values_KGTD, attn_mask=span.mask_nT, is_causal=causal, scale=1.0)
+        return out_KGnD.permute(2, 0, 1, 3)
+    mask_nT = span.mask_nT
+    if mask_nT is None and count > 1:
+        mask_nT = q_nKGD.new_full((count, count), -torch.inf).triu_(1)
+    blocks = []
+    for first in range(0, count, SCORE_ROWS):
+        rows = slice(first, first + SCORE_ROWS)
+        mask = None if mask_nT is None else mask_nT[rows]
+        blocks.append(_attend_scores(q_KGnD[:, :, rows], keys_KDT, values_KTD, mask, traits))
+    return torch.cat(blocks, 2).permute(2, 0, 1, 3)
+
+
+def _attend_rows(q_KRD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, mask_RT: Tensor | None) -> Tensor:
+    if mask_RT is None:
+        return _attend_one(q_KRD, keys_KDT, values_KTD)
+    weights_KRT = torch.baddbmm(mask_RT, q_KRD, keys_KDT).softmax(-1)
+    return torch.bmm(weights_KRT, values_KTD)
+
+
+def _attend_scores(
+    q_KGnD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, mask_nT: Tensor | None, traits: LayerTraits
+) -> Tensor:
+    """With soft caps and sinks: gives [K, G, n, D]."""
+    kv_heads, group, count, dim = q_KGnD.shape
+    scores_KRT = torch.bmm(q_KGnD.reshape(kv_heads, -1, dim), keys_KDT)
+    if traits.softcap is not None:
+        scores_KRT = scores_KRT.div_(traits.softcap).tanh_().mul_(traits.softcap)
+    if mask_nT is not None:
+        scores_KRT.view(kv_heads, group, count, -1).add_(mask_nT)
+    if traits.sinks_H is None:
+        weights_KRT = scores_KRT.softmax(-1)
+    else:
+        sinks_KG11 = traits.sinks_H.to(scores_KRT.dtype).view(kv_heads, group, 1, 1)
+        sinks_KR1 = sinks_KG11.expand(-1, -1, count, -1).reshape(kv_heads, -1, 1)
+        weights_KRT = torch.cat((scores_KRT, sinks_KR1), -1).softmax(-1)[..., :-1]
+    return torch.bmm(weights_KRT, values_KTD).view(kv_heads, group, count, dim)
+
+
+def _ascending(pages: NDArray[np.int32]) -> bool:
+    count = len(pages)
+    if int(pages[-1]) - int(pages[0]) != count - 1:
+        return False
+    return count < 3 or bool((np.diff(pages) == 1).all())

@@ -10,9 +10,16 @@ from typing import Any, Literal, cast, get_args
 
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.registry import Family, find_family
+from engine.runner.kv_pool import KVLayout
 
 RopeType = Literal["default", "linear", "llama3"]
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
+
+DEFAULT_WINDOW = 4096
+"""Tokens, where config.json leaves sliding_window out."""
+
+DEFAULT_FIRST_WINDOW_LAYER = 28
+"""Where config.json leaves max_window_layers out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,8 @@ class RopeSpec:
 class ModelSpec:
     """A decoder-only transformer with RMSNorm, rotary attention and a gated SiLU MLP.
 
-    `num_heads` queries share `num_kv_heads` keys and values, `head_dim` wide each.
+    `num_heads` queries share `num_kv_heads` keys and values, `head_dim` wide each. `windows` has each layer's sliding
+    window in tokens, None where it sees everything.
     """
 
     family: str
@@ -50,12 +58,12 @@ class ModelSpec:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    windows: tuple[int | None, ...]
     checkpoint_dtype: CheckpointDType
 
     @property
-    def kv_elements_per_token(self) -> int:
-        """Numbers of KV one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    def kv_layout(self) -> KVLayout:
+        return KVLayout(self.num_kv_heads, self.head_dim, self.windows)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -81,15 +89,16 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
     """`config` is the parsed config.json."""
     family = find_family(config)
     context_len = int(config.get("max_position_embeddings") or 2048)
-    _refuse_unknown(config, family, context_len)
+    _refuse_unknown(config)
     num_heads = _size(config, "num_attention_heads")
+    num_layers = _size(config, "num_hidden_layers")
     hidden_size = _size(config, "hidden_size")
     spec = ModelSpec(
         family=family.name,
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_size(config, "intermediate_size"),
-        num_layers=_size(config, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads", family.default_kv_heads) or num_heads),
         head_dim=int(config.get("head_dim") or family.default_head_dim or hidden_size // num_heads),
@@ -101,6 +110,7 @@ def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
         out_bias=_flag(config, "attention_bias", family, False),
         mlp_bias=_flag(config, "mlp_bias", family, False),
         qk_norm=family.qk_norm,
+        windows=_parse_windows(config, family, num_layers, context_len),
         checkpoint_dtype=_parse_dtype(config),
     )
     if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
@@ -123,29 +133,35 @@ def _flag(config: Mapping[str, Any], key: str, family: Family, fixed: bool) -> b
     return bool(config.get(key, False)) if key in family.bias_keys else fixed
 
 
-def _refuse_unknown(config: Mapping[str, Any], family: Family, context_len: int) -> None:
+def _refuse_unknown(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act {activation!r}: only 'silu' is implemented")
     if config.get("quantization_config"):
         raise UnsupportedModel("quantization_config: quantized checkpoints are not implemented")
-    window = _sliding_window(config, family)
-    if window is not None and window < context_len:
-        raise UnsupportedModel(
-            f"sliding_window {window} is smaller than the context of {context_len} tokens: "
-            "sliding-window attention is not implemented"
-        )
 
 
-def _sliding_window(config: Mapping[str, Any], family: Family) -> int | None:
-    """The window of the layers that have one, in tokens."""
-    kinds = set(config.get("layer_types") or ())
-    if family.window == "never" or (kinds and kinds <= {"full_attention"}):
-        return None
-    if family.window == "flag" and not config.get("use_sliding_window", False):
-        return None
-    window = config.get("sliding_window", 4096)
-    return None if window is None else int(window)
+def _parse_windows(
+    config: Mapping[str, Any], family: Family, num_layers: int, context_len: int
+) -> tuple[int | None, ...]:
+    """By layer. A window as long as the context is none."""
+    window = None
+    if family.window == "always" or (family.window == "flag" and config.get("use_sliding_window", False)):
+        window = config.get("sliding_window", DEFAULT_WINDOW)
+    if window is None or window >= context_len:
+        return (None,) * num_layers
+    if not isinstance(window, int) or window < 1:
+        raise UnsupportedModel(f"config.json: sliding_window must be a positive integer, not {window!r}")
+    if family.window == "always":
+        return (window,) * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = int(config.get("max_window_layers", DEFAULT_FIRST_WINDOW_LAYER))
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    unknown = sorted({*kinds} - {"sliding_attention", "full_attention"})
+    if unknown or len(kinds) != num_layers:
+        raise UnsupportedModel(f"layer_types of {len(kinds)} layers with {unknown}: not understood")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _parse_rope(config: Mapping[str, Any], context_len: int) -> RopeSpec:

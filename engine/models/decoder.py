@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.interface import AttentionStep
+from engine.attention.interface import AttentionStep, LayerTraits
 from engine.models.config import ModelSpec
 from engine.models.layers import RmsNorm, RotaryTable, interleave_rotary, rotate_
 from engine.models.linear import Linear, LinearFactory
@@ -25,6 +25,7 @@ class DecoderLayer:
         self._num_heads = spec.num_heads
         self._num_kv_heads = spec.num_kv_heads
         self._head_dim = spec.head_dim
+        self._traits = LayerTraits(spec.head_dim**-0.5, spec.windows[index])
         self._attention_norm = RmsNorm(weights.vector("input_layernorm.weight"), spec.rms_norm_eps)
         self._mlp_norm = RmsNorm(weights.vector("post_attention_layernorm.weight"), spec.rms_norm_eps)
         self._qk_norm = RmsNorm(weights.qk_norm(), spec.rms_norm_eps) if spec.qk_norm else None
@@ -43,7 +44,8 @@ class DecoderLayer:
             qk_NHD.copy_(self._qk_norm(qk_NHD))
         rotate_(qk_NHD, rotations_N1C)
         kv_N2KD = qkv_NHD[:, heads:].view(rows, 2, kv_heads, self._head_dim)
-        x_NE.add_(self._out(attend(self._index, qkv_NHD[:, :heads], kv_N2KD)))
+        attended = attend(self._index, qkv_NHD[:, :heads], kv_N2KD, self._traits)
+        x_NE.add_(self._out(attended))
         gate_up = self._gate_up(self._mlp_norm(x_NE))
         gate_NF, up_NF = gate_up.chunk(2, -1)
         x_NE.add_(self._down(F.silu(gate_NF).mul_(up_NF)))

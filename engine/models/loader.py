@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from engine.device import activation_dtype, resolve_device, resolve_dtype, use_cpu_threads
-from engine.models.config import ModelSpec, read_json, read_spec
+from engine.models.config import read_json, read_spec
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelNotFound
 from engine.models.linear import LinearFactory, linear_factory
 from engine.models.protocol import CausalModel
 from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights
+from engine.runner.kv_pool import KVLayout
 from engine.settings import ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
@@ -22,10 +23,12 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`dtype` is that of activations and KV. `directory` also holds the tokenizer."""
+    """`layout` and `dtype` say what KV it keeps; `dtype` is that of activations, too. `directory` also holds the
+    tokenizer."""
 
     model: CausalModel
-    spec: ModelSpec
+    layout: KVLayout
+    vocab_size: int
     directory: Path
     device: torch.device
     dtype: torch.dtype
@@ -53,7 +56,16 @@ def load_model(settings: ModelSettings, make_linear: LinearFactory | None = None
         else:
             with closing(CheckpointWeights(directory, spec, weights_dtype)) as source:
                 model = Decoder(spec, source, make_linear, device, dtype)
-    return LoadedModel(model, spec, directory, device, dtype, read_eos_ids(directory), spec.max_context_len)
+    return LoadedModel(
+        model=model,
+        layout=spec.kv_layout,
+        vocab_size=spec.vocab_size,
+        directory=directory,
+        device=device,
+        dtype=dtype,
+        eos_token_ids=read_eos_ids(directory),
+        max_context_len=spec.max_context_len,
+    )
 
 
 def find_model(path: str) -> Path:

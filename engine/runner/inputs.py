@@ -1,6 +1,7 @@
 """From a ScheduledBatch to the flat arrays the model takes.
 
-Legend: N tokens of all items, one after another; R rows whose logits pick a token.
+Legend: N tokens of all items, one after another; P pools of KV (full attention, then sliding windows if the model has
+them); R rows whose logits pick a token.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.interface import AttentionItem
@@ -17,11 +19,12 @@ from engine.batch import BatchItem, ScheduledBatch
 
 @dataclass(slots=True)
 class ModelInputs:
-    """`slots_N` is where each token's KV goes; `sample_rows_R` is None if every row is sampled, in order."""
+    """`slots_PN` is where each token's KV goes in each pool; `sample_rows_R` is None if every row is sampled, in
+    order."""
 
     tokens_N: Tensor
     positions_N: Tensor
-    slots_N: Tensor
+    slots_PN: Tensor
     sample_rows_R: Tensor | None
     attention: list[AttentionItem]
 
@@ -35,7 +38,7 @@ def make_inputs(batch: ScheduledBatch, page_size: int, device: torch.device) -> 
 
 def attention_item(item: BatchItem) -> AttentionItem:
     count = len(item.token_ids)
-    return AttentionItem(count, item.start + count, item.pages, item.contiguous)
+    return AttentionItem(count, item.start + count, item.pages, item.contiguous, item.window_pages)
 
 
 def sample_rows(items: list[BatchItem]) -> list[int]:
@@ -51,27 +54,45 @@ def sample_rows(items: list[BatchItem]) -> list[int]:
 
 def _decode_inputs(items: list[BatchItem], page_size: int, device: torch.device) -> ModelInputs:
     """One token an item: plain integers beat arrays here."""
-    table = [
-        [item.token_ids[0] for item in items],
-        [item.start for item in items],
-        [int(item.pages[item.start // page_size]) * page_size + item.start % page_size for item in items],
+    slots = [
+        [
+            int(pages[item.start // page_size]) * page_size + item.start % page_size
+            for item, pages in zip(items, tables, strict=True)
+        ]
+        for tables in _page_tables(items)
     ]
-    tokens_N, positions_N, slots_N = torch.tensor(table, dtype=torch.int64, device=device).unbind(0)
-    return ModelInputs(tokens_N, positions_N, slots_N, None, [attention_item(item) for item in items])
+    table = [[item.token_ids[0] for item in items], [item.start for item in items], *slots]
+    table_XN = torch.tensor(table, dtype=torch.int64, device=device)
+    return _model_inputs(table_XN, None, items)
 
 
 def _mixed_inputs(items: list[BatchItem], page_size: int, device: torch.device) -> ModelInputs:
-    table = np.empty((3, sum(len(item.token_ids) for item in items)), dtype=np.int64)
+    page_tables = _page_tables(items)
+    table = np.empty((2 + len(page_tables), sum(len(item.token_ids) for item in items)), dtype=np.int64)
     row = 0
-    for item in items:
-        count = len(item.token_ids)
-        positions = np.arange(item.start, item.start + count)
-        table[0, row : row + count] = item.token_ids
-        table[1, row : row + count] = positions
-        table[2, row : row + count] = (
-            item.pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
-        )
-        row += count
-    tokens_N, positions_N, slots_N = torch.from_numpy(table).to(device).unbind(0)
+    for index, item in enumerate(items):
+        share = slice(row, row + len(item.token_ids))
+        positions = np.arange(item.start, item.start + len(item.token_ids))
+        table[0, share] = item.token_ids
+        table[1, share] = positions
+        for pool, tables in enumerate(page_tables):
+            first_slots = tables[index][positions // page_size].astype(np.int64) * page_size
+            table[2 + pool, share] = first_slots + positions % page_size
+        row = share.stop
     rows_R = torch.tensor(sample_rows(items), dtype=torch.int64, device=device)
-    return ModelInputs(tokens_N, positions_N, slots_N, rows_R, [attention_item(item) for item in items])
+    return _model_inputs(torch.from_numpy(table).to(device), rows_R, items)
+
+
+def _page_tables(items: list[BatchItem]) -> list[list[NDArray[np.int32]]]:
+    """By pool, the tables of all items."""
+    full = [item.pages for item in items]
+    window = [item.window_pages for item in items if item.window_pages is not None]
+    assert len(window) in (0, len(items)), "all items have window pages or none has"
+    return [full, window] if window else [full]
+
+
+def _model_inputs(table_XN: Tensor, sample_rows_R: Tensor | None, items: list[BatchItem]) -> ModelInputs:
+    """Rows of the table: tokens, positions, then slots by pool."""
+    tokens_N, positions_N = table_XN[:2].unbind(0)
+    attention = [attention_item(item) for item in items]
+    return ModelInputs(tokens_N, positions_N, table_XN[2:], sample_rows_R, attention)

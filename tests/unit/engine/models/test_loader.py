@@ -50,9 +50,9 @@ def load(directory: Path, **settings: Any) -> LoadedModel:
 
 def run_logits(loaded: LoadedModel) -> torch.Tensor:
     """Logits after three tokens."""
-    pool = make_kv_pool(loaded.spec, CacheSettings(1, 8), loaded.dtype, loaded.device)
+    pool = make_kv_pool(loaded.layout, CacheSettings(1, 8), loaded.dtype, loaded.device)
     step = TorchAttention(pool).begin(
-        [AttentionItem(3, 3, np.arange(3, dtype=np.int32), True)], torch.arange(3)
+        [AttentionItem(3, 3, np.arange(3, dtype=np.int32), True)], torch.arange(3)[None]
     )
     with torch.inference_mode():
         hidden = loaded.model.forward(torch.tensor([4, 5, 6]), torch.arange(3), step)

@@ -9,6 +9,9 @@ import pytest
 
 from engine.models.config import RopeSpec, parse_spec, read_spec
 from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.runner.kv_pool import KVLayout
+
+QWEN_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -63,12 +66,9 @@ def test_what_families_build_in() -> None:
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding_window 4096"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window 128"),
-        (
-            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8},
-            "window 8",
-        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
+        ({**QWEN_WINDOW, "layer_types": ["full_attention"]}, "layer_types of 1 layers"),
+        ({**QWEN_WINDOW, "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
@@ -79,13 +79,29 @@ def test_what_families_build_in() -> None:
     ],
 )
 def test_refusals_name_their_reason(changes: dict[str, Any], message: str) -> None:
-    context = {"max_position_embeddings": 8192} if "Mistral" in str(changes) else {}
     with pytest.raises(UnsupportedModel, match=message):
-        parse_spec(config(**context, **changes))
+        parse_spec(config(**changes))
 
 
-def test_a_window_as_long_as_the_context_is_no_window() -> None:
-    parse_spec(config(architectures=["MistralForCausalLM"], sliding_window=256))
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (None, None)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, (64, 64)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, (None, None)),
+        ({**QWEN_WINDOW, "use_sliding_window": False}, (None, None)),
+        (QWEN_WINDOW, (None, None)),
+        ({**QWEN_WINDOW, "max_window_layers": 1}, (None, 8)),
+        ({**QWEN_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, (8, None)),
+    ],
+)
+def test_windows_by_layer(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    """As transformers reads them; a window as long as the context is none."""
+    spec = parse_spec(config(**changes))
+    assert spec.windows == windows
+    assert spec.kv_layout == KVLayout(spec.num_kv_heads, spec.head_dim, windows)
 
 
 def test_broken_json(tmp_path: Path) -> None:
