@@ -105,7 +105,7 @@ class DraftModel:
     def _run(self, work: list[BatchItem]) -> list[int]:
         """Computes draft KV and picks a token for each item that samples."""
         inputs = make_inputs(ScheduledBatch(work), self._pool.page_size, self._device)
-        attend = self._attention.begin(inputs.attention, inputs.slots_N)
+        attend = self._attention.begin(inputs.attention, inputs.slots_PN)
         hidden_NE = self._model.forward(inputs.tokens_N, inputs.positions_N, attend)
         rows_R = inputs.sample_rows_R
         if rows_R is not None and len(rows_R) == 0:

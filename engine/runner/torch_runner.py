@@ -92,7 +92,7 @@ class TorchRunner:
         if self._draft is not None:
             batch = ScheduledBatch(self._draft.propose(batch.items))
         inputs = make_inputs(batch, self._pool.page_size, self._device)
-        attend = self._attention.begin(inputs.attention, inputs.slots_N)
+        attend = self._attention.begin(inputs.attention, inputs.slots_PN)
         hidden_NE = self._model.forward(inputs.tokens_N, inputs.positions_N, attend)
         hidden_RE = hidden_NE if inputs.sample_rows_R is None else hidden_NE[inputs.sample_rows_R]
         outputs = self._choose(batch.items, hidden_RE)

@@ -46,7 +46,7 @@ def make_runner(
 ) -> TorchRunner:
     settings = ModelSettings(str(directory), load_format="dummy", device="cpu", seed=5)
     loaded = load_model(settings, make_linear)
-    pool = make_kv_pool(loaded.spec, CacheSettings(4, 6 * PAGES_EACH), loaded.dtype, loaded.device)
+    pool = make_kv_pool(loaded.layout, CacheSettings(4, 6 * PAGES_EACH), loaded.dtype, loaded.device)
     attention = ReferenceAttention(pool) if reference else TorchAttention(pool)
     return TorchRunner(loaded.model, pool, attention, VOCAB, loaded.max_context_len)
 
@@ -114,6 +114,42 @@ def test_input_logprobs_from_the_middle(directory: Path) -> None:
     assert all(entry.top[0][1] >= (entry.logprob or 0.0) for entry in got.input_logprobs)
 
 
+def decode(runner: TorchRunner, params: SamplingParams, count: int) -> list[int]:
+    """`count` tokens after prompt(2), one a step."""
+    tokens = prompt(2)
+    new, start = tokens, 0
+    while len(tokens) < len(prompt(2)) + count:
+        new, start = list(run(runner, item(0, new, start, params))[0].token_ids), len(tokens)
+        tokens = tokens + new
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_change_no_token(directory: Path, temperature: float) -> None:
+    """Right and wrong drafts, beside a prompt chunk; what a rejected draft wrote is written over."""
+    params = SamplingParams(temperature=temperature, seed=11)
+    expected = decode(make_runner(directory), params, 16)
+    runner = make_runner(directory)
+    tokens = expected[: len(prompt(2))]
+    run(runner, item(0, tokens[:-1], 0, None))
+    random = np.random.default_rng(1)
+    for mate in range(6):
+        truth = expected[len(tokens) : len(tokens) + 3]
+        drafts = [token if random.random() < 0.7 else (token + 1) % VOCAB for token in truth]
+        part = item(0, [tokens[-1], *drafts], len(tokens) - 1, params)
+        part.num_drafts = len(drafts)
+        part.sample = SampleSpec(params, len(tokens), logprobs=True)
+        other = item(1, [7, 8], 2 * mate, None)
+        other.input_logprobs_from, other.next_token = 0, 7
+        outputs = run(runner, other, part)
+        kept = next((i for i, (a, b) in enumerate(zip(drafts, truth, strict=True)) if a != b), len(truth))
+        assert len(outputs[1].token_ids) == kept + 1 == len(outputs[1].logprobs)
+        assert outputs[1].num_proposed == len(drafts)
+        assert [entry.token_id for entry in outputs[0].input_logprobs][-2:] == [8, 7]
+        tokens = tokens + list(outputs[1].token_ids)
+    assert tokens[: len(expected)] == expected[: len(tokens)]
+
+
 @pytest.mark.parametrize("plain", [True, False], ids=["plain linears", "fast linears"])
 def test_fast_parts_equal_the_simple_ones(directory: Path, plain: bool) -> None:
     """Fast attention and fast linears against the reference attention over torch's own linear."""
@@ -141,5 +177,6 @@ def test_sizes(directory: Path) -> None:
     runner = make_runner(directory)
     assert (runner.num_pages, runner.page_size) == (6 * PAGES_EACH, 4)
     assert runner.page_size_bytes == 4 * 2 * 2 * 2 * 16 * 4
+    assert (runner.window_len, runner.num_window_pages, runner.window_page_size_bytes) == (None, 0, 0)
     assert (runner.vocab_size, runner.max_context_len) == (VOCAB, 128)
     assert not torch.is_inference_mode_enabled()

@@ -1,0 +1,143 @@
+"""Pages saved and loaded, or cloned, are the same bits, and no other page changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from cache.tiers import PoolPages
+from engine.runner import host_copies
+from engine.runner.host_copies import HostCopies
+from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
+from engine.settings import CacheSettings
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+WAIT_S = 30.0
+
+
+def make_pool(windows: tuple[int | None, ...], dtype: torch.dtype = torch.float32) -> KVPool:
+    """Filled with random bits, all NaNs and infinities of the dtype included."""
+    settings = CacheSettings(PAGE_SIZE, num_pages=10, window_ratio=0.6)
+    pool = make_kv_pool(KVLayout(2, 8, windows), settings, dtype, CPU)
+    for paged in (pool.full, pool.window):
+        if paged is not None:
+            bits = np.random.default_rng(1).integers(0, 256, paged.kv_L2KSD.nbytes, dtype=np.uint8)
+            paged.kv_L2KSD.view(torch.uint8).copy_(
+                torch.from_numpy(bits).view(paged.kv_L2KSD.view(torch.uint8).shape)
+            )
+    return pool
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def rig(request: pytest.FixtureRequest) -> Iterator[tuple[HostCopies, list[torch.Tensor]]]:
+    """Copies over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window."""
+    pool, draft = make_pool((None, 9, None), request.param), make_pool((None,), request.param)
+    copies = HostCopies.of(pool, draft.full)
+    assert pool.window is not None
+    yield copies, [bits(paged.kv_L2KSD) for paged in (pool.full, draft.full, pool.window)]
+    copies.close()
+
+
+def bits(kv_L2KSD: torch.Tensor) -> torch.Tensor:
+    integers = kv_L2KSD.view(torch.int32 if kv_L2KSD.dtype == torch.float32 else torch.int16)
+    layers, two, heads, slots, dim = integers.shape
+    return integers.view(layers, two, heads, slots // PAGE_SIZE, PAGE_SIZE, dim).movedim(3, 0)
+
+
+def pages(full: list[int], window: list[int]) -> PoolPages:
+    return PoolPages(np.asarray(full, dtype=np.int32), np.asarray(window, dtype=np.int32))
+
+
+def moved(before: list[torch.Tensor], source: PoolPages, target: PoolPages) -> list[torch.Tensor]:
+    expected = [tensor.clone() for tensor in before]
+    for tensor, pool in zip(expected, ("full", "full", "window"), strict=True):
+        tensor[getattr(target, pool).tolist()] = tensor[getattr(source, pool).tolist()]
+    return expected
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 10**9])
+def test_save_and_load(
+    rig: tuple[HostCopies, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", piece_bytes)
+    copies, pools = rig
+    before = [tensor.clone() for tensor in pools]
+    source, target = pages([7, 2, 3], [5, 0]), pages([1, 9, 4], [2, 3])
+    copies.save(11, source).result(WAIT_S)
+    assert same(pools, before)
+    for tensor in pools:
+        tensor.zero_()
+    copies.load(11, target).result(WAIT_S)
+    expected = moved(before, source, target)
+    for tensor, pool in zip(expected, ("full", "full", "window"), strict=True):
+        tensor[[page for page in range(len(tensor)) if page not in getattr(target, pool)]] = 0
+    assert same(pools, expected)
+    copies.drop(11)
+    with pytest.raises(KeyError):
+        copies.drop(11)
+
+
+def test_clone(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
+    copies, pools = rig
+    source, target = pages([7, 2], []), pages([0, 4], [])
+    expected = moved([tensor.clone() for tensor in pools], source, target)
+    copies.clone(source, target)
+    assert same(pools, expected)
+
+
+def test_copies_run_in_order_beside_the_caller(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
+    """A load may be asked for before its save is done; the caller may change the arrays it handed in."""
+    copies, pools = rig
+    source = pages([7, 2], [1])
+    expected = moved([tensor.clone() for tensor in pools], source, pages([3, 5], [4]))
+    block = threading.Event()
+    copies._thread.submit(block.wait)  # type: ignore[attr-defined]
+    saved, loaded = copies.save(1, source), copies.load(1, pages([3, 5], [4]))
+    source.full[:] = 0
+    assert not saved.done()
+    assert not loaded.done()
+    block.set()
+    loaded.result(WAIT_S)
+    assert saved.done()
+    assert same(pools, expected)
+
+
+def test_nothing_to_copy(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
+    copies, pools = rig
+    before = [tensor.clone() for tensor in pools]
+    copies.save(1, pages([], [])).result(WAIT_S)
+    copies.load(1, pages([], [])).result(WAIT_S)
+    copies.clone(pages([], []), pages([], []))
+    assert same(pools, before)
+
+
+def test_a_fault_is_the_futures() -> None:
+    copies = HostCopies.of(make_pool((None,)))
+    with pytest.raises(IndexError):
+        copies.save(1, pages([99], [])).result(WAIT_S)
+    with pytest.raises(KeyError):
+        copies.load(1, pages([1], [])).result(WAIT_S)
+    copies.save(1, pages([9], [])).result(WAIT_S)
+    copies.close()
+
+
+def test_close_waits_for_what_runs() -> None:
+    pool = make_pool((5, 5))
+    copies = HostCopies.of(pool)  # no layer with full attention: only the window's pages are copied
+    assert pool.window is not None
+    first = bits(pool.window.kv_L2KSD)[2].clone()
+    saved = copies.save(1, pages([3], [2]))
+    loaded = copies.load(1, pages([4], [5]))
+    copies.close()
+    assert saved.done()
+    assert loaded.done()
+    assert torch.equal(bits(pool.window.kv_L2KSD)[5], first)
