@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from serving.commands.audit import audit
 from serving.commands.bench import bench
 from serving.commands.chat import chat
-from serving.commands.sessions import sessions
+from serving.commands.sessions import fork, sessions
 
 app = typer.Typer(
     name="kedge",
@@ -15,8 +16,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+sessions_app = typer.Typer(help="List sessions, or fork one.")
+sessions_app.callback(invoke_without_command=True)(sessions)
+sessions_app.command()(fork)
 app.command()(chat)
-app.command()(sessions)
+app.add_typer(sessions_app, name="sessions")
+app.command()(audit)
 app.command()(bench)
 
 

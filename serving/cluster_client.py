@@ -7,19 +7,29 @@ nothing, and under one idempotency key, so that a turn that did commit is answer
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from controllers.errors import ControllerError, SessionNotFound
-from controllers.records import LedgerEntry
+from controllers.records import ForkOrder, LedgerEntry
+from serving.audit_reply import cluster_audit
 from serving.controller_calls import ControllerCalls
 from serving.errors import error_info, unavailable
 from serving.metrics import IngressMetrics, merge_expositions, render_gauges
 from serving.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.routing_errors import ReplicaGone
 from serving.turn_dispatch import TurnDispatcher
-from serving.turns import ErrorInfo, ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
+from serving.turns import (
+    ErrorInfo,
+    ForkedSession,
+    ModelInfo,
+    ServiceError,
+    SessionInfo,
+    TurnCall,
+    TurnEvent,
+)
 
 
 class ClusterClient:
@@ -56,9 +66,23 @@ class ClusterClient:
     ) -> str:
         return await self._dispatcher.open_session(session_id, tenant, timeout_s, capacity_tokens)
 
-    async def close_session(self, session_id: str) -> bool:
+    async def fork_session(
+        self,
+        session_id: str,
+        new_session_id: str | None,
+        *,
+        length: int | None,
+        timeout_s: float | None,
+        tenant: str,
+    ) -> ForkedSession:
+        order = ForkOrder(new_session_id or uuid.uuid4().hex, uuid.uuid4().hex, length, timeout_s)
+        answer = await self._dispatcher.ask_owner(session_id, tenant, "fork_session", order)
+        assert isinstance(answer, ForkedSession)
+        return answer
+
+    async def close_session(self, session_id: str, *, tenant: str) -> bool:
         try:
-            return await self._close(session_id)
+            return await self._close(session_id, tenant)
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
@@ -79,6 +103,14 @@ class ClusterClient:
             raise ServiceError(error_info(error)) from error
         now_s = time.time()
         return [_session_info(entry, now_s) for entry in entries]
+
+    async def audit(self) -> dict[str, Any]:
+        answers = await self._replicas.broadcast("audit")
+        try:
+            expected = {status.replica_id for status in await self._controller.replicas()}
+        except ControllerError as error:
+            return cluster_audit(answers, (), f"who should have answered is not known: {error.message}")
+        return cluster_audit(answers, expected)
 
     async def server_info(self) -> dict[str, Any]:
         return {
@@ -108,20 +140,20 @@ class ClusterClient:
         except ControllerError:
             return {}
 
-    async def _close(self, session_id: str) -> bool:
+    async def _close(self, session_id: str, tenant: str) -> bool:
         """The owner closes, so that nothing of the session outlives it there; without an owner, the controller."""
         try:
-            owner = await self._dispatcher.owner_of(session_id)
+            owner = await self._dispatcher.owner_of(session_id, tenant)
             held = await self._replicas.call(owner.replica_id, "close_session", session_id)
         except SessionNotFound:
             return False
         except ReplicaGone:
             held = False
         finally:
-            self._dispatcher.forget(session_id)
+            self._dispatcher.forget(session_id, tenant)
         if isinstance(held, ErrorInfo):
             raise ServiceError(held)
-        return bool(held) or await self._controller.close_session(session_id)
+        return bool(held) or await self._controller.close_session(session_id, tenant)
 
 
 def _session_info(entry: LedgerEntry, now_s: float) -> SessionInfo:

@@ -17,6 +17,7 @@ from controllers.cluster_actor import get_or_create_controller
 from controllers.errors import ControllerError, StoreError
 from controllers.records import (
     Assignment,
+    ForkOrder,
     HeartbeatReply,
     LedgerEntry,
     ReplicaStatus,
@@ -64,6 +65,11 @@ class ControllerCalls:
     ) -> Assignment:
         reply = await self._call("open_session", session_id, tenant, timeout_s, capacity_tokens, open_key)
         return cast(Assignment, reply)
+
+    async def fork_session(
+        self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder
+    ) -> SessionRecord:
+        return cast(SessionRecord, await self._call("fork_session", parent_id, epoch, replica_id, order))
 
     async def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
         return cast(Assignment, await self._call("resolve", session_id, create, tenant))

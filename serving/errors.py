@@ -23,6 +23,7 @@ STATUS_BY_CODE = MappingProxyType(
         "session_closing": 409,
         "stale_epoch": 409,
         "invalid_rewind": 400,
+        "invalid_fork": 400,
         "session_capacity_exceeded": 400,
         "no_replica": 503,
         "overloaded": 429,

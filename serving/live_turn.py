@@ -9,6 +9,7 @@ from controllers.session import Turn
 from engine.api import Finish, FinishReason, TokenDelta
 from serving.mailbox import Inbox
 from serving.metrics import ReplicaMetrics
+from serving.replay import merge_events
 from serving.text import OutputText, TextProcessor
 from serving.turns import TurnCall, TurnEvent, TurnFinish
 
@@ -51,11 +52,15 @@ class TurnTeller:
         self._clock = clock
 
     def tell(self, live: LiveTurn, deltas: list[TokenDelta]) -> list[TurnEvent]:
-        """The events of a burst of deltas: one for each that carries tokens. Notes the finish, if it is there."""
+        """What all deltas that wait say, as one event if there is anything to say: under load an event costs more than
+        a token. Notes the finish, if it is there."""
+        if not deltas:
+            return []
         self._time(live, sum(len(delta.token_ids) for delta in deltas))
-        events = [self._event(live, delta) for delta in deltas]
-        live.told.extend(events)
-        return [event for event in events if event.token_ids or event.text or event.input_logprobs]
+        *earlier, last = [self._event(live, delta) for delta in deltas]
+        event = merge_events(earlier, last) if earlier else last
+        live.told.append(event)
+        return [event] if event.token_ids or event.text or event.input_logprobs else []
 
     def _event(self, live: LiveTurn, delta: TokenDelta) -> TurnEvent:
         live.output_tokens.extend(delta.token_ids)
@@ -69,6 +74,8 @@ class TurnTeller:
             completion_tokens=delta.completion_tokens,
             logprobs=self._text.text_logprobs(delta.logprobs),
             input_logprobs=self._text.text_logprobs(delta.input_logprobs),
+            draft_tokens=delta.draft_tokens,
+            accepted_draft_tokens=delta.accepted_draft_tokens,
         )
 
     def _time(self, live: LiveTurn, count: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cache.audit import PageAccounts
+from cache.audit import PageAccounts, PoolName
 from engine.api import EngineStats
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -35,20 +35,35 @@ class Figure:
 
 
 ENGINE_GAUGES = (
-    Figure("kedge_kv_pool_pages", "Pages of KV in the pool.", lambda s: s.pages.total),
     Figure("kedge_sessions", "Sessions with a slot in the engine.", lambda s: s.sessions),
     Figure("kedge_requests_running", "Requests in the running batch.", lambda s: s.running),
     Figure("kedge_requests_waiting", "Requests waiting for admission.", lambda s: s.waiting),
+    Figure("kedge_host_kv_bytes", "Host memory that idle sessions' KV takes.", lambda s: s.host.used_bytes),
+    Figure("kedge_host_kv_budget_bytes", "Host memory that it may take.", lambda s: s.host.budget_bytes),
+    Figure("kedge_host_sessions", "Idle sessions whose KV is in host memory.", lambda s: s.host.sessions),
 )
 ENGINE_COUNTERS = (
     Figure("kedge_engine_steps", "Steps of the engine.", lambda s: s.steps),
     Figure("kedge_retractions", "Running requests put back to wait for memory.", lambda s: s.retractions),
-    Figure("kedge_demotions", "Idle sessions whose KV gave way.", lambda s: s.demotions),
+    Figure("kedge_promotions", "Idle sessions whose KV came back from host memory.", lambda s: s.promotions),
     Figure("kedge_evicted_pages", "Cached pages dropped for memory.", lambda s: s.evicted_pages),
     Figure("kedge_generated_tokens", "Tokens generated.", lambda s: s.generated_tokens),
     Figure("kedge_prefill_tokens", "Input tokens computed.", lambda s: s.prefill_tokens),
     Figure("kedge_cached_tokens", "Input tokens whose KV was there.", lambda s: s.cached_tokens),
+    Figure("kedge_draft_tokens", "Tokens proposed ahead of the model.", lambda s: s.draft_tokens),
+    Figure(
+        "kedge_accepted_draft_tokens",
+        "Proposed tokens that the model agreed with.",
+        lambda s: s.accepted_draft_tokens,
+    ),
 )
+
+
+def pools_of(stats: EngineStats) -> dict[PoolName, PageAccounts]:
+    """The books of each pool that the engine has."""
+    if stats.window_pages is None:
+        return {"full": stats.pages}
+    return {"full": stats.pages, "window": stats.window_pages}
 
 
 class EngineCollector:
@@ -60,12 +75,15 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        pages = GaugeMetricFamily(
-            "kedge_kv_pages", "Pages of KV by account; leaked is 0.", labels=["replica", "account"]
+        yield from self._pages(stats)
+        demotions = CounterMetricFamily(
+            "kedge_demotions",
+            "Idle sessions whose KV gave way: to host memory, or to the log alone.",
+            labels=["replica", "tier"],
         )
-        for account, count in pages_by_account(stats.pages).items():
-            pages.add_metric([self._replica_id, account], count)
-        yield pages
+        demotions.add_metric([self._replica_id, "host"], stats.demotions_to_host)
+        demotions.add_metric([self._replica_id, "log"], stats.demotions_to_log)
+        yield demotions
         for figure in ENGINE_GAUGES:
             gauge = GaugeMetricFamily(figure.name, figure.help, labels=["replica"])
             gauge.add_metric([self._replica_id], figure.read(stats))
@@ -74,6 +92,20 @@ class EngineCollector:
             counter = CounterMetricFamily(figure.name, figure.help, labels=["replica"])
             counter.add_metric([self._replica_id], figure.read(stats))
             yield counter
+
+    def _pages(self, stats: EngineStats) -> Iterator[Metric]:
+        pages = GaugeMetricFamily(
+            "kedge_kv_pages", "Pages of KV by account; leaked is 0.", labels=["replica", "pool", "account"]
+        )
+        totals = GaugeMetricFamily(
+            "kedge_kv_pool_pages", "Pages of KV in the pool.", labels=["replica", "pool"]
+        )
+        for pool, accounts in pools_of(stats).items():
+            totals.add_metric([self._replica_id, pool], accounts.total)
+            for account, count in pages_by_account(accounts).items():
+                pages.add_metric([self._replica_id, pool, account], count)
+        yield pages
+        yield totals
 
 
 class ReplicaMetrics:

@@ -39,6 +39,9 @@ def decode_result(data: bytes) -> TurnEvent:
         logprobs=tuple(map(_logprob, fields["logprobs"])),
         input_logprobs=tuple(map(_logprob, fields["input_logprobs"])),
         finish=TurnFinish(**{**fields["finish"], "replayed": True}),
+        # Answers logged before there were drafts have neither.
+        draft_tokens=fields.get("draft_tokens", 0),
+        accepted_draft_tokens=fields.get("accepted_draft_tokens", 0),
     )
 
 

@@ -15,10 +15,13 @@ from typing import Any
 
 from ray import serve
 
+from cache.audit import PageAccounts
 from controllers.errors import ControllerError
+from controllers.records import ForkOrder
 from controllers.session import SessionController
 from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
 from engine.settings import EngineSettings
+from serving.audit_reply import failed_audit, replica_audit
 from serving.background import BackgroundTasks
 from serving.config import AppArgs
 from serving.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
@@ -31,7 +34,7 @@ from serving.session_host import SessionHost
 from serving.text import TextProcessor
 from serving.turn_request import RequestBuilder
 from serving.turn_runner import TurnRunner
-from serving.turns import ChatPrompt, ErrorInfo, ModelInfo, TurnCall, TurnEvent
+from serving.turns import ChatPrompt, ErrorInfo, ForkedSession, ModelInfo, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +96,13 @@ class LLMReplica:
         except ControllerError as error:
             return error_info(error)
 
+    async def fork_session(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession | ErrorInfo:
+        """Starts a session at the first tokens of one that is owned here, see SessionHost.fork."""
+        try:
+            return await self._host.fork(parent_id, epoch, order)
+        except (ControllerError, EngineError) as error:
+            return error_info(error)
+
     async def abort(self, request_id: str | None) -> int:
         """Aborts the requests of that name, or all; returns how many."""
         return self._turns.abort(request_id)
@@ -101,6 +111,15 @@ class LLMReplica:
         """Drops every cached prefix; False while requests run."""
         async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
             return await asyncio.wrap_future(self._engine.flush())
+
+    async def audit(self) -> dict[str, Any]:
+        """The deep audit, JSON ready."""
+        try:
+            async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
+                report = await asyncio.wrap_future(self._engine.audit())
+        except (EngineError, TimeoutError) as error:
+            return failed_audit(self._replica_id, str(error) or "the engine did not answer")
+        return replica_audit(self._replica_id, report)
 
     async def metrics_text(self) -> str:
         return self._metrics.render()
@@ -118,13 +137,13 @@ class LLMReplica:
     async def describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready."""
         stats = self._engine.stats()
-        pages = asdict(stats.pages) | {"leaked": stats.pages.leaked}
         return {
             "replica_id": self._replica_id,
             "pid": os.getpid(),
             "live_turns": self._turns.num_live,
             **asdict(stats),
-            "pages": pages,
+            "pages": _pages(stats.pages),
+            "window_pages": None if stats.window_pages is None else _pages(stats.window_pages),
         }
 
     async def check_health(self) -> None:
@@ -153,6 +172,10 @@ class LLMReplica:
 
     async def _publish_gauges(self) -> None:
         self._gauges.publish(self._engine.stats())
+
+
+def _pages(pages: PageAccounts) -> dict[str, int]:
+    return asdict(pages) | {"leaked": pages.leaked}
 
 
 def _load_text(path: str, engine: Engine) -> TextProcessor:

@@ -1,4 +1,4 @@
-"""The sessions that live on this replica: taken over from the log, ended, reported to the cluster controller.
+"""The sessions that live on this replica: taken over from the log, forked, ended, reported to the cluster controller.
 
 Keeps three parties in step: SessionController (turns), the engine (KV) and the controller's ledger (ownership).
 Used on the replica's event loop only.
@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from controllers.errors import ControllerError, StaleEpoch, TurnInFlight
-from controllers.records import ReplicaStatus, SessionStatus
-from controllers.session import SessionController
+from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
+from controllers.session import Fork, SessionController
 from engine.api import Engine, EngineError, SessionBusy
 from serving.background import BackgroundTasks
 from serving.controller_calls import ControllerCalls
+from serving.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,14 @@ class SessionHost:
         self._tasks = tasks
         self._engine_timeout_s = engine_timeout_s
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
 
     async def hold(self, session_id: str, epoch: int) -> None:
         """Makes sure that the session is held at `epoch`, loading its committed history if need be.
 
         Raises StaleEpoch if this replica does not own it (any more), SessionNotFound if it has ended.
         """
+        await self._forked(session_id)
         if self._sessions.knows(session_id, epoch):
             return
         held = self._sessions.epoch(session_id)
@@ -61,6 +64,17 @@ class SessionHost:
             loading = self._loading[key] = self._tasks.start(self._load(session_id, epoch))
             loading.add_done_callback(lambda _: self._loading.pop(key, None))
         await asyncio.shield(loading)
+
+    async def fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
+        """Starts a session at the parent's first tokens. Once begun it comes to its end whoever still waits.
+
+        Raises ControllerError; the child does not exist then, unless the log's answer was lost.
+        """
+        await self.hold(parent_id, epoch)
+        await self._forked(order.child_id)
+        forking = self._forking[order.child_id] = self._tasks.start(self._fork(parent_id, epoch, order))
+        forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))
+        return await asyncio.shield(forking)
 
     async def release(self, session_id: str) -> None:
         """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""
@@ -128,6 +142,42 @@ class SessionHost:
             replace(status, size_bytes=kv_tokens.get(status.session_id, 0) * token_bytes)
             for status in self._sessions.snapshot()
         ]
+
+    async def _forked(self, session_id: str) -> None:
+        """Waits until no fork is making this session: its KV and its history come together."""
+        while (forking := self._forking.get(session_id)) is not None:
+            await asyncio.wait([forking])
+
+    async def _fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
+        """Log first: a child that this replica does not live to hold is loaded by another one."""
+        fork = self._sessions.begin_fork(parent_id, epoch, order.length)
+        try:
+            length = fork.history_len
+            order = replace(order, length=length)
+            child = await self._controller.fork_session(parent_id, epoch, self._replica_id, order)
+            kv_tokens = await self._share_kv(fork, child)
+        except BaseException:
+            self._sessions.abort_fork(fork)
+            raise
+        else:
+            self._sessions.finish_fork(fork, child)
+        finally:
+            await self.turn_ended(parent_id)
+        return ForkedSession(child.session_id, length, min(kv_tokens, length))
+
+    async def _share_kv(self, fork: Fork, child: SessionRecord) -> int:
+        """Tokens of KV that the child has. It can do with none: its first turn computes what is missing."""
+        try:
+            if self._sessions.knows(child.session_id, child.epoch):
+                kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
+                return kv_tokens.get(child.session_id, 0)
+            await self._free_kv(child.session_id)
+            return await self._from_engine(
+                self._engine.fork_session(fork.session_id, child.session_id, fork.history, fork.history_len)
+            )
+        except (EngineError, TimeoutError) as error:
+            logger.warning("session %s: forked without KV: %r", child.session_id, error)
+            return 0
 
     async def _load(self, session_id: str, epoch: int) -> None:
         record = await self._controller.load_session(session_id, epoch, self._replica_id)

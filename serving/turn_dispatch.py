@@ -1,4 +1,4 @@
-"""Gets a turn to the replica that owns its session, and tries again elsewhere while the client knows nothing of it."""
+"""Gets a call to the replica that owns its session, and tries again elsewhere while the client knows nothing of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from controllers.errors import ControllerError, NoReplica
 from serving.controller_calls import ControllerCalls
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 RETRY_PAUSE_S = 0.05
 NEWCOMER_GRACE_S = 5.0
 """A replica makes itself known to the controller a moment before this ingress's router hears of it."""
+GONE = unavailable("the session's replica is gone and no other could take over in time")
 RETRIED_CODES = frozenset({STALE_EPOCH, "engine_stopped"})
 RETRIED_AFTER_FAILURE = frozenset({"turn_in_flight", SESSION_NOT_FOUND})
 
@@ -76,6 +78,33 @@ class TurnDispatcher:
                 self._owners.put(tenant, assignment.session_id, owner)
                 return assignment.session_id
 
+    async def ask_owner(self, session_id: str, tenant: str, method: str, *args: Any) -> Any:
+        """`method(session_id, epoch, *args)` of the session's owner, wherever that is by then. Must bear repetition.
+
+        Raises ServiceError, also for the ErrorInfo that it answers with.
+        """
+        deadline_s = time.monotonic() + self._failover_timeout_s
+        failed = asked_anew = False
+        while True:
+            owner = await self._find(session_id, tenant, deadline_s, create=False)
+            try:
+                answer = await self._replicas.call(owner.replica_id, method, session_id, owner.epoch, *args)
+            except ReplicaGone:
+                answer = GONE
+                await self._lost(owner.replica_id)
+                failed = True
+            if not isinstance(answer, ErrorInfo):
+                self._saw(owner.replica_id)
+                return answer
+            self.forget(session_id, tenant)
+            if answer.code == SESSION_NOT_FOUND and not asked_anew:
+                asked_anew = True
+                continue
+            if not _retried(answer, failed):
+                raise ServiceError(answer)
+            self._metrics.failed_over()
+            await self._pause(deadline_s, answer)
+
     async def owner_of(self, session_id: str, tenant: str = "", *, create: bool = False) -> Owner:
         """From the cache or the controller. Raises ControllerError."""
         owner = self._owners.get(tenant, session_id)
@@ -96,7 +125,7 @@ class TurnDispatcher:
         deadline_s = time.monotonic() + self._failover_timeout_s
         failed = asked_anew = False
         while True:
-            owner = await self._find(call, deadline_s)
+            owner = await self._owner_for(call, deadline_s)
             replica_id = ANY_REPLICA if owner is None else owner.replica_id
             epoch = None if owner is None else owner.epoch
             attempt = AsyncExitStack()
@@ -109,7 +138,7 @@ class TurnDispatcher:
                     self._saw(replica_id)
                     return replica_id, first, stream
             except ReplicaGone:
-                refusal = unavailable("the session's replica is gone and no other could take over in time")
+                refusal = GONE
                 await self._lost(replica_id)
                 failed = True
             except StopAsyncIteration:
@@ -130,14 +159,18 @@ class TurnDispatcher:
             self._metrics.failed_over()
             await self._pause(deadline_s, refusal)
 
-    async def _find(self, call: TurnCall, deadline_s: float) -> Owner | None:
-        """The session's owner; waits while no replica can take it. None for a call without a session."""
+    async def _owner_for(self, call: TurnCall, deadline_s: float) -> Owner | None:
+        """None for a call without a session."""
         session = call.session
         if session is None:
             return None
+        return await self._find(session.session_id, call.tenant, deadline_s, create=session.create)
+
+    async def _find(self, session_id: str, tenant: str, deadline_s: float, *, create: bool) -> Owner:
+        """The session's owner; waits while no replica can take it."""
         while True:
             try:
-                return await self.owner_of(session.session_id, call.tenant, create=session.create)
+                return await self.owner_of(session_id, tenant, create=create)
             except NoReplica as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:

@@ -105,7 +105,10 @@ class TurnFinish:
 
 @dataclass(frozen=True, slots=True)
 class TurnEvent:
-    """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error."""
+    """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error.
+
+    `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -116,6 +119,8 @@ class TurnEvent:
     input_logprobs: tuple[TextLogprob, ...] = ()
     finish: TurnFinish | None = None
     error: ErrorInfo | None = None
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class ServiceError(Exception):
@@ -153,6 +158,15 @@ class SessionInfo:
     tenant: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ForkedSession:
+    """A session that began as a fork: its committed tokens, and how many of them have KV already."""
+
+    session_id: str
+    tokens: int
+    cached_tokens: int
+
+
 class TurnService(Protocol):
     """The cluster as the protocol adapters see it. Implemented in serving/cluster_client.py.
 
@@ -172,7 +186,19 @@ class TurnService(Protocol):
     ) -> str:
         """Registers and places a session; returns its id. A duplicate id raises (400, "session_exists")."""
 
-    async def close_session(self, session_id: str) -> bool:
+    async def fork_session(
+        self,
+        session_id: str,
+        new_session_id: str | None,
+        *,
+        length: int | None,
+        timeout_s: float | None,
+        tenant: str,
+    ) -> ForkedSession:
+        """Starts a session at the first `length` tokens (None: all) of another, sharing their KV. Raises (404) for an
+        unknown session, (409) while it has a turn, (400) for a length past its history or an id that is in use."""
+
+    async def close_session(self, session_id: str, *, tenant: str) -> bool:
         """Closes now, or when the turn in flight ends. False if the session was unknown."""
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False) -> None:
@@ -185,6 +211,9 @@ class TurnService(Protocol):
 
     async def server_info(self) -> dict[str, Any]:
         """Settings and per-replica figures, JSON ready."""
+
+    async def audit(self) -> dict[str, Any]:
+        """What a walk over every KV page of every replica found, JSON ready (serving/audit_reply.py)."""
 
     async def metrics_text(self) -> str:
         """Prometheus exposition of every replica, the controller and the ingress."""

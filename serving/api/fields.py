@@ -60,7 +60,13 @@ async def get_service(request: Request) -> TurnService:
     return service
 
 
+async def get_tenant(x_tenant_id: Annotated[Name | None, Header(alias="x-tenant-id")] = None) -> str:
+    """Whose sessions and cached prefixes a call may see. Trusted: it is for a gateway in front to set it."""
+    return x_tenant_id or ""
+
+
 Service = Annotated[TurnService, Depends(get_service)]
+Tenant = Annotated[str, Depends(get_tenant)]
 SessionHeader = Annotated[Name | None, Header(alias="x-session-id")]
 IdempotencyHeader = Annotated[Name | None, Header(alias="idempotency-key")]
 

@@ -11,7 +11,15 @@ from fastapi.responses import Response
 
 from engine.api import LogprobParams
 from serving.api.errors import openai_error, refusal
-from serving.api.fields import IdempotencyHeader, Service, SessionHeader, new_id, nth_seed, stop_strings
+from serving.api.fields import (
+    IdempotencyHeader,
+    Service,
+    SessionHeader,
+    Tenant,
+    new_id,
+    nth_seed,
+    stop_strings,
+)
 from serving.api.openai_chat_schema import (
     AnswerMessage,
     ChatBody,
@@ -51,6 +59,7 @@ async def chat_completions(
     body: ChatBody,
     request: Request,
     service: Service,
+    tenant: Tenant,
     x_session_id: SessionHeader = None,
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
@@ -58,14 +67,16 @@ async def chat_completions(
     check_stream_options(body)
     session = session_turn(x_session_id, idempotency_key, body.n or 1, "n")
     reply_id = new_id("chatcmpl-")
-    plan = _plan(body, reply_id, session, service.model)
+    plan = _plan(body, reply_id, session, service.model, tenant)
     if body.stream:
         return TurnEventStream(service, plan, ChatEncoder(body, reply_id, service.model.model_id))
     results = await until_disconnect(request.receive, collect(service, plan))
     return json_reply(_reply(body, reply_id, service.model.model_id, results), results)
 
 
-def _plan(body: ChatBody, reply_id: str, session: SessionTurn | None, model: ModelInfo) -> TurnPlan:
+def _plan(
+    body: ChatBody, reply_id: str, session: SessionTurn | None, model: ModelInfo, tenant: str
+) -> TurnPlan:
     prompt = ChatPrompt(
         tuple(message.for_template() for message in body.messages), body.chat_template_kwargs or {}
     )
@@ -84,6 +95,7 @@ def _plan(body: ChatBody, reply_id: str, session: SessionTurn | None, model: Mod
             skip_special_tokens=body.skip_special_tokens is not False,
             logprobs=logprobs,
             session=session,
+            tenant=tenant,
         )
         for index in range(count)
     ]

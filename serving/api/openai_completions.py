@@ -17,6 +17,7 @@ from serving.api.fields import (
     IdempotencyHeader,
     Service,
     SessionHeader,
+    Tenant,
     check_num_calls,
     check_token_ids,
     new_id,
@@ -67,6 +68,7 @@ async def completions(
     body: CompletionBody,
     request: Request,
     service: Service,
+    tenant: Tenant,
     x_session_id: SessionHeader = None,
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
@@ -77,7 +79,7 @@ async def completions(
     if session is not None and body.echo:
         raise refusal("echo: not possible in a session, which holds more than this prompt.", "echo")
     reply_id = new_id("cmpl-")
-    plan = _plan(body, prompts, reply_id, session, service.model)
+    plan = _plan(body, prompts, reply_id, session, service.model, tenant)
     encoder = CompletionEncoder(body, prompts, reply_id, service.model.model_id)
     if body.stream:
         return TurnEventStream(service, plan, encoder)
@@ -97,7 +99,12 @@ def _check(body: CompletionBody, prompts: Prompts, model: ModelInfo) -> None:
 
 
 def _plan(
-    body: CompletionBody, prompts: Prompts, reply_id: str, session: SessionTurn | None, model: ModelInfo
+    body: CompletionBody,
+    prompts: Prompts,
+    reply_id: str,
+    session: SessionTurn | None,
+    model: ModelInfo,
+    tenant: str,
 ) -> TurnPlan:
     sampling = body.sampling(model)
     choices = range(body.n or 1)
@@ -113,6 +120,7 @@ def _plan(
             skip_special_tokens=body.skip_special_tokens is not False,
             logprobs=_logprobs(body, prompt),
             session=session,
+            tenant=tenant,
         )
         for index, (prompt, choice) in enumerate(product(prompts, choices))
     ]

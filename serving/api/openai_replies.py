@@ -30,11 +30,19 @@ class CachedTokens(Reply):
     cached_tokens: int
 
 
+class PredictedTokens(Reply):
+    """OpenAI's names for what was proposed ahead of the model: drafts that it agreed with, and that it did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: PredictedTokens | None = Field(None, exclude_if=_is_none)
 
 
 class StopDetails(Reply):
@@ -64,7 +72,19 @@ class UsageCounter:
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=CachedTokens(cached_tokens=sum(totals.cached_tokens for totals in first)),
+            completion_tokens_details=_predicted(self._latest.values()),
         )
+
+
+def _predicted(totals: Iterable[TurnEvent | TurnResult]) -> PredictedTokens | None:
+    """None if nothing was proposed."""
+    drafts = [(each.draft_tokens, each.accepted_draft_tokens) for each in totals]
+    proposed, accepted = (sum(counts) for counts in zip(*drafts, strict=True)) if drafts else (0, 0)
+    if proposed == 0:
+        return None
+    return PredictedTokens(
+        accepted_prediction_tokens=accepted, rejected_prediction_tokens=proposed - accepted
+    )
 
 
 def usage_of(results: Iterable[TurnResult], choices_per_prompt: int) -> Usage:

@@ -14,6 +14,7 @@ from serving.api.errors import refusal, session_error
 from serving.api.fields import (
     IdempotencyHeader,
     Service,
+    Tenant,
     check_num_calls,
     check_token_ids,
     new_id,
@@ -60,14 +61,14 @@ def routes() -> APIRouter:
     return router
 
 
-async def open_session(body: OpenSessionBody, service: Service) -> str:
+async def open_session(body: OpenSessionBody, service: Service, tenant: Tenant) -> str:
     return await service.open_session(
-        body.session_id, timeout_s=body.timeout, capacity_tokens=None, tenant=""
+        body.session_id, timeout_s=body.timeout, capacity_tokens=None, tenant=tenant
     )
 
 
-async def close_session(body: CloseSessionBody, service: Service) -> Response:
-    await service.close_session(body.session_id)
+async def close_session(body: CloseSessionBody, service: Service, tenant: Tenant) -> Response:
+    await service.close_session(body.session_id, tenant=tenant)
     return Response()
 
 
@@ -111,9 +112,13 @@ async def health_generate(request: Request, service: Service) -> Response:
 
 
 async def generate(
-    body: GenerateBody, request: Request, service: Service, idempotency_key: IdempotencyHeader = None
+    body: GenerateBody,
+    request: Request,
+    service: Service,
+    tenant: Tenant,
+    idempotency_key: IdempotencyHeader = None,
 ) -> Response:
-    plan = _plan(body, service.model, idempotency_key)
+    plan = _plan(body, service.model, idempotency_key, tenant)
     as_list = body.batched or body.sampling.n > 1
     if body.stream:
         return TurnEventStream(service, plan, GenerateEncoder(body, plan, numbered=as_list))
@@ -124,7 +129,7 @@ async def generate(
     return json_reply(replies[0], results)
 
 
-def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None) -> TurnPlan:
+def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None, tenant: str) -> TurnPlan:
     prompts = _prompts(body, model)
     asked = body.sampling
     num_calls = len(prompts) * asked.n
@@ -146,6 +151,7 @@ def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None) -> 
             skip_special_tokens=asked.skip_special_tokens,
             logprobs=_logprobs(body),
             session=session,
+            tenant=tenant,
         )
         for index, request_id in enumerate(_request_ids(body, len(prompts)))
     ]
@@ -220,6 +226,7 @@ def _reply(body: GenerateBody, call: TurnCall, result: TurnResult, index: int | 
         finish_reason=None if finish is None else _finish_reason(finish, result.completion_tokens),
         e2e_latency=result.elapsed_s,
         replayed=finish is not None and finish.replayed,
+        **_draft_fields(result),
         **(_logprob_fields(body, result) if body.return_logprob else {}),
     )
     return GenerateReply(text=result.text, output_ids=result.token_ids, meta_info=meta, index=index)
@@ -233,6 +240,16 @@ def _finish_reason(finish: TurnFinish, completion_tokens: int) -> dict[str, Any]
             return {"type": "length", "length": completion_tokens}
         case _:
             return {"type": finish.reason, "message": finish.message or "Aborted"}
+
+
+def _draft_fields(result: TurnResult) -> dict[str, Any]:
+    if not result.draft_tokens:
+        return {}
+    return {
+        "spec_accept_token_num": result.accepted_draft_tokens,
+        "spec_draft_token_num": result.draft_tokens,
+        "spec_accept_rate": result.accepted_draft_tokens / result.draft_tokens,
+    }
 
 
 def _logprob_fields(body: GenerateBody, result: TurnResult) -> dict[str, Any]:

@@ -196,7 +196,10 @@ LogprobEntry = tuple[float | None, int, str | None]
 
 
 class MetaInfo(Reply):
-    """`e2e_latency` in seconds; token counts as the protocol defines them."""
+    """`e2e_latency` in seconds; token counts as the protocol defines them.
+
+    The `spec_` fields are there if tokens were proposed ahead of the model; the rate is accepted by proposed.
+    """
 
     id: str
     prompt_tokens: int
@@ -208,6 +211,9 @@ class MetaInfo(Reply):
     input_token_logprobs: list[LogprobEntry] | None = Field(None, exclude_if=lambda v: v is None)
     output_top_logprobs: list[list[LogprobEntry] | None] | None = Field(None, exclude_if=lambda v: v is None)
     input_top_logprobs: list[list[LogprobEntry] | None] | None = Field(None, exclude_if=lambda v: v is None)
+    spec_accept_token_num: int | None = Field(None, exclude_if=lambda v: v is None)
+    spec_draft_token_num: int | None = Field(None, exclude_if=lambda v: v is None)
+    spec_accept_rate: float | None = Field(None, exclude_if=lambda v: v is None)
     replayed: bool = Field(False, exclude_if=_empty)
 
 

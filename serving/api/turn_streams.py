@@ -46,6 +46,8 @@ class TurnResult:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     finish: TurnFinish | None = None
     started_s: float = field(default_factory=time.perf_counter)
     elapsed_s: float = 0.0
@@ -59,6 +61,8 @@ class TurnResult:
         self.prompt_tokens = event.prompt_tokens
         self.cached_tokens = event.cached_tokens
         self.completion_tokens = event.completion_tokens
+        self.draft_tokens = event.draft_tokens
+        self.accepted_draft_tokens = event.accepted_draft_tokens
         self.finish = event.finish
         self.elapsed_s = time.perf_counter() - self.started_s
 

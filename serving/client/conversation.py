@@ -10,7 +10,14 @@ from typing import Any
 
 import httpx
 
-from serving.client.server import SESSION_HEADER, ServerError, refused, request_json, unreachable
+from serving.client.server import (
+    SESSION_HEADER,
+    ServerError,
+    fork_session,
+    refused,
+    request_json,
+    unreachable,
+)
 from serving.client.stream import Chunk, EventSplitter, Usage, parse_event
 
 
@@ -125,6 +132,13 @@ class Conversation:
     def commit(self) -> None:
         """Notes that the server has kept a turn, so that the system prompt is not sent again."""
         self._started = True
+
+    def fork(self, *, at: int | None = None, new_session_id: str | None = None) -> Conversation:
+        """Another conversation that begins as this one: with all of its committed tokens, or with the first `at`."""
+        forked = fork_session(self._client, self.session_id, at=at, new_session_id=new_session_id)
+        copy = Conversation(self._client, forked["session_id"], self._model, self._system, self._sampling)
+        copy._started = forked["tokens"] > 0
+        return copy
 
     def close(self) -> None:
         """Frees the session on the server."""

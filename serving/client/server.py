@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 from serving.client.stream import error_message
 
 SESSION_HEADER = "x-session-id"
+SESSIONS_PATH = "/v1/kedge/sessions"
 
 
 class ServerError(Exception):
@@ -51,3 +53,18 @@ def first_model(client: httpx.Client) -> str:
         return str(models["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise ServerError("/v1/models lists no model; name one with --model") from error
+
+
+def fork_session(
+    client: httpx.Client, session_id: str, *, at: int | None = None, new_session_id: str | None = None
+) -> dict[str, Any]:
+    """Starts a session at the first `at` committed tokens (None: all) of another.
+
+    Gives its `session_id`, its `tokens`, and the `cached_tokens` whose KV it shares.
+    """
+    body = {"length": at, "new_session_id": new_session_id}
+    path = f"{SESSIONS_PATH}/{quote(session_id, safe='')}/fork"
+    forked: dict[str, Any] = request_json(
+        client, "POST", path, {name: value for name, value in body.items() if value is not None}
+    )
+    return forked

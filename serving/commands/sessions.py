@@ -1,4 +1,4 @@
-"""`kedge sessions`: what the ownership ledger knows of every session."""
+"""`kedge sessions`: what the ownership ledger knows of every session. `kedge sessions fork`: one more of them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,42 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from serving.client.server import request_json
+from serving.client.server import SESSIONS_PATH, fork_session, request_json
 from serving.commands.failure import one_line_errors
 from serving.commands.options import DEFAULT_URL, Url
 
-SESSIONS_PATH = "/v1/kedge/sessions"
-
 
 def sessions(
+    context: typer.Context,
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
 ) -> None:
     """List sessions: owner, epoch, tokens, bytes, turns, idle time."""
+    if context.invoked_subcommand is not None:
+        return
     with one_line_errors("sessions"), httpx.Client(base_url=url, timeout=10.0) as client:
         rows = request_json(client, "GET", SESSIONS_PATH)["sessions"]
     if as_json:
         typer.echo(json.dumps({"sessions": rows}, indent=2))
         return
     Console().print(_table(rows) if rows else "no sessions")
+
+
+def fork(
+    context: typer.Context,
+    session_id: Annotated[str, typer.Argument(help="Session to fork.")],
+    at: Annotated[int | None, typer.Option(min=0, help="Tokens to begin with; all if left out.")] = None,
+    new_id: Annotated[str | None, typer.Option("--as", help="Id of the fork; a new one if left out.")] = None,
+    url: Url | None = None,
+) -> None:
+    """Start a session at the history of another, sharing its KV."""
+    assert context.parent is not None
+    base_url = url or context.parent.params["url"]
+    with one_line_errors("sessions fork"), httpx.Client(base_url=base_url, timeout=60.0) as client:
+        forked = fork_session(client, session_id, at=at, new_session_id=new_id)
+    typer.echo(
+        f"{forked['session_id']}: {forked['tokens']:,} tokens, {forked['cached_tokens']:,} of them with KV"
+    )
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -33,6 +33,7 @@ class Stub:
     closed: list[str] = field(default_factory=list)
     aborted: int = 0
     ledger: list[dict[str, Any]] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)
     url: str = ""
 
     def app(self) -> FastAPI:
@@ -45,6 +46,20 @@ class Stub:
         @app.get("/v1/kedge/sessions")
         async def sessions() -> dict[str, Any]:
             return {"sessions": self.ledger}
+
+        @app.post("/v1/kedge/sessions/{session_id:path}/fork")
+        async def fork(session_id: str, request: Request) -> Any:
+            body = await request.json()
+            self.bodies.append(body)
+            if session_id not in self.history:
+                return JSONResponse({"error": {"message": "no such session"}}, 404)
+            new_id = body.get("new_session_id", "fork-1")
+            self.history[new_id] = body.get("length", self.history[session_id])
+            return {"session_id": new_id, "tokens": self.history[new_id], "cached_tokens": 3}
+
+        @app.get("/v1/kedge/audit")
+        async def audit() -> dict[str, Any]:
+            return self.audit
 
         @app.post("/close_session")
         async def close(request: Request) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""`kedge sessions`: the ledger as a table and as JSON."""
+"""`kedge sessions`: the ledger as a table and as JSON; forks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from serving.cli import app
@@ -66,6 +67,35 @@ def test_json_is_the_ledger_as_it_came():
 def test_no_sessions():
     with running(Stub()) as stub:
         assert sessions(stub).output == "no sessions\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "body"),
+    [
+        ([], {}),
+        (["--at", "4", "--as", "mine"], {"length": 4, "new_session_id": "mine"}),
+        (["--at", "0"], {"length": 0}),
+    ],
+)
+@pytest.mark.parametrize("url_last", [True, False])
+def test_fork(options: list[str], body: dict[str, object], url_last: bool):
+    with running(Stub(history={"long/one": 1234})) as stub:
+        url = ["--url", stub.url]
+        order = ["fork", "long/one", *options]
+        arguments = [*order, *url] if url_last else [*url, *order]
+        result = CliRunner().invoke(app, ["sessions", *arguments])
+        assert result.exit_code == 0, result.output
+        assert stub.bodies == [body]
+    tokens = body.get("length", 1234)
+    name = body.get("new_session_id", "fork-1")
+    assert result.output == f"{name}: {tokens:,} tokens, 3 of them with KV\n"
+
+
+def test_fork_of_an_unknown_session():
+    with running(Stub()) as stub:
+        result = CliRunner().invoke(app, ["sessions", "fork", "x", "--url", stub.url])
+    assert result.exit_code == 1
+    assert "kedge sessions fork: 404: no such session" in result.output
 
 
 def test_the_command_loads_neither_torch_nor_ray():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache.audit import PageAccounts
+from cache.audit import HostAccounts, PageAccounts
 from engine.api import EngineStats
 from serving.metrics import (
     IngressMetrics,
@@ -15,10 +15,12 @@ from serving.metrics import (
 )
 
 
-def stats(**pages: int) -> EngineStats:
+def stats(*, window: PageAccounts | None = None, **pages: int) -> EngineStats:
     accounts = {"total": 10, "free": 4, "cached": 3, "protected": 1, "session": 1, "in_flight": 0} | pages
     return EngineStats(
         pages=PageAccounts(**accounts),
+        window_pages=window,
+        host=HostAccounts(budget_bytes=4096, used_bytes=1024, sessions=1),
         page_size=16,
         page_size_bytes=1024,
         sessions=2,
@@ -26,11 +28,15 @@ def stats(**pages: int) -> EngineStats:
         waiting=5,
         steps=100,
         retractions=3,
-        demotions=2,
+        demotions_to_host=2,
+        demotions_to_log=1,
+        promotions=1,
         evicted_pages=7,
         generated_tokens=400,
         prefill_tokens=900,
         cached_tokens=800,
+        draft_tokens=50,
+        accepted_draft_tokens=30,
     )
 
 
@@ -54,18 +60,34 @@ def test_replica_page() -> None:
     metrics.first_token(0.004)
     metrics.next_tokens(4, 0.004)
     found = samples(metrics.render())
-    assert found["kedge_kv_pages", (("account", "leaked"), ("replica", "a"))] == 1
-    assert found["kedge_kv_pages", (("account", "free"), ("replica", "a"))] == 4
-    assert found["kedge_kv_pool_pages", (("replica", "a"),)] == 10
+    assert found["kedge_kv_pages", (("account", "leaked"), ("pool", "full"), ("replica", "a"))] == 1
+    assert found["kedge_kv_pages", (("account", "free"), ("pool", "full"), ("replica", "a"))] == 4
+    assert found["kedge_kv_pool_pages", (("pool", "full"), ("replica", "a"))] == 10
+    assert not any(("pool", "window") in labels for _, labels in found)
     assert found["kedge_sessions", (("replica", "a"),)] == 2
     assert found["kedge_requests_waiting", (("replica", "a"),)] == 5
     assert found["kedge_retractions_total", (("replica", "a"),)] == 3
-    assert found["kedge_demotions_total", (("replica", "a"),)] == 2
+    assert found["kedge_demotions_total", (("replica", "a"), ("tier", "host"))] == 2
+    assert found["kedge_demotions_total", (("replica", "a"), ("tier", "log"))] == 1
+    assert found["kedge_promotions_total", (("replica", "a"),)] == 1
+    assert found["kedge_host_kv_bytes", (("replica", "a"),)] == 1024
+    assert found["kedge_host_kv_budget_bytes", (("replica", "a"),)] == 4096
+    assert found["kedge_host_sessions", (("replica", "a"),)] == 1
+    assert found["kedge_draft_tokens_total", (("replica", "a"),)] == 50
+    assert found["kedge_accepted_draft_tokens_total", (("replica", "a"),)] == 30
     assert found["kedge_cached_tokens_total", (("replica", "a"),)] == 800
     assert found["kedge_turns_total", (("outcome", "committed"), ("replica", "a"))] == 1
     assert found["kedge_ttft_seconds_bucket", (("le", "0.005"), ("replica", "a"))] == 1
     assert found["kedge_inter_token_seconds_count", (("replica", "a"),)] == 4
     assert found["kedge_inter_token_seconds_bucket", (("le", "0.001"), ("replica", "a"))] == 4
+
+
+def test_the_window_pool_has_books_of_its_own() -> None:
+    window = PageAccounts(total=5, free=1, cached=0, protected=0, session=2, in_flight=1)
+    found = samples(ReplicaMetrics("a", lambda: stats(window=window)).render())
+    for pool in ("full", "window"):
+        assert found["kedge_kv_pages", (("account", "leaked"), ("pool", pool), ("replica", "a"))] == 1
+    assert found["kedge_kv_pool_pages", (("pool", "window"), ("replica", "a"))] == 5
 
 
 def test_merged_page_has_every_family_once_and_every_sample() -> None:

@@ -1,0 +1,92 @@
+"""`kedge audit`: does every KV page of every replica have exactly one account, and if not, who had it last?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from serving.client.server import request_json
+from serving.commands.failure import one_line_errors
+from serving.commands.options import DEFAULT_URL, Url
+
+AUDIT_PATH = "/v1/kedge/audit"
+ACCOUNTS = ("total", "free", "cached", "protected", "session", "in_flight", "leaked")
+EXIT_NOT_CLEAN = 1
+
+
+def audit(
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
+) -> None:
+    """Walk over every KV page of every replica. Exit status 1 if any is lost, counted twice or not looked at."""
+    with one_line_errors("audit"), httpx.Client(base_url=url, timeout=60.0) as client:
+        found = request_json(client, "GET", AUDIT_PATH)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        console = Console()
+        console.print(_table(found["replicas"]))
+        for line in _complaints(found):
+            console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print("clean" if found["clean"] else "not clean")
+    if not found["clean"]:
+        raise typer.Exit(EXIT_NOT_CLEAN)
+
+
+def _table(replicas: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table()
+    table.add_column("replica", overflow="fold")
+    table.add_column("pool")
+    for account in ACCOUNTS:
+        table.add_column(account.replace("_", " "), justify="right")
+    table.add_column("host", justify="right")
+    for replica in replicas:
+        name, host = str(replica["replica_id"]), _host(replica["host"])
+        if not replica["pools"]:
+            table.add_row(name, "-", *("?" for _ in ACCOUNTS), host)
+        for pool, pages in replica["pools"].items():
+            table.add_row(name, pool, *(f"{pages[account]:,}" for account in ACCOUNTS), host)
+            name = host = ""
+    return table
+
+
+def _host(accounts: Mapping[str, int] | None) -> str:
+    if accounts is None:
+        return "?"
+    if not accounts["budget_bytes"]:
+        return "off"
+    return f"{decimal(accounts['used_bytes'])} of {decimal(accounts['budget_bytes'])}"
+
+
+def _complaints(found: Mapping[str, Any]) -> Iterator[str]:
+    if found["error"]:
+        yield found["error"]
+    for replica in found["replicas"]:
+        name = replica["replica_id"]
+        if replica["error"]:
+            yield f"{name}: {replica['error']}"
+        for mismatch in replica["mismatches"]:
+            yield f"{name}: {mismatch}"
+        for finding in replica["findings"]:
+            yield f"{name}: {_sentence(finding)}"
+
+
+def _sentence(finding: Mapping[str, Any]) -> str:
+    where = f" in {' and in '.join(finding['accounts'])}" if finding["accounts"] else ""
+    return f"page {finding['page']} of pool {finding['pool']} is {finding['kind']}{where}; {_last(finding['last'])}"
+
+
+def _last(trace: Mapping[str, Any] | None) -> str:
+    if trace is None:
+        return "never used"
+    owner = "no session" if trace["session"] is None else f"session {trace['session']}"
+    if trace["request"] is not None:
+        owner += f", request {trace['request']}"
+    return f"last {trace['operation']} by {owner} {trace['age_s']:.1f} s ago"

@@ -1,0 +1,94 @@
+"""`kedge audit`: a table of the books, every finding in words, and an exit status for scripts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from serving.cli import app
+from tests.unit.serving.openai_stub import Stub, running
+
+BOOKS = {
+    "total": 2048,
+    "free": 2000,
+    "cached": 10,
+    "protected": 20,
+    "session": 15,
+    "in_flight": 3,
+    "leaked": 0,
+}
+HOST = {"budget_bytes": 512_000_000, "used_bytes": 2_000_000, "sessions": 3}
+
+
+def replica(name: str, **changes: Any) -> dict[str, Any]:
+    found = {
+        "replica_id": name,
+        "clean": True,
+        "pools": {"full": BOOKS, "window": BOOKS | {"total": 99}},
+        "host": HOST,
+    }
+    return found | {"findings": [], "mismatches": [], "error": None} | changes
+
+
+def audit(*replicas: dict[str, Any], error: str | None = None, options: tuple[str, ...] = ()):
+    clean = error is None and all(each["clean"] for each in replicas)
+    found = {"clean": clean, "error": error, "replicas": list(replicas)}
+    with running(Stub(audit=found)) as stub:
+        result = CliRunner().invoke(app, ["audit", "--url", stub.url, *options], env={"COLUMNS": "140"})
+    return result, found
+
+
+def test_clean_books():
+    result, _ = audit(replica("r1"), replica("r2", host=HOST | {"budget_bytes": 0}))
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1] == "clean"
+    full, window = [line for line in result.output.splitlines() if "full" in line or "window" in line][:2]
+    for cell in ("r1", "2,048", "2,000", "15", "2.0 MB of 512.0 MB"):
+        assert cell in full
+    assert "99" in window
+    assert "off" in result.output
+
+
+def test_every_finding_is_named_with_its_last_owner():
+    last = {"operation": "allocated", "session": "anna-1", "request": "chat-7#3", "age_s": 12.34}
+    leaked = {"kind": "leaked", "pool": "full", "page": 7, "accounts": [], "last": last}
+    twice = {
+        "kind": "doubly accounted",
+        "pool": "window",
+        "page": 8,
+        "accounts": ["free", "session a"],
+        "last": None,
+    }
+    nobody = {**leaked, "page": 9, "last": {**last, "session": None, "request": None}}
+    wrong = replica(
+        "r1", clean=False, findings=[leaked, twice, nobody], mismatches=["cached: 3 counted, 4 found"]
+    )
+    result, _ = audit(wrong, replica("r2"))
+    assert result.exit_code == 1
+    said = result.output.splitlines()
+    owner = "last allocated by session anna-1, request chat-7#3 12.3 s ago"
+    assert f"r1: page 7 of pool full is leaked; {owner}" in said
+    assert "r1: page 8 of pool window is doubly accounted in free and in session a; never used" in said
+    assert "r1: page 9 of pool full is leaked; last allocated by no session 12.3 s ago" in said
+    assert "r1: cached: 3 counted, 4 found" in said
+    assert said[-1] == "not clean"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_replica_that_was_not_looked_at_is_not_clean(options: tuple[str, ...]):
+    silent = replica("r2", clean=False, pools={}, host=None, error="the replica did not answer")
+    result, found = audit(replica("r1"), silent, options=options)
+    assert result.exit_code == 1
+    if options:
+        assert json.loads(result.output) == found
+    else:
+        assert "r2: the replica did not answer" in result.output.splitlines()
+
+
+def test_no_controller_no_verdict():
+    result, _ = audit(replica("r1"), error="who should have answered is not known")
+    assert result.exit_code == 1
+    assert "who should have answered is not known" in result.output
