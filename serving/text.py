@@ -21,6 +21,7 @@ from engine.api import (
     TokenLogprob,
 )
 from serving.chat_template import ChatTemplate
+from serving.control_tokens import ControlTokens
 from serving.detokenizer import Detokenizer, NoText, TokenBytes
 from serving.stop_strings import StopMatcher
 from serving.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, TokenPrompt
@@ -44,10 +45,12 @@ class TextProcessor:
         self._backend: Tokenizer | None = None
         self._token_bytes: TokenBytes | None = None
         self._chat_template: ChatTemplate | None = None
+        self._control_tokens: ControlTokens | None = None
         if tokenizer is not None:
             self._bos_id = tokenizer.bos_token_id
             self._backend = _backend_of(tokenizer)
             self._token_bytes = TokenBytes(self._backend)
+            self._control_tokens = ControlTokens(self._backend)
             if tokenizer.chat_template is not None:
                 self._chat_template = ChatTemplate(tokenizer)
 
@@ -119,22 +122,25 @@ class TextProcessor:
         )
 
     def _encode_chat(self, prompt: ChatPrompt, continues: bool, last_token: int | None) -> list[int]:
-        if self._token_bytes is None:
+        if self._token_bytes is None or self._control_tokens is None:
             raise InvalidRequest("This model has no tokenizer; send token ids.", "messages")
         if self._chat_template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
+        prompt, mark = self._control_tokens.guard(prompt)
         if not continues:
-            return self._encode(
-                self._chat_template.render(prompt.messages, prompt.template_kwargs), "messages"
-            )
+            text = self._chat_template.render(prompt.messages, prompt.template_kwargs)
+            return self._encode(text, "messages", cut_at=mark)
         text = self._chat_template.render_continuation(prompt.messages, prompt.template_kwargs)
-        token_ids = self._encode(text, "messages")
+        token_ids = self._encode(text, "messages", cut_at=mark)
         # The model usually ends its answer with the very token that closes it in the template.
         if token_ids and token_ids[0] == last_token and last_token in self._token_bytes.special_ids:
             del token_ids[0]
         return token_ids
 
-    def _encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
+    def _encode(
+        self, text: str, param: str, *, add_special_tokens: bool = False, cut_at: str | None = None
+    ) -> list[int]:
+        """`cut_at` is a mark: what lies between two of them is tokenized by itself."""
         if self._backend is None or self._token_bytes is None:
             raise InvalidRequest("This model has no tokenizer; send token ids.", param)
         if len(text) > self._max_context_len * self._token_bytes.longest:
@@ -145,11 +151,11 @@ class TextProcessor:
             )
         try:
             # Unlike encode, the batch call lets other threads run meanwhile: a long text takes seconds.
-            encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            pieces = [text] if cut_at is None else text.split(cut_at)
+            encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("The text is not valid Unicode.", param) from error
-        token_ids: list[int] = encodings[0].ids
-        return token_ids
+        return [token_id for encoding in encodings for token_id in encoding.ids]
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
