@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from cache.journal import PageJournal, PageTrace
+from cache.journal import Owner, PageJournal, PageTrace
 from cache.pages import BooksError, PageArray
 
 PoolName = Literal["full", "window"]
@@ -32,6 +33,18 @@ class PageAccounts:
     @property
     def leaked(self) -> int:
         return self.total - self.free - self.cached - self.protected - self.session - self.in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Pages that one holder says are its own. `account` is a field of PageAccounts."""
+
+    account: str
+    owner: Owner | None
+    pages: PageArray
+
+    def __str__(self) -> str:
+        return self.account if self.owner is None else f"{self.account} ({self.owner})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +83,38 @@ class AuditReport:
     @property
     def clean(self) -> bool:
         return not self.findings and not self.mismatches
+
+    def __str__(self) -> str:
+        return "; ".join([*map(str, self.findings), *self.mismatches]) or "the books balance"
+
+
+def check_balance(pool: PoolName, accounts: PageAccounts) -> None:
+    """Raises BooksError if pages are unaccounted for or counted twice."""
+    if accounts.leaked:
+        raise BooksError(
+            f"KV books do not balance, {accounts.leaked} pages of pool {pool} leaked: {accounts}"
+        )
+
+
+def audit_pool(
+    pool: PoolName, accounts: PageAccounts, claims: Iterable[Claim], journal: PageJournal
+) -> tuple[list[Finding], list[str]]:
+    """Walks every claim: pages with no account or with several, and counters that the walk does not confirm."""
+    claimed = list(claims)
+    counted: Counter[str] = Counter()
+    for claim in claimed:
+        counted[claim.account] += len(claim.pages)
+    mismatches = [
+        f"pool {pool}: {account} is {getattr(accounts, account)} by its counter, {counted[account]} by the walk"
+        for account in ("free", "cached", "protected", "session", "in_flight")
+        if getattr(accounts, account) != counted[account]
+    ]
+    times = np.zeros(accounts.total, dtype=np.int64)
+    if claimed:
+        times += np.bincount(np.concatenate([claim.pages for claim in claimed]), minlength=accounts.total)
+    findings = []
+    for page in np.flatnonzero(times != 1).tolist():
+        holders = tuple(str(claim) for claim in claimed for _ in range(int((claim.pages == page).sum())))
+        kind: Literal["leaked", "doubly accounted"] = "doubly accounted" if holders else "leaked"
+        findings.append(Finding(kind, pool, page, holders, journal.last(page)))
+    return findings, mismatches

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-
-from cache.pages import PageArray
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +21,9 @@ class Owner:
         if self.request_id is not None:
             parts.append(f"request {self.request_id}")
         return ", ".join(parts)
+
+
+NOBODY = Owner()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class PageJournal:
         self._owners = np.full(num_pages, None, dtype=object)
         self._times_s = np.zeros(num_pages)
 
-    def note(self, pages: PageArray, operation: str, owner: Owner) -> None:
+    def note(self, pages: NDArray[np.int32], operation: str, owner: Owner) -> None:
         if len(pages):
             self._operations[pages] = operation
             self._owners[pages] = owner

@@ -8,23 +8,28 @@ from typing import Protocol
 
 import numpy as np
 
-from cache.pages import BooksError, PageAllocator, PageArray, no_pages
+from cache.audit import Claim, PageAccounts
+from cache.journal import NOBODY, Owner
+from cache.pages import BooksError, PageAllocator, no_pages
 from cache.radix_tree import RadixTree, TokenArray, TreeMatch
-from cache.sequence_kv import SequenceKV, pages_for
+from cache.sequence_kv import PageAccount, SequenceKV, pages_for
+from cache.window import WindowPool
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What a new sequence could start from. `num_unlocked` pages of it would leave the evictable account."""
+    """What a new sequence could start from. `num_unlocked` pages of it, and `num_unheld` window pages, would leave the
+    evictable account."""
 
     namespace: str
     prefix_len: int
     tree: TreeMatch
-    num_unlocked: int
+    num_unlocked: int = 0
+    num_unheld: int = 0
 
 
 class PrefixCache(Protocol):
-    """Owns one pool's allocator, the shared prefixes and the list of sequences in flight. Lengths in tokens.
+    """Owns the pools' allocators, the shared prefixes and the list of sequences in flight. Lengths in tokens.
 
     A SequenceKV given out by `begin` is in flight until `cache_finished` or `release` takes it back.
     """
@@ -39,23 +44,35 @@ class PrefixCache(Protocol):
     def num_free(self) -> int: ...
 
     @property
+    def allocator(self) -> PageAllocator: ...
+
+    @property
+    def window(self) -> WindowPool | None: ...
+
+    @property
     def cached_pages(self) -> int: ...
 
-    @property
-    def protected_pages(self) -> int: ...
+    def accounts(self, session: PageAccount) -> PageAccounts: ...
 
-    @property
-    def in_flight_pages(self) -> int: ...
+    def window_accounts(self, session: PageAccount) -> PageAccounts | None: ...
 
     def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None) -> int: ...
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch: ...
 
-    def begin(self, match: PrefixMatch) -> SequenceKV: ...
+    def begin(self, match: PrefixMatch, owner: Owner = NOBODY) -> SequenceKV: ...
+
+    def restore(self, namespace: str, owner: Owner, length: int, window_first: int) -> SequenceKV | None: ...
 
     def extend(self, kv: SequenceKV, target_len: int) -> bool: ...
 
     def shrink(self, kv: SequenceKV, target_len: int) -> None: ...
+
+    def slide(self, kv: SequenceKV, keep_len: int) -> None: ...
+
+    def resumable_len(self, kv: SequenceKV, length: int) -> int: ...
+
+    def share(self, kv: SequenceKV, tokens: TokenArray) -> PrefixMatch: ...
 
     def cache_unfinished(self, kv: SequenceKV, tokens: TokenArray) -> None: ...
 
@@ -65,24 +82,42 @@ class PrefixCache(Protocol):
 
     def lend(self, kv: SequenceKV) -> None: ...
 
-    def reclaim(self, kv: SequenceKV) -> None: ...
+    def reclaim(self, kv: SequenceKV, account: PageAccount) -> None: ...
 
     def evict(self, num_pages: int) -> int: ...
 
-    def claims(self) -> Iterator[tuple[str, PageArray]]: ...
+    def evict_window(self, num_pages: int) -> int: ...
+
+    def claims(self) -> Iterator[Claim]: ...
+
+    def window_claims(self) -> Iterator[Claim]: ...
+
+    def lock_mismatches(self, parked: list[SequenceKV]) -> list[str]: ...
 
 
 class RadixPrefixCache:
-    """PrefixCache over a RadixTree. With `enabled` False nothing is ever shared."""
+    """PrefixCache over a RadixTree, and a WindowPool for models with sliding windows.
 
-    def __init__(self, allocator: PageAllocator, page_size: int, *, enabled: bool = True) -> None:
+    With `enabled` False requests share nothing; forks still do.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        *,
+        enabled: bool = True,
+        window: WindowPool | None = None,
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self._allocator = allocator
         self._page_size = page_size
         self._enabled = enabled
+        self._window = window
         self._tree = RadixTree(page_size)
         self._in_flight: set[SequenceKV] = set()
+        self._account = PageAccount()
 
     @property
     def page_size(self) -> int:
@@ -97,16 +132,40 @@ class RadixPrefixCache:
         return self._allocator.num_free
 
     @property
+    def allocator(self) -> PageAllocator:
+        return self._allocator
+
+    @property
+    def window(self) -> WindowPool | None:
+        return self._window
+
+    @property
     def cached_pages(self) -> int:
         return self._tree.cached_pages
 
-    @property
-    def protected_pages(self) -> int:
-        return self._tree.protected_pages
+    def accounts(self, session: PageAccount) -> PageAccounts:
+        """The books of the pool of full-attention layers, from running counters."""
+        return PageAccounts(
+            total=self._allocator.num_pages,
+            free=self._allocator.num_free,
+            cached=self._tree.cached_pages,
+            protected=self._tree.protected_pages,
+            session=session.full,
+            in_flight=self._account.full,
+        )
 
-    @property
-    def in_flight_pages(self) -> int:
-        return sum(kv.num_private_pages for kv in self._in_flight)
+    def window_accounts(self, session: PageAccount) -> PageAccounts | None:
+        pool = self._window
+        if pool is None:
+            return None
+        return PageAccounts(
+            total=pool.num_pages,
+            free=pool.num_free,
+            cached=pool.cached_pages,
+            protected=pool.protected_pages,
+            session=session.window,
+            in_flight=self._account.window,
+        )
 
     def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None) -> int:
         """Protected pages that become evictable when every parked sequence but `kv` is released, `match` locked."""
@@ -121,61 +180,93 @@ class RadixPrefixCache:
         return self._tree.protected_pages - self._tree.locked_pages(held)
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
-        """Longest cached whole-page prefix. Changes nothing; stale after the next change of the cache."""
-        tree = self._tree.match(namespace, tokens) if self._enabled else TreeMatch(0, None, 0)
-        return PrefixMatch(namespace, tree.length, tree, self._tree.unlocked_pages(tree))
+        """Longest cached whole-page prefix that a sequence can start from. Changes nothing; stale after the next
+        change of the cache."""
+        if not self._enabled:
+            return PrefixMatch(namespace, 0, TreeMatch(0, None, 0))
+        return self._match(namespace, tokens)
 
-    def begin(self, match: PrefixMatch) -> SequenceKV:
+    def begin(self, match: PrefixMatch, owner: Owner = NOBODY) -> SequenceKV:
         """Starts a sequence on a fresh match, locking the shared prefix. The caller owns it."""
-        kv = SequenceKV(self._page_size, match.namespace)
+        windowed = self._window is not None
+        kv = SequenceKV(self._page_size, self._account, match.namespace, windowed=windowed)
+        kv.owner = owner
         if match.prefix_len:
             kv.node, pages = self._tree.lock(match.tree)
             kv.grow(pages, match.prefix_len)
-            kv.committed_len = kv.protected_len = match.prefix_len
+            kv.commit(match.prefix_len, None)
+            kv.protect(match.prefix_len)
+            if self._window is not None:
+                self._window.begin(kv, self._tree.path_window(kv.node))
+        self._in_flight.add(kv)
+        return kv
+
+    def restore(self, namespace: str, owner: Owner, length: int, window_first: int) -> SequenceKV | None:
+        """A sequence with pages for `length` tokens, whose first `window_first` window pages are gone, and no KV in
+        them yet. None, and nothing changed, if too few are free."""
+        count = pages_for(length, self._page_size)
+        if count > self._allocator.num_free:
+            return None
+        kv = SequenceKV(self._page_size, self._account, namespace, windowed=self._window is not None)
+        kv.owner = owner
+        if self._window is not None:
+            assert kv.window is not None
+            kv.window.start_at(window_first, no_pages())
+            if not self._window.take(kv, count - window_first):
+                return None
+        pages = self._allocator.allocate(count, None, owner)
+        assert pages is not None
+        kv.grow(pages, length)
         self._in_flight.add(kv)
         return kv
 
     def extend(self, kv: SequenceKV, target_len: int) -> bool:
-        """Adds pages until `target_len` tokens fit. False, and nothing changed, if too few pages are free."""
+        """Adds pages in each pool until `target_len` tokens fit. False, and nothing changed, if too few are free."""
         missing = kv.pages_missing(target_len)
-        pages = self._allocator.allocate(missing, kv.last_page) if missing else no_pages()
-        if pages is None:
+        if missing == 0:
+            kv.grow(no_pages(), target_len)
+            return True
+        if missing > self._allocator.num_free:
             return False
+        if self._window is not None and not self._window.take(kv, missing):
+            return False
+        pages = self._allocator.allocate(missing, kv.last_page, kv.owner)
+        assert pages is not None
         kv.grow(pages, target_len)
         return True
 
     def shrink(self, kv: SequenceKV, target_len: int) -> None:
-        """Cuts to `target_len` tokens and frees what lies wholly past it.
+        """Cuts to `target_len` tokens and frees what lies wholly past it, in each pool.
 
         A cut into the protected prefix gives the tree's pages back first; then only whole protected pages
-        survive (a shared page is never written), so `committed_len` may end below `target_len`.
+        survive (a shared page is never written), so `committed_len` may end below `target_len`. It ends at 0 if the
+        window pages that the rest would need are gone.
         """
-        if target_len < kv.protected_len:
-            self._allocator.free(kv.free_aligned(kv.protected_len))
-            self._unprotect(kv, target_len - target_len % self._page_size)
-        else:
-            self._allocator.free(kv.free_aligned(target_len))
+        if target_len < kv.allocated_len:
+            self._cut(kv, target_len)
+        if self._window is not None and not self._window.resumable(kv, kv.committed_len):
+            self._cut(kv, 0)
+
+    def slide(self, kv: SequenceKV, keep_len: int) -> None:
+        """Frees window pages that no later query sees; those that a rollback to `keep_len` would need stay."""
+        if self._window is not None:
+            self._window.slide(kv, keep_len)
+
+    def resumable_len(self, kv: SequenceKV, length: int) -> int:
+        """`length` if `kv` can be cut to it and go on, else 0."""
+        if self._window is None or self._window.resumable(kv, length):
+            return length
+        return 0
+
+    def share(self, kv: SequenceKV, tokens: TokenArray) -> PrefixMatch:
+        """Puts the whole pages of `tokens` into the tree and gives the match for another sequence to begin on."""
+        self._share(kv, tokens)
+        return self._match(kv.namespace, tokens)
 
     def cache_unfinished(self, kv: SequenceKV, tokens: TokenArray) -> None:
         """Shares the committed whole pages of `tokens`; the sequence goes on, holding them locked."""
-        num_tokens = min(len(tokens), kv.committed_len)
-        num_tokens -= num_tokens % self._page_size
-        if not self._enabled or num_tokens <= kv.protected_len:
-            return
-        start_page = kv.protected_len // self._page_size
-        end_page = num_tokens // self._page_size
-        own = kv.pages[:end_page].copy()
-        known_len, node = self._tree.insert(kv.namespace, tokens[:num_tokens], own)
-        new_node, tree_pages = self._tree.lock(TreeMatch(num_tokens, node, len(node.tokens)))
-        if kv.node is not None:
-            self._tree.unlock(kv.node)
-        kv.node = new_node
-        known_page = known_len // self._page_size
-        if known_page > start_page:
-            # The tree had these tokens already: keep its pages, give up the duplicates.
-            kv.replace(start_page, tree_pages[start_page:known_page])
-            self._allocator.free(own[start_page:known_page])
-        kv.protected_len = num_tokens
+        if self._enabled:
+            self._share(kv, tokens)
 
     def cache_finished(self, kv: SequenceKV, tokens: TokenArray) -> None:
         """Takes the sequence back, leaving its committed whole pages in the tree, evictable."""
@@ -184,46 +275,118 @@ class RadixPrefixCache:
 
     def release(self, kv: SequenceKV) -> None:
         """Takes the sequence back: locks returned, private pages freed. `kv` is empty afterwards."""
-        self._allocator.free(kv.free_aligned(kv.protected_len))
-        self._unprotect(kv, 0)
+        self._cut(kv, 0)
         self._in_flight.discard(kv)
 
     def lend(self, kv: SequenceKV) -> None:
         """A parked sequence is in flight again."""
+        kv.move_to(self._account)
         self._in_flight.add(kv)
 
-    def reclaim(self, kv: SequenceKV) -> None:
-        """The holder keeps `kv` parked outside this cache's in-flight account (a session's slot)."""
+    def reclaim(self, kv: SequenceKV, account: PageAccount) -> None:
+        """The holder keeps `kv` parked, counted in its own account (sessions' slots)."""
+        kv.move_to(account)
         self._in_flight.remove(kv)
 
     def evict(self, num_pages: int) -> int:
         """Frees at least `num_pages` evictable pages if there are so many; returns how many were freed."""
-        pages = self._tree.evict(num_pages)
-        self._allocator.free(pages)
+        pages, window_pages = self._tree.evict(num_pages)
+        self._allocator.free(pages, operation="evicted")
+        if self._window is not None:
+            self._window.disown(window_pages)
         return len(pages)
 
-    def claims(self) -> Iterator[tuple[str, PageArray]]:
-        """Every page under its account, but for those of parked sequences."""
-        yield "free", self._allocator.free_pages()
-        yield from self._tree.claims()
+    def evict_window(self, num_pages: int) -> int:
+        """The same in the window pool; the prefixes' other pages stay."""
+        return self._window.evict(self._tree, num_pages) if self._window is not None else 0
+
+    def claims(self) -> Iterator[Claim]:
+        """Every page of the full pool under its account, but for those of parked sequences."""
+        yield Claim("free", None, self._allocator.free_pages())
+        for account, pages in self._tree.claims():
+            yield Claim(account, None, pages)
         for kv in self._in_flight:
-            yield "in_flight", kv.private_pages
+            yield Claim("in_flight", kv.owner, kv.private_pages)
+
+    def window_claims(self) -> Iterator[Claim]:
+        """The same of the window pool."""
+        if self._window is None:
+            return
+        for account, pages in self._window.claims():
+            yield Claim(account, None, pages)
+        for kv in self._in_flight:
+            assert kv.window is not None
+            yield Claim("in_flight", kv.owner, kv.window.live(kv.num_protected_pages))
+
+    def lock_mismatches(self, parked: list[SequenceKV]) -> list[str]:
+        """Locks and holds that differ from those of the sequences in flight and `parked`."""
+        sequences = [*self._in_flight, *parked]
+        wrong = self._tree.lock_mismatches([kv.node for kv in sequences if kv.node is not None])
+        if self._window is not None:
+            holders = np.zeros(self._window.num_pages, dtype=np.int32)
+            for kv in sequences:
+                assert kv.window is not None
+                holders[kv.window.live(0, kv.num_protected_pages)] += 1
+            wrong += self._window.hold_mismatches(holders, self._tree)
+        return wrong
+
+    def _match(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
+        tree = self._tree.match(namespace, tokens)
+        num_unheld = 0
+        if self._window is not None:
+            entries = self._tree.match_window(tree)
+            num_pages = self._window.longest_resumable(entries)
+            tree = self._tree.shorten(tree, num_pages * self._page_size)
+            num_unheld = self._window.num_unheld(entries[self._window.first_needed(tree.length) : num_pages])
+        return PrefixMatch(namespace, tree.length, tree, self._tree.unlocked_pages(tree), num_unheld)
+
+    def _share(self, kv: SequenceKV, tokens: TokenArray) -> None:
+        num_tokens = min(len(tokens), kv.shareable_len)
+        num_tokens -= num_tokens % self._page_size
+        if num_tokens <= kv.protected_len:
+            return
+        start_page = kv.num_protected_pages
+        end_page = num_tokens // self._page_size
+        own = kv.pages[:end_page].copy()
+        known_len, node = self._tree.insert(kv.namespace, tokens[:num_tokens], own)
+        new_node, tree_pages = self._tree.lock(TreeMatch(num_tokens, node, len(node.tokens)))
+        if kv.node is not None:
+            self._tree.unlock(kv.node)
+        kv.node = new_node
+        known_page = known_len // self._page_size
+        if self._window is not None:
+            self._window.share(kv, self._tree, known_page, end_page)
+        if known_page > start_page:
+            # The tree had these tokens already: keep its pages, give up the duplicates.
+            kv.replace(start_page, tree_pages[start_page:known_page])
+            self._allocator.free(own[start_page:known_page], kv.owner, "freed as a duplicate")
+        self._allocator.journal.note(own[max(start_page, known_page) :], "shared", kv.owner)
+        kv.protect(num_tokens)
+
+    def _cut(self, kv: SequenceKV, target_len: int) -> None:
+        """Private pages first, then the protected prefix, if the cut goes so far (whole pages of it survive)."""
+        self._cut_private(kv, max(target_len, kv.protected_len))
+        if target_len < kv.protected_len:
+            self._unprotect(kv, target_len - target_len % self._page_size)
+
+    def _cut_private(self, kv: SequenceKV, target_len: int) -> None:
+        if self._window is not None:
+            self._window.cut(kv, pages_for(target_len, self._page_size))
+        self._allocator.free(kv.free_aligned(target_len), kv.owner)
 
     def _unprotect(self, kv: SequenceKV, target_len: int) -> None:
         """Returns the locks past `target_len` (whole pages). Needs private pages to be gone already."""
-        if kv.node is None:
-            return
-        if kv.num_private_pages:
+        if kv.num_private_pages or kv.node is None:
             raise BooksError("protected prefix cut under private pages")
+        if self._window is not None:
+            self._window.cut(kv, target_len // self._page_size)
         drop_len = kv.protected_len - target_len
         if target_len:
             kv.node = self._tree.relock_shorter(kv.node, drop_len)
         else:
             self._tree.unlock(kv.node)
             kv.node = None
-        kv.protected_len = target_len
-        kv.free_aligned(target_len)  # those pages are the tree's: dropped from the table, not freed
-        assert kv.num_pages == pages_for(target_len, self._page_size)
+        kv.drop_protected(target_len)
 
 
 def token_array(tokens: object) -> TokenArray:

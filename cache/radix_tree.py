@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.pages import BooksError, PageArray, no_pages
+from cache.window_table import GONE
 
 TokenArray: TypeAlias = NDArray[np.int32]
 
@@ -22,10 +23,20 @@ TokenArray: TypeAlias = NDArray[np.int32]
 class RadixNode:
     """Tokens below a parent (whole pages) and their pages. `children` is keyed by the bytes of a child's first page.
 
-    A split makes a new *upper* node, so a handle on a node always stands for the same end of prefix.
+    `window_pages` are those of sliding-window layers, GONE where there are none. A split makes a new *upper* node, so a
+    handle on a node always stands for the same end of prefix.
     """
 
-    __slots__ = ("children", "last_used", "lock_count", "namespace", "pages", "parent", "tokens")
+    __slots__ = (
+        "children",
+        "last_used",
+        "lock_count",
+        "namespace",
+        "pages",
+        "parent",
+        "tokens",
+        "window_pages",
+    )
 
     def __init__(
         self, namespace: str, parent: RadixNode | None, tokens: TokenArray, pages: PageArray
@@ -34,6 +45,7 @@ class RadixNode:
         self.parent = parent
         self.tokens = tokens
         self.pages = pages
+        self.window_pages = np.full(len(pages), GONE, dtype=np.int32)
         self.children: dict[bytes, RadixNode] = {}
         self.lock_count = 0
         self.last_used = 0
@@ -82,6 +94,16 @@ class RadixTree:
             if common < len(child.tokens):
                 return TreeMatch(length, child, common)
             node = child
+
+    def shorten(self, match: TreeMatch, length: int) -> TreeMatch:
+        """The same match, cut to `length` tokens (whole pages)."""
+        node, drop = match.node, match.length - length
+        depth = match.depth
+        while node is not None and drop >= depth and node.parent is not None:
+            drop -= depth
+            node = node.parent
+            depth = len(node.tokens)
+        return TreeMatch(length, node, depth - drop) if length else TreeMatch(0, None, 0)
 
     def unlocked_pages(self, match: TreeMatch) -> int:
         """Pages of a match that are evictable now and would not be once it is locked."""
@@ -162,11 +184,55 @@ class RadixTree:
             current = current.parent
         return np.concatenate(parts[::-1])
 
-    def evict(self, num_pages: int) -> PageArray:
-        """Drops least recently used unlocked leaves until `num_pages` pages (or all) are out; returns their pages."""
+    def path_window(self, node: RadixNode) -> PageArray:
+        """Window pages of the prefix that ends at `node`, from the root down, GONE among them."""
+        return self.match_window(TreeMatch(0, node, len(node.tokens)))
+
+    def match_window(self, match: TreeMatch) -> PageArray:
+        """Window pages of a match, from the root down, GONE among them."""
+        parts: list[PageArray] = []
+        node, depth = match.node, match.depth
+        while node is not None:
+            parts.append(node.window_pages[: depth // self._page_size])
+            node = node.parent
+            depth = len(node.tokens) if node is not None else 0
+        return np.concatenate(parts[::-1]) if parts else no_pages()
+
+    def place_window(self, node: RadixNode, index: int, page: int) -> None:
+        """Page `index` of the prefix that ends at `node` has its window KV in `page` from now on."""
+        start, above = 0, node
+        while above.parent is not None:
+            start += len(above.pages)
+            above = above.parent
+        current: RadixNode | None = node
+        while current is not None:
+            start -= len(current.pages)
+            if index >= start:
+                assert current.window_pages[index - start] == GONE
+                current.window_pages[index - start] = page
+                return
+            current = current.parent
+
+    def strip_window(self, num_pages: int, is_unheld: NDArray[np.bool_]) -> PageArray:
+        """Takes window pages that nobody holds, oldest nodes first, until `num_pages` (or all) are out."""
+        taken: list[PageArray] = []
+        count = 0
+        for node in sorted(self._nodes(), key=lambda node: node.last_used):
+            if count >= num_pages:
+                break
+            loose = (node.window_pages != GONE) & is_unheld[node.window_pages]
+            taken.append(node.window_pages[loose])
+            node.window_pages[loose] = GONE
+            count += len(taken[-1])
+        return np.concatenate(taken) if taken else no_pages()
+
+    def evict(self, num_pages: int) -> tuple[PageArray, PageArray]:
+        """Drops least recently used unlocked leaves until `num_pages` pages (or all) are out; returns their pages, and
+        their window pages."""
         heap = [(n.last_used, id(n), n) for n in self._nodes() if not n.children and n.lock_count == 0]
         heapq.heapify(heap)
         evicted: list[PageArray] = []
+        window: list[PageArray] = []
         count = 0
         while heap and count < num_pages:
             _, _, leaf = heapq.heappop(heap)
@@ -174,6 +240,7 @@ class RadixTree:
             assert parent is not None
             del parent.children[self._child_key(leaf.tokens)]
             evicted.append(leaf.pages)
+            window.append(leaf.window_pages)
             count += len(leaf.pages)
             if not parent.children and parent.lock_count == 0:
                 if parent.parent is not None:
@@ -181,12 +248,34 @@ class RadixTree:
                 else:
                     del self._roots[parent.namespace]
         self._num_pages -= count
-        return np.concatenate(evicted) if evicted else no_pages()
+        if not evicted:
+            return no_pages(), no_pages()
+        return np.concatenate(evicted), np.concatenate(window)
+
+    def window_pages(self) -> PageArray:
+        """Window pages of all nodes."""
+        parts = [node.window_pages[node.window_pages != GONE] for node in self._nodes()]
+        return np.concatenate(parts) if parts else no_pages()
 
     def claims(self) -> Iterator[tuple[str, PageArray]]:
         """Every node's pages under the account that holds them, for the audit."""
         for node in self._nodes():
             yield ("protected" if node.lock_count else "cached"), node.pages
+
+    def lock_mismatches(self, locked: Iterable[RadixNode]) -> list[str]:
+        """Nodes whose lock count differs from the number of `locked` ends below or at them."""
+        counts: dict[int, int] = {}
+        for end in locked:
+            node: RadixNode | None = end
+            while node is not None and node.parent is not None:
+                counts[id(node)] = counts.get(id(node), 0) + 1
+                node = node.parent
+        return [
+            f"prefix tree: a node of {len(node.pages)} pages from page {int(node.pages[0])} on is locked "
+            f"{node.lock_count} times by {counts.get(id(node), 0)} holders"
+            for node in self._nodes()
+            if node.lock_count != counts.get(id(node), 0)
+        ]
 
     def _root(self, namespace: str) -> RadixNode:
         root = self._roots.get(namespace)
@@ -214,6 +303,8 @@ class RadixTree:
         parent.children[self._child_key(upper.tokens)] = upper
         node.tokens = node.tokens[depth:]
         node.pages = node.pages[num_upper:]
+        upper.window_pages = node.window_pages[:num_upper]
+        node.window_pages = node.window_pages[num_upper:]
         node.parent = upper
         upper.children[self._child_key(node.tokens)] = node
         return upper

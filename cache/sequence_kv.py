@@ -1,4 +1,4 @@
-"""SequenceKV: the pages of one sequence and how far they are filled."""
+"""SequenceKV: the pages that hold one sequence's KV, and how far they are filled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cache.journal import NOBODY, Owner
 from cache.pages import PageArray, no_pages
+from cache.window_table import WindowTable
 
 if TYPE_CHECKING:
     from cache.radix_tree import RadixNode
@@ -19,32 +21,59 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+class PageAccount:
+    """Running count of the private pages of all sequences with one kind of holder, in each pool."""
+
+    __slots__ = ("full", "window")
+
+    def __init__(self) -> None:
+        self.full = 0
+        self.window = 0
+
+
 class SequenceKV:
     """Page table of one sequence, owned by exactly one holder at a time: a live request or a session's slot.
 
-    Invariant: protected_len <= committed_len <= allocated_len; the table has ceil(allocated_len / page_size)
-    pages. The first `protected_len` tokens (whole pages) lie in pages of the prefix tree, locked through `node`; the
-    sequence may read but never write or free them. Lengths are in tokens.
+    Invariant: protected_len <= committed_len <= allocated_len, draft_len <= committed_len; the table has
+    ceil(allocated_len / page_size) pages. The first `protected_len` tokens (whole pages) lie in pages of the prefix
+    tree, locked through `node`; the sequence may read but never write or free them. The draft model, if there is one,
+    has its KV of the first `draft_len` tokens. Lengths are in tokens. Private pages are counted in `account`, that
+    of the holder. `window` is the table of sliding-window layers, if the model has any (cache/window.py keeps it).
     """
 
-    __slots__ = ("_buffer", "allocated_len", "committed_len", "contiguous", "namespace", "node", "num_pages",
-                 "page_size", "protected_len")  # fmt: skip
+    __slots__ = ("_breaks", "_buffer", "account", "allocated_len", "committed_len", "draft_len", "namespace", "node",
+                 "num_pages", "owner", "page_size", "protected_len", "window")  # fmt: skip
 
-    def __init__(self, page_size: int, namespace: str = "") -> None:
+    def __init__(
+        self, page_size: int, account: PageAccount, namespace: str = "", *, windowed: bool = False
+    ) -> None:
         self.page_size = page_size
+        self.account = account
         self.namespace = namespace
+        self.owner: Owner = NOBODY
         self._buffer = np.empty(_INITIAL_CAPACITY, dtype=np.int32)
+        self._breaks = 0
         self.num_pages = 0
         self.allocated_len = 0
         self.committed_len = 0
         self.protected_len = 0
+        self.draft_len = 0
         self.node: RadixNode | None = None
-        self.contiguous = True
+        self.window = WindowTable() if windowed else None
+
+    @property
+    def contiguous(self) -> bool:
+        """True if the pages are one ascending run."""
+        return self._breaks == 0
 
     @property
     def pages(self) -> PageArray:
         """Read-only by convention: a view of the page table, valid until the sequence next changes."""
         return self._buffer[: self.num_pages]
+
+    @property
+    def num_protected_pages(self) -> int:
+        return self.protected_len // self.page_size
 
     @property
     def num_private_pages(self) -> int:
@@ -58,8 +87,13 @@ class SequenceKV:
     def last_page(self) -> int | None:
         return int(self._buffer[self.num_pages - 1]) if self.num_pages else None
 
+    @property
+    def shareable_len(self) -> int:
+        """Tokens whose KV is complete, the draft model's included."""
+        return min(self.committed_len, self.draft_len)
+
     def pages_missing(self, target_len: int) -> int:
-        """Pages to add before `target_len` tokens fit."""
+        """Pages to add, in each pool, before `target_len` tokens fit."""
         return max(0, pages_for(target_len, self.page_size) - self.num_pages)
 
     def grow(self, pages: PageArray, allocated_len: int) -> None:
@@ -72,11 +106,23 @@ class SequenceKV:
                 grown[: self.num_pages] = self.pages
                 self._buffer = grown
             self._buffer[self.num_pages : end] = pages
-            if self.contiguous:
-                self.contiguous = _is_run(self._buffer[max(self.num_pages - 1, 0) : end])
+            self._breaks += self._breaks_in(self.num_pages, end)
             self.num_pages = end
+            self.account.full += count
         self.allocated_len = max(self.allocated_len, allocated_len)
         assert self.num_pages == pages_for(self.allocated_len, self.page_size)
+
+    def commit(self, committed_len: int, draft_len: int | None) -> None:
+        """KV of accepted tokens was computed up to `committed_len`; None: no draft model, nothing of its is missing."""
+        assert committed_len <= self.allocated_len
+        self.committed_len = committed_len
+        self.draft_len = committed_len if draft_len is None else min(draft_len, committed_len)
+
+    def protect(self, length: int) -> None:
+        """The first `length` tokens (whole pages) are the tree's from now on."""
+        assert length >= self.protected_len
+        self.account.full -= (length - self.protected_len) // self.page_size
+        self.protected_len = length
 
     def free_aligned(self, target_len: int) -> PageArray:
         """Cuts every length to `target_len` and gives up the pages wholly past it; a part-filled page stays.
@@ -86,26 +132,50 @@ class SequenceKV:
         assert target_len >= self.protected_len
         if self.allocated_len <= target_len:
             return no_pages()
-        keep = pages_for(target_len, self.page_size)
-        freed = self._buffer[keep : self.num_pages].copy()
-        self.num_pages = keep
-        self.allocated_len = target_len
-        self.committed_len = min(self.committed_len, target_len)
-        if not self.contiguous:
-            self.contiguous = _is_run(self.pages)
+        freed = self._cut(target_len)
+        self.account.full -= len(freed)
         return freed
+
+    def drop_protected(self, target_len: int) -> None:
+        """Gives the tree's pages past `target_len` (whole pages) back to the tree. Needs private pages to be gone."""
+        assert self.num_private_pages == 0
+        self.protected_len = target_len
+        self._cut(target_len)
 
     def replace(self, start_page: int, pages: PageArray) -> None:
         """Points the table at other pages with the same KV (the tree's copy of a prefix)."""
         self._buffer[start_page : start_page + len(pages)] = pages
-        self.contiguous = _is_run(self.pages)
+        self._breaks = self._breaks_in(1, self.num_pages)
+
+    def move_to(self, account: PageAccount) -> None:
+        """The holder changes: private pages are counted in its account from now on."""
+        window = 0 if self.window is None else self.window.num_private(self.num_protected_pages)
+        self.account.full -= self.num_private_pages
+        self.account.window -= window
+        account.full += self.num_private_pages
+        account.window += window
+        self.account = account
+
+    def _cut(self, target_len: int) -> PageArray:
+        keep = pages_for(target_len, self.page_size)
+        freed = self._buffer[keep : self.num_pages].copy()
+        if self._breaks:
+            self._breaks -= self._breaks_in(keep, self.num_pages)
+        self.num_pages = keep
+        self.allocated_len = min(self.allocated_len, target_len)
+        self.committed_len = min(self.committed_len, target_len)
+        self.draft_len = min(self.draft_len, target_len)
+        return freed
+
+    def _breaks_in(self, start: int, end: int) -> int:
+        """Pages from `start` to `end` that do not follow the page before them."""
+        start = max(start, 1)
+        if end <= start:
+            return 0
+        return int(np.count_nonzero(np.diff(self._buffer[start - 1 : end]) != 1))
 
     def __repr__(self) -> str:
         return (
             f"SequenceKV(pages={self.num_pages}, allocated={self.allocated_len}, "
             f"committed={self.committed_len}, protected={self.protected_len})"
         )
-
-
-def _is_run(pages: PageArray) -> bool:
-    return bool((np.diff(pages) == 1).all())

@@ -1,42 +1,50 @@
 """SessionAwareCache: keeps each session's KV between turns, over any PrefixCache.
 
 Between turns a session's SequenceKV rests in its slot. A turn *moves* it out to the request and, at its end, back:
-it is never in two places, so it can never be counted twice. Idle slots are always demotable.
+it is never in two places, so it can never be counted twice. Idle slots are always demotable: to host memory while its
+budget lasts, then to nothing but the token log.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 
-from cache.audit import PageAccounts, check_balance, check_pages
-from cache.pages import PageArray
+from cache.journal import Owner
 from cache.prefix_cache import PrefixCache, PrefixMatch
 from cache.radix_tree import TokenArray
-from cache.sequence_kv import SequenceKV, pages_for
+from cache.sequence_kv import PageAccount, SequenceKV, pages_for
+from cache.session_audit import SessionAuditor
+from cache.session_tiers import SessionTiers
+from cache.slots import SessionSlot, SlotState, SlotTable
+from cache.tiers import HostTier, PoolPages
+
+EVICTION_SHARE = 64
+"""Cached prefixes are evicted by at least this part of the pool, so that finding the oldest pays."""
 
 
 class SessionBorrowed(RuntimeError):
     """The session's KV is out with a turn; the operation needs it in its slot."""
 
 
-@dataclass(slots=True)
-class SessionSlot:
-    """A session's KV between turns. `kv` is None while it is lent to the request `borrower`."""
+class Room(Enum):
+    """What came of asking for pages."""
 
-    kv: SequenceKV | None
-    borrower: str | None = None
+    READY = auto()
+    WAIT = auto()  # copies on their way will give pages back, or bring what was asked for
+    SHORT = auto()  # only a running request could give way
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMatch:
-    """Where a request could start: `prefix_len` tokens of KV are there, from a slot or from the shared tree."""
+    """Where a request could start: `prefix_len` tokens of KV are there, from a slot (`prefix` is None) or from the
+    shared tree. `elsewhere`: the slot's KV is on the host or on its way back; `promote` it first."""
 
     session_id: str | None
     prefix_len: int
     prefix: PrefixMatch | None
-    num_unlocked: int
+    elsewhere: bool = False
 
     @property
     def from_slot(self) -> bool:
@@ -44,12 +52,18 @@ class CacheMatch:
 
 
 class SessionAwareCache:
-    """The one facade the scheduler talks to. Lengths in tokens, sizes in pages."""
+    """The one facade the scheduler talks to. Lengths in tokens, sizes in pages.
 
-    def __init__(self, inner: PrefixCache) -> None:
+    `step_tokens` is the most that a sequence grows by in one step.
+    """
+
+    def __init__(self, inner: PrefixCache, host: HostTier | None = None, step_tokens: int = 1) -> None:
         self._inner = inner
-        self._slots: OrderedDict[str, SessionSlot] = OrderedDict()  # least recently used first
-        self.num_demotions = 0
+        self._step_tokens = step_tokens
+        self._slots = SlotTable()
+        self._account = PageAccount()
+        self.tiers = SessionTiers(inner, self._slots, self._account, host or HostTier())
+        self.books = SessionAuditor(inner, self._slots, self._account, self.tiers)
         self.num_evicted_pages = 0
 
     @property
@@ -78,54 +92,106 @@ class SessionAwareCache:
         Changes nothing, so a request refused after it can come back. `tokens` is called only if the tree is asked:
         a session that continues costs the same at any length. Raises SessionBorrowed during a turn.
         """
-        slot = self._slots.get(session_id) if session_id is not None else None
+        slot = self._idle_slot(session_id) if session_id is not None else None
         if slot is not None:
-            if slot.kv is None:
-                raise SessionBorrowed(f"session {session_id} is in a turn of request {slot.borrower}")
-            return CacheMatch(session_id, min(slot.kv.committed_len, max_len, history_len), None, 0)
+            usable = max(min(slot.usable_len, max_len, history_len), 0)
+            if slot.state in (SlotState.HOST, SlotState.LOADING):
+                if usable:
+                    return CacheMatch(session_id, usable, None, elsewhere=True)
+            else:
+                assert slot.kv is not None
+                usable = self._inner.resumable_len(slot.kv, usable)
+                if usable:
+                    return CacheMatch(session_id, usable, None)
         prefix = self._inner.match_prefix(namespace, tokens()[: max(max_len, 0)])
-        return CacheMatch(session_id, prefix.prefix_len, prefix, prefix.num_unlocked)
+        return CacheMatch(session_id, prefix.prefix_len, prefix)
 
     def can_begin(self, match: CacheMatch, target_len: int, reserve_pages: int = 0) -> bool:
         """Are there pages for `target_len` tokens on this match, and `reserve_pages` more, without a retraction?"""
-        needed = pages_for(target_len, self.page_size) - pages_for(match.prefix_len, self.page_size)
-        room = self._inner.num_free + self._inner.cached_pages - match.num_unlocked - reserve_pages
-        if needed <= room:
+        held = 0 if match.elsewhere else pages_for(match.prefix_len, self.page_size)
+        needed = pages_for(target_len, self.page_size) - held
+        locked = match.prefix.num_unlocked if match.prefix is not None else 0
+        room = self._inner.num_free + self._inner.cached_pages - locked - reserve_pages
+        if needed <= room and self._inner.window is None:
             return True
         # Demoting idle sessions frees their private pages, and the shared ones that nobody in flight holds. Counting
         # more would demote them all in vain.
         own = self._slots.get(match.session_id) if match.session_id is not None else None
-        idle = sum(slot.kv.num_private_pages for slot in self._slots.values() if slot.kv and slot is not own)
-        return needed <= room + idle + self._inner.yielding_pages(match.prefix, own.kv if own else None)
+        own_kv = own.kv if own is not None else None
+        loading, loading_window = self.tiers.moving_pages(SlotState.LOADING)
+        idle, idle_window = self._account.full - loading, self._account.window - loading_window
+        if own is not None and own_kv is not None and own.state is not SlotState.LOADING:
+            idle -= own_kv.num_private_pages
+            if own_kv.window is not None:
+                idle_window -= own_kv.window.num_private(own_kv.num_protected_pages)
+        if not self._window_can_begin(match, needed, idle_window, reserve_pages):
+            return False
+        return needed <= room or needed <= room + idle + self._inner.yielding_pages(match.prefix, own_kv)
 
-    def begin(self, match: CacheMatch, request_id: str) -> SequenceKV:
+    def begin(self, match: CacheMatch, owner: Owner) -> SequenceKV:
         """Moves the matched KV to a request. A session's tail past the prefix is freed first."""
+        assert not match.elsewhere
+        session_id = match.session_id
+        lent = None
+        if session_id is not None:
+            lent = SessionSlot(session_id, SlotState.LENT, borrower=owner.request_id)
         if match.prefix is not None:
-            fresh = self._inner.begin(match.prefix)
-            if match.session_id is not None:
-                self._slots[match.session_id] = SessionSlot(None, request_id)
+            fresh = self._inner.begin(match.prefix, owner)
+            if lent is not None:
+                self.tiers.discard(lent.session_id)  # what it holds, if anything, could not be continued
+                self._slots.put(lent)
             return fresh
-        assert match.session_id is not None
-        slot = self._slots[match.session_id]
-        kv = slot.kv
-        assert kv is not None
-        slot.kv, slot.borrower = None, request_id
+        assert lent is not None
+        slot = self._slots.get(lent.session_id)
+        assert slot is not None
+        kv = self.tiers.take_out(slot)
+        kv.owner = owner
+        self._slots.put(lent)
         self._inner.lend(kv)
         self._free_tail(kv, match.prefix_len)
         return kv
 
-    def extend(self, kv: SequenceKV, target_len: int) -> bool:
+    def promote(self, session_id: str) -> Room:
+        """Brings a session's KV from the host beside compute; READY once that is under way.
+
+        Room comes from cached prefixes and from sessions that are needed later than this one.
+        """
+        slot = self._slots.get(session_id)
+        if slot is None or slot.state is not SlotState.HOST:
+            return Room.READY
+        entry = slot.entry
+        assert entry is not None
+        restored: list[SequenceKV] = []
+
+        def attempt() -> bool:
+            kv = self._inner.restore(
+                entry.namespace, Owner(session_id), entry.committed_len, entry.window_first
+            )
+            restored.extend([kv] if kv is not None else [])
+            return kv is not None
+
+        num_pages = pages_for(entry.committed_len, self.page_size)
+        room = self._make_room(attempt, num_pages, num_pages - entry.window_first, session_id)
+        if room is Room.READY:
+            self._inner.reclaim(restored[0], self._account)
+            self.tiers.load(slot, restored[0])
+        return room
+
+    def extend(self, kv: SequenceKV, target_len: int, before: str | None = None) -> Room:
         """Adds pages for `target_len` tokens, evicting cached prefixes, then demoting idle sessions, if it must.
 
-        False if pages are still short; what was evicted or demoted on the way stays so.
+        What was evicted or demoted on the way stays so. `before`: spare sessions whose turns came before this one's.
         """
-        while not self._inner.extend(kv, target_len):
-            missing = kv.pages_missing(target_len) - self._inner.num_free
-            evicted = self._inner.evict(missing)
-            self.num_evicted_pages += evicted
-            if evicted < missing and not self._demote_one():
-                return self._inner.extend(kv, target_len)
-        return True
+        missing = kv.pages_missing(target_len)
+        return self._make_room(lambda: self._inner.extend(kv, target_len), missing, missing, before)
+
+    def extend_if_free(self, kv: SequenceKV, target_len: int) -> bool:
+        """Adds pages only if nothing has to give way for them."""
+        return self._inner.extend(kv, target_len)
+
+    def slide(self, kv: SequenceKV, keep_len: int) -> None:
+        """After a step: frees window pages that nobody sees any more; a rollback to `keep_len` stays possible."""
+        self._inner.slide(kv, keep_len)
 
     def cache_unfinished(self, kv: SequenceKV, tokens: TokenArray) -> None:
         """Shares a computed prompt with requests to come; its request goes on."""
@@ -139,6 +205,7 @@ class SessionAwareCache:
     def finish_turn(self, session_id: str, kv: SequenceKV, target_len: int) -> None:
         """A turn ended well at `target_len` tokens (input plus finished output): its KV moves to the slot."""
         self._trim_overshoot(kv, target_len)
+        self._inner.slide(kv, 0)
         self._park(session_id, kv)
 
     def release(self, kv: SequenceKV) -> None:
@@ -153,49 +220,58 @@ class SessionAwareCache:
     def rewind_session(self, session_id: str, length: int) -> None:
         """Cuts an idle session's KV to at most `length` tokens. Raises SessionBorrowed during a turn."""
         slot = self._idle_slot(session_id)
-        if slot is not None and slot.kv is not None and length < slot.kv.allocated_len:
+        if slot is None:
+            return
+        if slot.state in (SlotState.HOST, SlotState.LOADING):
+            slot.valid_len = min(length, slot.usable_len)  # cut by the turn that takes it
+        elif slot.kv is not None and length < slot.kv.allocated_len:
+            slot.kv = self.tiers.take_out(slot)
             self._inner.shrink(slot.kv, length)
             if slot.kv.committed_len == 0:
-                self.release_session(session_id)
+                self.tiers.discard(session_id)
+
+    def fork_session(self, parent_id: str, child_id: str, tokens: TokenArray) -> int:
+        """Starts `child_id` on the KV of an idle parent's first `tokens`; returns how many of them it covers.
+
+        Whole pages are shared through the prefix tree, each holder with its own lock; the part-filled page is copied.
+        A parent whose KV is on the host gives none: the child computes its own. Raises SessionBorrowed during a turn
+        of either.
+        """
+        self.release_session(child_id)
+        slot = self._idle_slot(parent_id)
+        if slot is None or slot.kv is None or slot.state is SlotState.LOADING:
+            return 0
+        length = min(len(tokens), slot.usable_len)
+        child = self._inner.begin(self._inner.share(slot.kv, tokens[:length]), Owner(child_id))
+        if 0 < length - child.committed_len < self.page_size:
+            self._copy_part_page(slot.kv, child, length)
+        if child.committed_len == 0:
+            self._inner.release(child)
+            return 0
+        self._inner.reclaim(child, self._account)
+        self._slots.put(SessionSlot(child_id, SlotState.IDLE, child))
+        return child.committed_len
 
     def release_session(self, session_id: str) -> None:
         """Frees an idle session's KV and forgets it. Raises SessionBorrowed during a turn; unknown ids are fine."""
-        slot = self._idle_slot(session_id)
-        if slot is not None:
-            assert slot.kv is not None
-            self._inner.release(slot.kv)
-            del self._slots[session_id]
+        self._idle_slot(session_id)
+        self.tiers.discard(session_id)
+
+    def expect(self, session_id: str) -> None:
+        """The session's next turn waits: other idle sessions give way first."""
+        self._slots.expect(session_id)
+
+    def unexpect(self, session_id: str) -> None:
+        """It waits no longer."""
+        self._slots.unexpect(session_id)
 
     def flush(self) -> None:
         """Drops every cached prefix that nobody holds."""
         self._inner.evict(self._inner.cached_pages)
 
     def held_tokens(self) -> dict[str, int]:
-        """Tokens of KV in each idle session's slot."""
-        return {sid: slot.kv.committed_len for sid, slot in self._slots.items() if slot.kv is not None}
-
-    def accounts(self) -> PageAccounts:
-        """The pool's books, each account counted by its own keeper."""
-        return PageAccounts(
-            total=self._inner.num_pages,
-            free=self._inner.num_free,
-            cached=self._inner.cached_pages,
-            protected=self._inner.protected_pages,
-            session=sum(slot.kv.num_private_pages for slot in self._slots.values() if slot.kv is not None),
-            in_flight=self._inner.in_flight_pages,
-        )
-
-    def check(self, *, deep: bool = False) -> None:
-        """Raises BooksError unless the books balance; `deep` walks every page."""
-        check_balance(self.accounts())
-        if deep:
-            check_pages(self._inner.num_pages, self._claims())
-
-    def _claims(self) -> Iterator[tuple[str, PageArray]]:
-        yield from self._inner.claims()
-        for session_id, slot in self._slots.items():
-            if slot.kv is not None:
-                yield f"session {session_id}", slot.kv.private_pages
+        """Tokens of KV each idle session holds, on the device or the host."""
+        return {slot.session_id: slot.usable_len for slot in self._slots if slot.state is not SlotState.LENT}
 
     def _free_tail(self, kv: SequenceKV, prefix_len: int) -> None:
         """Before a turn extends at `prefix_len`, every page wholly past it is freed.
@@ -212,28 +288,74 @@ class SessionAwareCache:
 
     def _park(self, session_id: str, kv: SequenceKV) -> None:
         """Moves KV from its request to the slot; a slot without KV is dropped, the token log has the rest."""
-        slot = self._slots[session_id]
-        assert slot.kv is None
+        slot = self._slots.get(session_id)
+        assert slot is not None
+        assert slot.state is SlotState.LENT
         if kv.committed_len == 0:
             self._inner.release(kv)
-            del self._slots[session_id]
+            self._slots.remove(session_id)
             return
-        self._inner.reclaim(kv)
-        slot.kv, slot.borrower = kv, None
-        self._slots.move_to_end(session_id)
+        self._inner.reclaim(kv, self._account)
+        self._slots.put(SessionSlot(session_id, SlotState.IDLE, kv))
 
-    def _demote_one(self) -> bool:
-        """Demotes the longest idle session to its token log. False if no slot is idle."""
-        for session_id, slot in self._slots.items():
-            if slot.kv is not None:
-                self._inner.release(slot.kv)
-                del self._slots[session_id]
-                self.num_demotions += 1
-                return True
-        return False
+    def _copy_part_page(self, parent: SequenceKV, child: SequenceKV, length: int) -> None:
+        """Gives the child its own copy of the page that `length` ends in, if a page is free for it."""
+        index = length // self.page_size
+        if parent.window is not None and not parent.window.is_live(index, index + 1):
+            return
+        if not self._inner.extend(child, length):
+            return
+        child.commit(length, min(parent.draft_len, length))
+        self.tiers.clone(_page_at(parent, index), _page_at(child, index))
+
+    def _make_room(self, attempt: Callable[[], bool], full: int, window: int, before: str | None) -> Room:
+        """Repeats `attempt`, which takes `full` and `window` pages, giving up one thing after another for it."""
+        while not attempt():
+            if self._evict(full, window):
+                continue
+            coming, coming_window = self.tiers.moving_pages(SlotState.SAVING)
+            missing, missing_window = self._missing(full, window)
+            if missing > coming or missing_window > coming_window:
+                victim = self._slots.next_victim(before)
+                if victim is not None:
+                    self.tiers.demote(victim)
+                    continue
+            return Room.WAIT if self.tiers.copies_in_flight else Room.SHORT
+        return Room.READY
+
+    def _missing(self, full: int, window: int) -> tuple[int, int]:
+        pool = self._inner.window
+        return full - self._inner.num_free, window - pool.num_free if pool is not None else 0
+
+    def _evict(self, full: int, window: int) -> int:
+        """Evicts cached prefixes if pages are missing; returns how many pages that freed."""
+        missing, missing_window = self._missing(full, window)
+        evicted = 0
+        if missing > 0:
+            evicted += self._inner.evict(max(missing, self.num_pages // EVICTION_SHARE))
+        if missing_window > 0:
+            evicted += self._inner.evict_window(missing_window)
+        self.num_evicted_pages += evicted
+        return evicted
+
+    def _window_can_begin(self, match: CacheMatch, needed: int, idle: int, reserve_pages: int) -> bool:
+        """The same question for the window pool. Shared pages of idle sessions are not counted: it may say no where
+        there is room, and the request waits for those that run."""
+        pool = self._inner.window
+        if pool is None:
+            return True
+        held = match.prefix.num_unheld if match.prefix is not None else 0
+        needed = min(needed, pool.pages_for_span(self._step_tokens))
+        return needed <= pool.num_free + pool.cached_pages - held - reserve_pages + idle
 
     def _idle_slot(self, session_id: str) -> SessionSlot | None:
         slot = self._slots.get(session_id)
-        if slot is not None and slot.kv is None:
+        if slot is not None and slot.state is SlotState.LENT:
             raise SessionBorrowed(f"session {session_id} is in a turn of request {slot.borrower}")
         return slot
+
+
+def _page_at(kv: SequenceKV, index: int) -> PoolPages:
+    full = kv.pages[index : index + 1].copy()
+    window = kv.window.pages[index : index + 1].copy() if kv.window is not None else full[:0]
+    return PoolPages(full, window)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache
+from cache.sequence_kv import pages_for
 from cache.session_cache import SessionAwareCache
+from cache.tiers import HostTier
+from cache.window import WindowPool
 from engine.api import DeltaSink
 from engine.attention.torch_backend import TorchAttention
 from engine.counters import EngineCounters
 from engine.engine import LocalEngine
-from engine.models.loader import load_model
-from engine.runner.kv_pool import make_kv_pool
+from engine.models.errors import UnsupportedModel
+from engine.models.loader import LoadedModel, load_model
+from engine.runner.draft_model import DraftModel
+from engine.runner.host_copies import HostCopies
+from engine.runner.kv_pool import KVPool, PoolTooSmall, make_kv_pool
 from engine.runner.protocol import Runner
 from engine.runner.torch_runner import TorchRunner
 from engine.scheduler import Scheduler
-from engine.settings import CacheSettings, EngineSettings, SchedulerSettings
+from engine.settings import CacheSettings, EngineSettings, SchedulerSettings, SpeculationSettings
+from engine.speculative.ngram_proposer import NgramProposer
+from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
 from engine.stops import StopCriteria
 
 
@@ -24,27 +32,96 @@ def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
     Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable or engine.runner.kv_pool.PoolTooSmall.
     """
     loaded = load_model(settings.model)
-    pool = make_kv_pool(loaded.spec, settings.cache, loaded.dtype, loaded.device)
-    runner = TorchRunner(
-        loaded.model, pool, TorchAttention(pool), loaded.spec.vocab_size, loaded.max_context_len
+    runner = build_runner(loaded, settings.cache, _load_draft(loaded, settings.speculation))
+    return assemble_engine(
+        runner, settings.cache, settings.scheduler, settings.speculation, loaded.eos_token_ids, sink
     )
-    return assemble_engine(runner, settings.cache, settings.scheduler, loaded.eos_token_ids, sink)
+
+
+def build_runner(loaded: LoadedModel, cache: CacheSettings, draft: LoadedModel | None = None) -> TorchRunner:
+    """The model over KV pools of its own, with a draft model whose KV lies in a pool of as many pages."""
+    draft_bytes = 0
+    if draft is not None:
+        draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
+    pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes)
+    drafter, draft_pool = None, None
+    if draft is not None:
+        draft_pool = _draft_pool(draft, pool)
+        drafter = DraftModel(
+            draft.model, draft_pool, TorchAttention(draft_pool), draft.vocab_size, draft.max_context_len
+        )
+    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full)
+    return TorchRunner(
+        loaded.model, pool, TorchAttention(pool), loaded.vocab_size, loaded.max_context_len, drafter, copies
+    )
 
 
 def assemble_engine(
     runner: Runner,
     cache: CacheSettings,
     scheduler: SchedulerSettings,
+    speculation: SpeculationSettings,
     eos_token_ids: frozenset[int],
     sink: DeltaSink,
 ) -> LocalEngine:
-    """An engine around a given runner, not started. The runner sizes the pool."""
+    """An engine around a given runner, not started. The runner sizes the pools."""
     counters = EngineCounters()
+    host = HostTier(cache.host_size_bytes, runner.page_size_bytes, runner.window_page_size_bytes)
+    step_tokens = min(scheduler.chunk_size, scheduler.max_batch_tokens) + speculation.max_draft_tokens
+    window = _window_pool(runner, step_tokens)
     allocator = PageAllocator(runner.num_pages)
-    prefixes = RadixPrefixCache(allocator, runner.page_size, enabled=cache.prefix_cache)
-    sessions = SessionAwareCache(prefixes)
+    prefixes = RadixPrefixCache(allocator, runner.page_size, enabled=cache.prefix_cache, window=window)
+    sessions = SessionAwareCache(prefixes, host, step_tokens)
     context_len = min(scheduler.max_context_len or runner.max_context_len, runner.max_context_len)
-    stops = StopCriteria(eos_token_ids, context_len)
-    return LocalEngine(
-        sessions, Scheduler(sessions, stops, scheduler, counters), runner, counters, scheduler, sink
+    planner = Scheduler(
+        sessions,
+        StopCriteria(eos_token_ids, context_len),
+        scheduler,
+        counters,
+        _proposer(speculation),
+        mirrors_prompts=speculation.method == "draft",
     )
+    return LocalEngine(sessions, planner, runner, counters, scheduler, sink, cache.books)
+
+
+def _load_draft(target: LoadedModel, speculation: SpeculationSettings) -> LoadedModel | None:
+    if speculation.method != "draft":
+        return None
+    if speculation.draft_model is None:
+        raise UnsupportedModel("speculation with a draft model needs draft_model")
+    draft = load_model(speculation.draft_model)
+    if draft.vocab_size != target.vocab_size:
+        raise UnsupportedModel(
+            f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size}"
+        )
+    return draft
+
+
+def _draft_pool(draft: LoadedModel, target: KVPool) -> KVPool:
+    """As many pages as the target's: a sequence's page table serves both."""
+    settings = CacheSettings(page_size=target.page_size, num_pages=target.num_pages)
+    return make_kv_pool(draft.layout, settings, draft.dtype, draft.device)
+
+
+def _proposer(speculation: SpeculationSettings) -> Proposer:
+    longest, row_cost = speculation.max_draft_tokens, speculation.row_cost
+    if speculation.method == "ngram":
+        return NgramProposer(speculation.ngram_size, longest, row_cost)
+    if speculation.method == "draft":
+        return DraftModelProposer(longest, row_cost, speculation.draft_cost)
+    return NoProposer()
+
+
+def _window_pool(runner: Runner, step_tokens: int) -> WindowPool | None:
+    """Raises PoolTooSmall if a single sequence could run out of window pages: what it sees, what a rollback of its
+    turn would see, and a step."""
+    if runner.window_len is None:
+        return None
+    needed = pages_for(2 * (runner.window_len + 1) + step_tokens, runner.page_size) + 3
+    longest = pages_for(runner.max_context_len, runner.page_size)
+    if runner.num_window_pages < min(needed, longest):
+        raise PoolTooSmall(
+            f"windows of {runner.window_len} tokens need {min(needed, longest)} window pages, "
+            f"the pool has {runner.num_window_pages}"
+        )
+    return WindowPool(PageAllocator(runner.num_window_pages), runner.page_size, runner.window_len)

@@ -14,3 +14,5 @@ class EngineCounters:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0

@@ -8,10 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
+from cache.audit import AuditReport
+from cache.prefix_cache import token_array
 from cache.sequence_kv import pages_for
 from cache.session_cache import SessionAwareCache
+from cache.tiers import CopyKind, CopyOrder
 from engine.api import (
     ContextLengthExceeded,
     DeltaSink,
@@ -29,7 +34,7 @@ from engine.batch import ModelOutput, ScheduledBatch
 from engine.counters import EngineCounters
 from engine.runner.protocol import Runner
 from engine.scheduler import Scheduler
-from engine.settings import SchedulerSettings
+from engine.settings import BooksCheck, SchedulerSettings
 
 T = TypeVar("T")
 
@@ -53,6 +58,7 @@ class LocalEngine:
         counters: EngineCounters,
         settings: SchedulerSettings,
         sink: DeltaSink,
+        books: BooksCheck = "balance",
     ) -> None:
         self._cache = cache
         self._scheduler = scheduler
@@ -60,6 +66,8 @@ class LocalEngine:
         self._counters = counters
         self._settings = settings
         self._sink = sink
+        self._books = books
+        self._stalled = False  # all that could run waits for copies between device and host
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _accepting against a post racing with the end of the loop
         self._accepting = True
@@ -109,12 +117,27 @@ class LocalEngine:
         self._post(lambda: self._emit(self._scheduler.abort(request_id)))
 
     def close_session(self, session_id: str) -> Future[None]:
-        return self._on_idle_session(session_id, lambda: self._cache.release_session(session_id))
+        return self._on_idle_session(session_id, lambda: self._scheduler.release_session(session_id))
 
     def rewind_session(self, session_id: str, length: int) -> Future[None]:
         if length < 0:
             raise InvalidRequest(f"cannot rewind to {length} tokens", param="offset")
         return self._on_idle_session(session_id, lambda: self._cache.rewind_session(session_id, length))
+
+    def fork_session(
+        self, parent_id: str, child_id: str, history: Sequence[int], history_len: int
+    ) -> Future[int]:
+        if not 0 <= history_len <= len(history):
+            raise InvalidRequest("history_len does not fit the history", param="length")
+        if parent_id == child_id:
+            raise InvalidRequest(f"session {child_id} cannot fork itself", param="session_id")
+
+        def operation() -> int:
+            self._refuse_in_turn(parent_id)
+            self._refuse_in_turn(child_id)
+            return self._cache.fork_session(parent_id, child_id, token_array(history[:history_len]))
+
+        return self._call(operation)
 
     def flush(self) -> Future[bool]:
         def operation() -> bool:
@@ -131,20 +154,22 @@ class LocalEngine:
     def session_kv_tokens(self) -> Future[dict[str, int]]:
         return self._call(self._cache.held_tokens)
 
-    def check_books(self) -> Future[None]:
-        """Walks every page; the future raises cache.pages.BooksError if one has no account, or two."""
-        return self._call(lambda: self._cache.check(deep=True))
+    def audit(self) -> Future[AuditReport]:
+        return self._call(self._cache.books.audit)
 
     def step(self) -> bool:
         """One turn of the loop's crank: False if there was nothing to run. Only for the step thread and tests."""
         batch = self._scheduler.schedule()
+        self._carry_out(self._cache.tiers.take_orders())
+        self._stalled = batch is None and self._cache.tiers.copies_in_flight > 0
         if batch is not None:
             output = self._execute(batch)
             if output is not None:
                 self._deltas.extend(self._scheduler.update(batch, output))
             self._counters.steps += 1
-            if self._settings.strict_books:
-                self._cache.check()
+            self._cache.books.check(self._books)
+        elif self._scheduler.has_work:
+            self._emit(self._scheduler.refuse_stuck())
         self._flush_deltas()
         return batch is not None
 
@@ -157,11 +182,33 @@ class LocalEngine:
             self._deltas.extend(self._scheduler.fail([item.request_id for item in batch.items], failure))
             return None
 
+    def _carry_out(self, orders: Sequence[CopyOrder]) -> None:
+        """Hands orders to the runner, before anything is written to the pages that they read."""
+        for order in orders:
+            if order.kind is CopyKind.DROP:
+                self._runner.drop(order.key)
+                continue
+            assert order.pages is not None
+            if order.kind is CopyKind.CLONE:
+                assert order.target is not None
+                self._runner.clone(order.pages, order.target)
+                continue
+            start = self._runner.save if order.kind is CopyKind.SAVE else self._runner.load
+            start(order.key, order.pages).add_done_callback(partial(self._copy_ended, order.key))
+
+    def _copy_ended(self, key: int, copy: Future[None]) -> None:
+        """On whatever thread copied: the step thread hears of it through its inbox."""
+        error = copy.exception()
+        if error is not None:
+            _logger.error("a copy of KV between device and host failed", exc_info=error)
+        with suppress(EngineStopped):
+            self._post(lambda: self._cache.tiers.copy_done(key, failed=error is not None))
+
     def _run(self) -> None:
         reason = EngineStopped("the engine is shut down")
         try:
             while not self._stopping:
-                self._drain_inbox(block=not self._scheduler.has_work)
+                self._drain_inbox(block=self._stalled or not self._scheduler.has_work)
                 self.step()
                 self._publish_stats()
         except Exception as error:
@@ -192,6 +239,7 @@ class LocalEngine:
                 _logger.exception("a command failed while the engine shut down")
         self._deltas.extend(self._scheduler.abandon_all(reason))
         self._flush_deltas()
+        self._runner.close()
 
     def _request_stop(self) -> None:
         self._stopping = True
@@ -219,11 +267,14 @@ class LocalEngine:
 
     def _on_idle_session(self, session_id: str, operation: Callable[[], None]) -> Future[None]:
         def checked() -> None:
-            if self._scheduler.in_turn(session_id):
-                raise SessionBusy(f"session {session_id} has a turn in flight", param="session_id")
+            self._refuse_in_turn(session_id)
             operation()
 
         return self._call(checked)
+
+    def _refuse_in_turn(self, session_id: str) -> None:
+        if self._scheduler.in_turn(session_id):
+            raise SessionBusy(f"session {session_id} has a turn in flight", param="session_id")
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuses what could never run. Any thread; reads only what never changes."""
@@ -271,7 +322,9 @@ class LocalEngine:
     def _take_stats(self) -> EngineStats:
         counters = self._counters
         return EngineStats(
-            pages=self._cache.accounts(),
+            pages=self._cache.books.accounts(),
+            window_pages=self._cache.books.window_accounts(),
+            host=self._cache.tiers.accounts(),
             page_size=self._cache.page_size,
             page_size_bytes=self._runner.page_size_bytes,
             sessions=self._cache.num_sessions,
@@ -279,11 +332,15 @@ class LocalEngine:
             waiting=self._scheduler.num_waiting,
             steps=counters.steps,
             retractions=counters.retractions,
-            demotions=self._cache.num_demotions,
+            demotions_to_host=self._cache.tiers.num_to_host,
+            demotions_to_log=self._cache.tiers.num_to_log,
+            promotions=self._cache.tiers.num_promotions,
             evicted_pages=self._cache.num_evicted_pages,
             generated_tokens=counters.generated_tokens,
             prefill_tokens=counters.prefill_tokens,
             cached_tokens=counters.cached_tokens,
+            draft_tokens=counters.draft_tokens,
+            accepted_draft_tokens=counters.accepted_draft_tokens,
         )
 
 

@@ -62,8 +62,8 @@ class LiveRequest:
     computed once the prompt is done.
     """
 
-    __slots__ = ("arrival", "cached_tokens", "kv", "next_input_logprob", "num_output", "penalties", "prompt_len",
-                 "shares_prompt", "spec", "status", "tokens")  # fmt: skip
+    __slots__ = ("accepted_draft_tokens", "arrival", "cached_tokens", "draft_tokens", "kv", "next_input_logprob",
+                 "num_output", "penalties", "prompt_len", "shares_prompt", "spec", "status", "tokens")  # fmt: skip
 
     def __init__(self, spec: GenerateRequest, arrival: int) -> None:
         self.spec = spec
@@ -75,6 +75,8 @@ class LiveRequest:
         self.num_output = 0
         self.cached_tokens: int | None = None
         self.shares_prompt = False
+        self.draft_tokens = 0
+        self.accepted_draft_tokens = 0
         self.penalties = _penalties(spec, self.tokens)
         logprobs = spec.logprobs
         self.next_input_logprob = logprobs.input_start if logprobs is not None else None
@@ -87,6 +89,11 @@ class LiveRequest:
     def order(self) -> tuple[int, int]:
         """Smaller goes first: higher priority, then earlier arrival."""
         return (-self.spec.priority, self.arrival)
+
+    @property
+    def rollback_len(self) -> int:
+        """Where its session stands if it fails; 0 without one."""
+        return self.spec.history_len if self.spec.session_id is not None else 0
 
     @property
     def num_uncomputed(self) -> int:

@@ -2,7 +2,8 @@
 
 Continuous batching: every step mixes decodes and prompt chunks. Order is by priority, then arrival. When pages run
 out cached prefixes go first, then idle sessions' KV, then the last in order among the running is retracted. The
-first in order is never retracted and fits the pool by itself, so something always finishes.
+first in order is never retracted and fits the pool by itself, so something always finishes. While copies between device
+and host are on their way, those who need their outcome sit steps out, and no one is retracted for them.
 """
 
 from __future__ import annotations
@@ -10,25 +11,32 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
-from cache.session_cache import SessionAwareCache
+from cache.journal import Owner
+from cache.session_cache import Room, SessionAwareCache
 from engine.api import (
     EngineError,
     Finish,
     FinishReason,
     GenerateRequest,
+    RequestTooLarge,
     SessionBusy,
     TokenDelta,
     TokenLogprob,
 )
-from engine.batch import BatchItem, ItemOutput, ModelOutput, SampleSpec, ScheduledBatch
+from engine.batch import BatchItem, DraftWork, ItemOutput, ModelOutput, SampleSpec, ScheduledBatch
 from engine.counters import EngineCounters
+from engine.deltas import delta_of, refusal
 from engine.request import LiveRequest, Status
 from engine.settings import SchedulerSettings
+from engine.speculative.proposers import NOTHING, NoProposer, Proposal, Proposer
 from engine.stops import StopCriteria
 
 
 class Scheduler:
-    """Owns every live request. Called only from the engine's thread (`num_waiting` may be read anywhere)."""
+    """Owns every live request. Called only from the engine's thread (`num_waiting` may be read anywhere).
+
+    With `mirrors_prompts` a draft model computes its own KV of every prompt along with the target.
+    """
 
     def __init__(
         self,
@@ -36,11 +44,16 @@ class Scheduler:
         stops: StopCriteria,
         settings: SchedulerSettings,
         counters: EngineCounters,
+        proposer: Proposer | None = None,
+        *,
+        mirrors_prompts: bool = False,
     ) -> None:
         self._cache = cache
         self._stops = stops
         self._settings = settings
         self._counters = counters
+        self._proposer = proposer or NoProposer()
+        self._mirrors_prompts = mirrors_prompts
         self._live: dict[str, LiveRequest] = {}
         self._sessions_in_turn: set[str] = set()
         self._waiting: list[LiveRequest] = []  # both lists in LiveRequest.order
@@ -67,11 +80,12 @@ class Scheduler:
         """Queues a request. Returns its final delta if it cannot even wait: its id or session is in use."""
         if spec.request_id in self._live:
             error = SessionBusy(f"request id {spec.request_id} is in flight", param="request_id")
-            return _refusal(spec, error)
+            return refusal(spec, error)
         if spec.session_id is not None:
             if spec.session_id in self._sessions_in_turn:
-                return _refusal(spec, SessionBusy(f"session {spec.session_id} has a turn in flight"))
+                return refusal(spec, SessionBusy(f"session {spec.session_id} has a turn in flight"))
             self._sessions_in_turn.add(spec.session_id)
+            self._cache.expect(spec.session_id)
         request = LiveRequest(spec, self._arrivals)
         self._arrivals += 1
         self._live[spec.request_id] = request
@@ -92,7 +106,7 @@ class Scheduler:
     def abandon_all(self, error: EngineError) -> list[TokenDelta]:
         """Answers every live request when the engine ends. The books, perhaps broken, are not touched."""
         finish = Finish(FinishReason.ERROR, message=error.message, error=error)
-        deltas = [_delta(request, (), (), (), finish) for request in self._live.values()]
+        deltas = [delta_of(request, (), (), (), finish) for request in self._live.values()]
         self._live.clear()
         self._sessions_in_turn.clear()
         self._waiting.clear()
@@ -110,12 +124,19 @@ class Scheduler:
         self._counters.retractions += 1
         self._running.remove(request)
         self._give_back(request)
+        if request.spec.session_id is not None:
+            self._cache.expect(request.spec.session_id)
         request.status = Status.WAITING
         insort(self._waiting, request, key=_order)
         return True
 
+    def release_session(self, session_id: str) -> None:
+        """Forgets an idle session's KV. Raises cache.session_cache.SessionBorrowed during a turn."""
+        self._cache.release_session(session_id)
+        self._proposer.forget(session_id)
+
     def schedule(self) -> ScheduledBatch | None:
-        """Plans one step; None if there is nothing to run. May retract running requests."""
+        """Plans one step; None if there is nothing to run now. May retract running requests."""
         budget = self._settings.max_batch_tokens
         items: list[BatchItem] = []
         # Decodes first: a long prompt must not hold up the others' next token.
@@ -126,17 +147,30 @@ class Scheduler:
                 count = min(request.num_uncomputed, self._settings.chunk_size, budget)
                 if count == 0 or not self._make_room(request, count):
                     continue
-                items.append(self._item(request, count))
-                budget -= count
+                item = self._item(request, count, budget)
+                items.append(item)
+                budget -= len(item.token_ids)
         items = self._without_retracted(items)
-        while budget and self._waiting and len(self._running) < self._settings.max_running:
-            request = self._waiting[0]
-            count = self._admit(request, budget)
-            if count == 0:
+        for request in list(self._waiting):
+            if budget == 0 or len(self._running) >= self._settings.max_running:
                 break
-            items.append(self._item(request, count))
-            budget -= count
+            admitted = self._admit(request, budget)
+            if admitted == 0:
+                break
+            if admitted is not None:
+                items.append(self._item(request, admitted, budget))
+                budget -= admitted
         return ScheduledBatch(items) if items else None
+
+    def refuse_stuck(self) -> TokenDelta | None:
+        """Ends the first waiting request if it found no room although nothing runs and no copy is on its way: it
+        would wait for ever. Admission's limits make that impossible; should they err, it is still answered."""
+        if self._running or not self._waiting or self._cache.tiers.copies_in_flight:
+            return None
+        request = self._waiting[0]
+        accounts = self._cache.books.accounts()
+        error = RequestTooLarge(f"{len(request.tokens)} tokens found no room in an idle KV pool: {accounts}")
+        return self._end(request, Finish(FinishReason.ERROR, message=error.message, error=error))
 
     def update(self, batch: ScheduledBatch, output: ModelOutput) -> list[TokenDelta]:
         """Takes in a step's result: commits KV, accepts tokens, ends what is done."""
@@ -145,14 +179,18 @@ class Scheduler:
             request = self._live[item.request_id]
             kv = request.kv
             assert kv is not None
-            kv.committed_len = item.start + len(item.token_ids)
+            certain_len = item.start + len(item.token_ids) - item.num_drafts
+            committed_len = certain_len + max(len(result.token_ids) - 1, 0)
+            kv.commit(committed_len, self._draft_len(item.draft, kv.draft_len))
             if request.next_input_logprob is not None:
-                request.next_input_logprob = _following_input_logprob(request, kv.committed_len)
-            if request.num_output == 0 and kv.committed_len == request.prompt_len and request.shares_prompt:
+                request.next_input_logprob = _following_input_logprob(request, committed_len)
+            if request.num_output == 0 and certain_len == request.prompt_len and request.shares_prompt:
                 self._cache.cache_unfinished(kv, request.tokens.array(request.prompt_len))
             delta = self._accept(request, item, result)
             if delta is not None:
                 deltas.append(delta)
+            if request.status is Status.RUNNING:
+                self._cache.slide(kv, request.rollback_len)
         return deltas
 
     def _accept(self, request: LiveRequest, item: BatchItem, result: ItemOutput) -> TokenDelta | None:
@@ -165,6 +203,8 @@ class Scheduler:
             if finish is not None:
                 break
         self._counters.generated_tokens += accepted
+        if result.num_proposed:
+            self._count_drafts(request, result)
         if item.sample is None and item.next_token is None and request.num_uncomputed == 0:
             finish = Finish(FinishReason.LENGTH)  # nothing was asked for beyond the prompt
         token_ids, logprobs = result.token_ids[:accepted], result.logprobs[:accepted]
@@ -172,9 +212,23 @@ class Scheduler:
             return self._end(request, finish, token_ids, logprobs, result.input_logprobs)
         if not token_ids and not result.input_logprobs:
             return None
-        return _delta(request, token_ids, logprobs, result.input_logprobs)
+        return delta_of(request, token_ids, logprobs, result.input_logprobs)
 
-    def _item(self, request: LiveRequest, count: int) -> BatchItem:
+    def _count_drafts(self, request: LiveRequest, result: ItemOutput) -> None:
+        agreed = len(result.token_ids) - 1
+        request.draft_tokens += result.num_proposed
+        request.accepted_draft_tokens += agreed
+        self._counters.draft_tokens += result.num_proposed
+        self._counters.accepted_draft_tokens += agreed
+        self._proposer.observe(request, result.num_proposed, agreed)
+
+    def _draft_len(self, work: DraftWork | None, before: int) -> int | None:
+        """How far the draft model's KV goes after a step; None if there is no draft model."""
+        if not self._mirrors_prompts:
+            return None
+        return before if work is None else work.start + len(work.token_ids) + max(work.count - 1, 0)
+
+    def _item(self, request: LiveRequest, count: int, budget: int) -> BatchItem:
         kv = request.kv
         assert kv is not None
         start, end = kv.committed_len, kv.committed_len + count
@@ -186,22 +240,46 @@ class Scheduler:
             wants = logprobs is not None and logprobs.output
             top = logprobs.top if logprobs is not None else 0
             sample = SampleSpec(sampling, end, request.penalties, wants, top)
+        proposal = self._propose(request, budget - count) if count == 1 and sample is not None else NOTHING
         item = BatchItem(
             request_id=request.request_id,
-            token_ids=request.tokens.slice(start, end),
+            token_ids=[*request.tokens.slice(start, end), *proposal.token_ids],
             start=start,
             pages=kv.pages,
             contiguous=kv.contiguous,
             sample=sample,
             next_token=None if last else request.tokens.at(end),
+            window_pages=kv.window.pages if kv.window is not None else None,
+            num_drafts=len(proposal.token_ids),
         )
+        if self._mirrors_prompts and (proposal.model_count or count > 1 or not last):
+            missing = request.tokens.slice(kv.draft_len, end)
+            item.draft = DraftWork(kv.draft_len, missing, proposal.model_count)
         if request.next_input_logprob is not None and request.next_input_logprob <= end:
             item.input_logprobs_from = request.next_input_logprob
             item.top_input_logprobs = request.spec.logprobs.top if request.spec.logprobs else 0
         return item
 
-    def _admit(self, request: LiveRequest, budget: int) -> int:
-        """Moves the first waiting request to running; returns its tokens for this step, 0 if it must wait on."""
+    def _propose(self, request: LiveRequest, budget: int) -> Proposal:
+        """Drafts for a decode, if there are pages for them: nothing gives way to a guess."""
+        kv = request.kv
+        assert kv is not None
+        if request.num_output == 0 or request.next_input_logprob is not None:
+            return NOTHING
+        end = len(request.tokens)
+        wanted = request.spec.sampling.max_new_tokens - request.num_output
+        limit = min(wanted - 1, self._stops.max_context_len - end - 1, budget)
+        if limit <= 0:
+            return NOTHING
+        proposal = self._proposer.propose(request, limit)
+        count = len(proposal.token_ids) + proposal.model_count
+        if count and not self._cache.extend_if_free(kv, end + count):
+            return NOTHING
+        return proposal
+
+    def _admit(self, request: LiveRequest, budget: int) -> int | None:
+        """Moves a waiting request to running; returns its tokens for this step. 0: it and all behind it must wait for
+        room; None: it waits for its KV, which is on its way from the host, and others may pass."""
         spec = request.spec
         match = self._cache.match_prefix(
             spec.session_id, spec.namespace, request.tokens.array, request.max_prefix_len, spec.history_len
@@ -210,10 +288,13 @@ class Scheduler:
         # grows; alone it fits by itself.
         if self._running and not self._cache.can_begin(match, len(request.tokens), self._pages_owed()):
             return 0
-        kv = self._cache.begin(match, request.request_id)
+        if match.elsewhere:
+            assert spec.session_id is not None
+            return None if self._cache.promote(spec.session_id) is Room.READY else 0
+        kv = self._cache.begin(match, Owner(spec.session_id, spec.request_id))
         request.kv = kv
         count = min(len(request.tokens) - kv.committed_len, self._settings.chunk_size, budget)
-        if not self._cache.extend(kv, kv.committed_len + count):
+        if self._cache.extend(kv, kv.committed_len + count, before=spec.session_id) is not Room.READY:
             self._give_back(request)
             return 0
         request.shares_prompt = not match.from_slot
@@ -221,9 +302,12 @@ class Scheduler:
             request.cached_tokens = kv.committed_len
             self._counters.cached_tokens += kv.committed_len
         self._counters.prefill_tokens += len(request.tokens) - kv.committed_len
-        del self._waiting[0]
+        self._waiting.remove(request)
         request.status = Status.RUNNING
         insort(self._running, request, key=_order)
+        if spec.session_id is not None:
+            self._cache.unexpect(spec.session_id)
+        self._proposer.begin(request)
         return count
 
     def _pages_owed(self) -> int:
@@ -235,15 +319,18 @@ class Scheduler:
         return owed
 
     def _make_room(self, request: LiveRequest, count: int) -> bool:
-        """Gets pages for `count` more tokens, retracting from the end of the order. False if `request` itself went."""
+        """Gets pages for `count` more tokens, retracting from the end of the order. False if `request` itself went, or
+        has to wait for copies to end."""
         kv = request.kv
         assert kv is not None
-        while not self._cache.extend(kv, kv.committed_len + count):
+        while True:
+            room = self._cache.extend(kv, kv.committed_len + count)
+            if room is not Room.SHORT:
+                return room is Room.READY
             victim = self._running[-1]
             self.retract(victim.request_id)
             if victim is request:
                 return False
-        return True
 
     def _without_retracted(self, items: list[BatchItem]) -> list[BatchItem]:
         return [item for item in items if self._live[item.request_id].status is Status.RUNNING]
@@ -277,12 +364,14 @@ class Scheduler:
                 self._cache.finish_turn(session_id, kv, len(request.tokens))
         elif kv is not None:
             self._give_back(request)
+        (self._proposer.commit if done else self._proposer.rollback)(request)
         (self._running if request.status is Status.RUNNING else self._waiting).remove(request)
         request.status = Status.FINISHED
         del self._live[request.request_id]
         if session_id is not None:
             self._sessions_in_turn.discard(session_id)
-        return _delta(request, token_ids, logprobs, input_logprobs, finish)
+            self._cache.unexpect(session_id)
+        return delta_of(request, token_ids, logprobs, input_logprobs, finish)
 
 
 def _order(request: LiveRequest) -> tuple[int, int]:
@@ -294,27 +383,3 @@ def _following_input_logprob(request: LiveRequest, committed_len: int) -> int | 
     assert request.next_input_logprob is not None
     following = max(request.next_input_logprob, committed_len + 1)
     return following if following < request.prompt_len else None
-
-
-def _delta(
-    request: LiveRequest,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[TokenLogprob, ...],
-    input_logprobs: tuple[TokenLogprob, ...],
-    finish: Finish | None = None,
-) -> TokenDelta:
-    return TokenDelta(
-        request.request_id,
-        token_ids,
-        request.prompt_len,
-        request.cached_tokens or 0,
-        request.num_output,
-        logprobs,
-        input_logprobs,
-        finish,
-    )
-
-
-def _refusal(spec: GenerateRequest, error: EngineError) -> TokenDelta:
-    finish = Finish(FinishReason.ERROR, message=error.message, error=error)
-    return TokenDelta(spec.request_id, (), spec.prompt_len, 0, 0, finish=finish)

@@ -51,8 +51,8 @@ class SpeculationSettings:
     """Who proposes tokens for the model to verify, and at most how many a step.
 
     `ngram_size` tokens that occurred before make the n-gram proposer speak; `draft_model` is needed for "draft".
-    `row_cost` is what one more token in a step costs, as a share of a one-token step; drafts that would not pay for it
-    are not made.
+    `row_cost` is what one more token in a step costs, `draft_cost` what a pass of the draft model costs, as shares of
+    a one-token step; drafts that would not pay for it are not made.
     """
 
     method: SpeculationMethod = "off"
@@ -60,6 +60,7 @@ class SpeculationSettings:
     ngram_size: int = 3
     draft_model: ModelSettings | None = None
     row_cost: float = 0.15
+    draft_cost: float = 0.35
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,10 @@ class StopCriteria:
         self._eos_token_ids = eos_token_ids
         self._max_context_len = max_context_len
 
+    @property
+    def max_context_len(self) -> int:
+        return self._max_context_len
+
     def check(self, request: LiveRequest, token_id: int) -> Finish | None:
         """Call once per accepted token, in order, after `request.accept`."""
         spec = request.spec

@@ -77,12 +77,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_spec(directory: Path) -> ModelSpec:
-    """Raises ModelNotFound without a config.json, UnsupportedModel naming what is not implemented."""
+def read_config(directory: Path) -> dict[str, Any]:
+    """Raises ModelNotFound without a config.json, UnsupportedModel if it is no JSON object."""
     path = directory / "config.json"
     if not path.is_file():
         raise ModelNotFound(f"{directory}: no config.json")
-    return parse_spec(read_json(path))
+    return read_json(path)
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """As read_config; UnsupportedModel names what no native family implements."""
+    return parse_spec(read_config(directory))
 
 
 def parse_spec(config: Mapping[str, Any]) -> ModelSpec:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.device import activation_dtype, resolve_device, resolve_dtype, use_cpu_threads
-from engine.models.config import read_json, read_spec
+from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
-from engine.models.errors import ModelNotFound
+from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.linear import LinearFactory, linear_factory
 from engine.models.protocol import CausalModel
 from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights
@@ -37,14 +39,29 @@ class LoadedModel:
 
 
 def load_model(settings: ModelSettings, make_linear: LinearFactory | None = None) -> LoadedModel:
-    """Raises ModelError (not found, not supported, weights that do not fit) or DeviceUnavailable.
+    """A native family if the model is of one, else the model as transformers has it, over the bridge.
 
-    `make_linear` replaces the kind of linear that suits the device.
+    Raises ModelError (not found, not supported, weights that do not fit) or DeviceUnavailable. `make_linear` replaces
+    the kind of linear that suits the device.
     """
     use_cpu_threads(settings.num_threads)
     directory = find_model(settings.path)
-    spec = read_spec(directory)
+    config = read_config(directory)
     device = resolve_device(settings.device)
+    try:
+        spec = parse_spec(config)
+    except UnsupportedModel as refusal:
+        return _load_bridged(directory, config, settings, device, refusal)
+    return _load_native(directory, spec, settings, device, make_linear)
+
+
+def _load_native(
+    directory: Path,
+    spec: ModelSpec,
+    settings: ModelSettings,
+    device: torch.device,
+    make_linear: LinearFactory | None,
+) -> LoadedModel:
     weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[spec.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
     make_linear = make_linear or linear_factory(device, weights_dtype, dtype)
@@ -65,6 +82,34 @@ def load_model(settings: ModelSettings, make_linear: LinearFactory | None = None
         dtype=dtype,
         eos_token_ids=read_eos_ids(directory),
         max_context_len=spec.max_context_len,
+    )
+
+
+def _load_bridged(
+    directory: Path,
+    config: Mapping[str, Any],
+    settings: ModelSettings,
+    device: torch.device,
+    refusal: UnsupportedModel,
+) -> LoadedModel:
+    """`refusal` is why the model is not native."""
+    from engine.models.bridge import load_bridge  # imports all of transformers, which takes seconds
+
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES.get(name, torch.bfloat16))
+    try:
+        bridged = load_bridge(directory, settings, device, dtype)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error} (and not native: {refusal})") from error
+    return LoadedModel(
+        model=bridged.model,
+        layout=bridged.layout,
+        vocab_size=bridged.vocab_size,
+        directory=directory,
+        device=device,
+        dtype=dtype,
+        eos_token_ids=read_eos_ids(directory),
+        max_context_len=bridged.max_context_len,
     )
 
 

@@ -1,19 +1,22 @@
 """A deterministic stand-in for a model: its "KV" is the token ids themselves. No torch.
 
 The next token is a hash of the sequence as read back through the page table. A page lost, shared by mistake
-or overwritten therefore changes tokens, which is how tests of the books above notice.
+or overwritten therefore changes tokens, which is how tests of the books above notice. Sliding-window pages, a draft
+model and copies to host memory are played by the same rule: what they hold must be the sequence's own tokens.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.tiers import PoolPages
 from engine.api import SamplingParams, TokenLogprob
-from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
+from engine.batch import BatchItem, DraftWork, ItemOutput, ModelOutput, ScheduledBatch
 
 EOS_TOKEN_ID = 0
 UNWRITTEN = -1
@@ -25,7 +28,8 @@ class NullRunner:
     """Runner whose tokens any test can predict with `null_generate`.
 
     `eos_probability` is the share of contexts that are followed by EOS_TOKEN_ID, which is never produced
-    otherwise. With `poison`, reading a slot that was never written (or was forgotten) is an AssertionError.
+    otherwise. With `poison`, reading a slot that was never written (or was forgotten) is an AssertionError. The draft
+    model guesses right with `draft_accuracy`. Copies end at once, or with `copies_wait` when `end_copies` is called.
     """
 
     def __init__(
@@ -37,6 +41,10 @@ class NullRunner:
         *,
         eos_probability: float = 0.0,
         poison: bool = True,
+        window_len: int | None = None,
+        num_window_pages: int = 0,
+        draft_accuracy: float = 0.7,
+        copies_wait: bool = False,
     ) -> None:
         self._num_pages = num_pages
         self._page_size = page_size
@@ -44,7 +52,14 @@ class NullRunner:
         self._max_context_len = max_context_len
         self._eos_probability = eos_probability
         self._poison = poison
+        self._window_len = window_len
+        self._draft_accuracy = draft_accuracy
+        self._copies_wait = copies_wait
         self._kv = np.full((num_pages, page_size), UNWRITTEN, dtype=np.int32)
+        self._draft_kv = self._kv.copy()
+        self._window_kv = np.full((num_window_pages, page_size), UNWRITTEN, dtype=np.int32)
+        self._saved: dict[int, tuple[NDArray[np.int32], ...]] = {}
+        self._copies: list[tuple[Future[None], Callable[[], None]]] = []
 
     @property
     def num_pages(self) -> int:
@@ -59,6 +74,18 @@ class NullRunner:
         return self._page_size * BYTES_PER_TOKEN
 
     @property
+    def window_len(self) -> int | None:
+        return self._window_len
+
+    @property
+    def num_window_pages(self) -> int:
+        return len(self._window_kv)
+
+    @property
+    def window_page_size_bytes(self) -> int:
+        return self._page_size * BYTES_PER_TOKEN
+
+    @property
     def vocab_size(self) -> int:
         return self._vocab_size
 
@@ -68,17 +95,92 @@ class NullRunner:
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         """Writes every item's tokens before any item reads, as a real step does layer by layer."""
-        for item in batch.items:
-            self._write(item)
-        return ModelOutput([self._run(item) for item in batch.items])
+        proposed = [self._draft(item) for item in batch.items]
+        for item, drafts in zip(batch.items, proposed, strict=True):
+            self._write(item, drafts)
+        return ModelOutput(
+            [self._run(item, drafts) for item, drafts in zip(batch.items, proposed, strict=True)]
+        )
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, pages: Iterable[int], window_pages: Iterable[int] = ()) -> None:
         """Marks pages unwritten, so that a poisoned read finds whoever still uses them."""
         self._kv[list(pages)] = UNWRITTEN
+        self._draft_kv[list(pages)] = UNWRITTEN
+        self._window_kv[list(window_pages)] = UNWRITTEN
 
-    def _write(self, item: BatchItem) -> None:
+    def save(self, key: int, pages: PoolPages) -> Future[None]:
+        def copy() -> None:
+            parts = self._kv[pages.full], self._draft_kv[pages.full], self._window_kv[pages.window]
+            self._saved[key] = tuple(part.copy() for part in parts)
+
+        return self._start(copy)
+
+    def load(self, key: int, pages: PoolPages) -> Future[None]:
+        def copy() -> None:
+            self._kv[pages.full], self._draft_kv[pages.full], self._window_kv[pages.window] = self._saved[key]
+
+        return self._start(copy)
+
+    def drop(self, key: int) -> None:
+        del self._saved[key]
+
+    def clone(self, source: PoolPages, target: PoolPages) -> None:
+        self._kv[target.full] = self._kv[source.full]
+        self._draft_kv[target.full] = self._draft_kv[source.full]
+        self._window_kv[target.window] = self._window_kv[source.window]
+
+    def close(self) -> None:
+        self.end_copies(len(self._copies))
+
+    def end_copies(self, count: int = 1) -> None:
+        """The first `count` copies in flight happen now."""
+        for _ in range(min(count, len(self._copies))):
+            future, copy = self._copies.pop(0)
+            copy()
+            future.set_result(None)
+
+    def _start(self, copy: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._copies.append((future, copy))
+        if not self._copies_wait:
+            self.end_copies()
+        return future
+
+    def _draft(self, item: BatchItem) -> list[int]:
+        """Proposals to verify: the n-gram proposer's, or the draft model's, whose KV must be complete."""
+        drafts = list(item.token_ids[len(item.token_ids) - item.num_drafts :])
+        if item.draft is not None:
+            assert not drafts, f"{item.request_id}: drafts from two proposers"
+            self._draft_write(item, item.draft.start, item.draft.token_ids)
+            drafts = self._draft_tokens(item, item.draft)
+        return drafts
+
+    def _draft_tokens(self, item: BatchItem, work: DraftWork) -> list[int]:
+        end = work.start + len(work.token_ids)
+        assert end == item.start + len(item.token_ids), f"{item.request_id}: the draft model is not in step"
+        drafts: list[int] = []
+        for position in range(end, end + work.count):
+            known = self._draft_kv[self._pages_of(item, position)].reshape(-1)[:position]
+            assert known.min() != UNWRITTEN, (
+                f"{item.request_id}: the draft model reads what it never computed"
+            )
+            token = _next_token(known, self._vocab_size, self._eos_probability, 0)
+            if zlib.crc32(known.tobytes(), 1) >= self._draft_accuracy * 2**32:
+                token = 1 + token % (self._vocab_size - 1)
+            drafts.append(token)
+            if len(drafts) < work.count:
+                self._draft_write(item, position, [token])
+        return drafts
+
+    def _draft_write(self, item: BatchItem, start: int, token_ids: Sequence[int]) -> None:
+        positions = np.arange(start, start + len(token_ids))
+        pages = self._pages_of(item, start + len(token_ids))
+        self._draft_kv[pages[positions // self._page_size], positions % self._page_size] = token_ids
+
+    def _write(self, item: BatchItem, drafts: Sequence[int]) -> None:
         assert item.token_ids, f"{item.request_id}: an item without tokens"
-        tokens = np.asarray(item.token_ids, dtype=np.int32)
+        certain = item.token_ids[: len(item.token_ids) - item.num_drafts]
+        tokens = np.asarray([*certain, *drafts], dtype=np.int32)
         end = item.start + len(tokens)
         assert end <= self._max_context_len, f"{item.request_id}: {end} tokens exceed the context"
         assert tokens.min() >= 0, f"{item.request_id}: negative token id"
@@ -86,6 +188,10 @@ class NullRunner:
         pages = self._pages_of(item, end)
         positions = np.arange(item.start, end)
         self._kv[pages[positions // self._page_size], positions % self._page_size] = tokens
+        if item.window_pages is not None:
+            window_pages = item.window_pages[positions // self._page_size]
+            assert window_pages.min() >= 0, f"{item.request_id}: writes to a window page that is gone"
+            self._window_kv[window_pages, positions % self._page_size] = tokens
 
     def _pages_of(self, item: BatchItem, num_tokens: int) -> NDArray[np.int32]:
         count = -(-num_tokens // self._page_size)
@@ -97,23 +203,41 @@ class NullRunner:
             assert (np.diff(pages) == 1).all(), f"{item.request_id}: pages are not one ascending run"
         return pages
 
-    def _run(self, item: BatchItem) -> ItemOutput:
-        end = item.start + len(item.token_ids)
+    def _run(self, item: BatchItem, drafts: Sequence[int]) -> ItemOutput:
+        end = item.start + len(item.token_ids) - item.num_drafts
+        sequence = self._read(item, end + len(drafts))
+        input_logprobs = _input_logprobs(item)
+        if item.sample is None:
+            assert not drafts, f"{item.request_id}: drafts that nobody verifies"
+            return ItemOutput((), input_logprobs=input_logprobs)
+        assert item.sample.position == end, f"{item.request_id}: samples position {item.sample.position}"
+        salt, tokens = _salt(item.sample.params), []
+        for length in range(end, end + len(drafts) + 1):
+            token = _next_token(sequence[:length], self._vocab_size, self._eos_probability, salt)
+            tokens.append(token)
+            if length < end + len(drafts) and token != sequence[length]:
+                break
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if item.sample.logprobs:
+            logprobs = tuple(_fake_logprob(token, item.sample.top_logprobs) for token in tokens)
+        return ItemOutput(tuple(tokens), logprobs, input_logprobs, len(drafts))
+
+    def _read(self, item: BatchItem, end: int) -> NDArray[np.int32]:
+        """The sequence's tokens as its KV has them; what its windows see must agree."""
         pages = self._pages_of(item, end)
         sequence = self._kv[pages].reshape(-1)[:end]
         if self._poison and sequence.min() == UNWRITTEN:
             position = int(np.argmax(sequence == UNWRITTEN))
             page = int(pages[position // self._page_size])
             raise AssertionError(f"{item.request_id}: position {position} reads page {page}, never written")
-        input_logprobs = _input_logprobs(item)
-        if item.sample is None:
-            return ItemOutput((), input_logprobs=input_logprobs)
-        assert item.sample.position == end, f"{item.request_id}: samples position {item.sample.position}"
-        token = _next_token(sequence, self._vocab_size, self._eos_probability, _salt(item.sample.params))
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if item.sample.logprobs:
-            logprobs = (_fake_logprob(token, item.sample.top_logprobs),)
-        return ItemOutput((token,), logprobs, input_logprobs)
+        if self._window_len is not None:
+            assert item.window_pages is not None, f"{item.request_id}: no window pages"
+            seen = np.arange(max(0, item.start - self._window_len + 1), end)
+            window_pages = item.window_pages[seen // self._page_size]
+            assert window_pages.min() >= 0, f"{item.request_id}: reads a window page that is gone"
+            held = self._window_kv[window_pages, seen % self._page_size]
+            assert (held == sequence[seen]).all(), f"{item.request_id}: window KV of other tokens"
+        return sequence
 
 
 def null_generate(

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+FIRST_ROWS = 2.0
+"""A step with proposals leaves the ways that are quickest for one row; that costs as much as so many rows more
+(measured, benchmarks/README.md)."""
+
 PRIOR_RATE = 0.6
 PRIOR_TRIALS = 2.0
 """What is believed before anything was seen, and how many trials it weighs."""
@@ -14,25 +20,32 @@ LONGEST_PAUSE = 64
 """Tokens without a proposal after a probe failed; each failure in a row doubles it."""
 
 
-def best_length(rate: float, row_cost: float, longest: int) -> int:
+@dataclass(frozen=True, slots=True)
+class ProposalCost:
+    """Proposing k tokens for each request of a step makes it take 1 + first + row * k times as long."""
+
+    row: float
+    first: float
+
+    @classmethod
+    def of(cls, row_cost: float, streams: int, draft_cost: float = 0.0) -> ProposalCost:
+        """For `streams` requests in a step. Alone, one more row costs `row_cost` steps, and a pass of the draft
+        model `draft_cost`; a step of n rows takes 1 + row_cost * (n - 1)."""
+        row_share = row_cost / (1.0 + row_cost * (streams - 1))
+        return cls(row_share * streams + draft_cost, row_share * FIRST_ROWS)
+
+
+def best_length(rate: float, cost: ProposalCost, longest: int) -> int:
     """The number k of proposals with the most tokens per unit of time, if each is accepted with probability `rate`
-    once those before it are: the maximum of (1 + rate + ... + rate^k) / (1 + row_cost * k), 0 if that is k = 0."""
+    once those before it are: the maximum of (1 + rate + ... + rate^k) / time, 0 if that is k = 0."""
     best, best_speed, expected, power = 0, 1.0, 1.0, 1.0
     for length in range(1, longest + 1):
         power *= rate
         expected += power
-        speed = expected / (1.0 + row_cost * length)
+        speed = expected / (1.0 + cost.first + cost.row * length)
         if speed > best_speed:
             best, best_speed = length, speed
     return best
-
-
-def effective_row_cost(row_cost: float, streams: int) -> float:
-    """What one more token in a step of `streams` requests costs, as a share of what a token of that step costs.
-
-    The step takes 1 - row_cost for itself and row_cost for each row; everybody in it waits for one more row.
-    """
-    return row_cost * streams / (1.0 - row_cost + row_cost * streams)
 
 
 class DraftLength:
@@ -53,9 +66,9 @@ class DraftLength:
     def rate(self) -> float:
         return self._accepted / self._trials
 
-    def choose(self, position: int, longest: int, row_cost: float) -> int:
+    def choose(self, position: int, longest: int, cost: ProposalCost) -> int:
         """How many tokens, at most `longest`, to propose when the sequence is `position` tokens long."""
-        length = best_length(self.rate, row_cost, longest)
+        length = best_length(self.rate, cost, longest)
         if length > 0:
             return length
         # A rewound sequence is shorter than it was when the pause began.

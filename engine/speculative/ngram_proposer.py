@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from engine.request import LiveRequest
-from engine.speculative.adaptive import DraftLength, effective_row_cost
+from engine.speculative.adaptive import DraftLength, ProposalCost
 from engine.speculative.ngram import LONGEST_MATCH, NgramIndex
 from engine.speculative.proposers import NOTHING, Proposal
 
@@ -76,8 +76,8 @@ class NgramProposer:
         if match is None:
             return NOTHING
         state.kind = self._kind(match.length)
-        row_cost = effective_row_cost(self._row_cost, len(self._active))
-        count = state.lengths[state.kind].choose(len(request.tokens), len(match.token_ids), row_cost)
+        cost = ProposalCost.of(self._row_cost, len(self._active))
+        count = state.lengths[state.kind].choose(len(request.tokens), len(match.token_ids), cost)
         return Proposal(match.token_ids[:count])
 
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.request import LiveRequest
-from engine.speculative.adaptive import DraftLength, effective_row_cost
+from engine.speculative.adaptive import DraftLength, ProposalCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,11 @@ class NoProposer:
 class DraftModelProposer:
     """Says how many tokens the draft model is to propose. Knows nothing that outlives a request."""
 
-    def __init__(self, max_draft_tokens: int, row_cost: float) -> None:
+    def __init__(self, max_draft_tokens: int, row_cost: float, draft_cost: float) -> None:
+        """A pass of the draft model takes `draft_cost` times as long as one of the model, for one token each."""
         self._max_draft_tokens = max_draft_tokens
         self._row_cost = row_cost
+        self._draft_cost = draft_cost
         self._lengths: dict[str, DraftLength] = {}  # by request id
 
     def begin(self, request: LiveRequest) -> None:
@@ -75,9 +77,9 @@ class DraftModelProposer:
 
     def propose(self, request: LiveRequest, limit: int) -> Proposal:
         longest = min(limit, self._max_draft_tokens)
-        row_cost = effective_row_cost(self._row_cost, len(self._lengths))
+        cost = ProposalCost.of(self._row_cost, len(self._lengths), self._draft_cost)
         length = self._lengths[request.request_id]
-        return Proposal(model_count=length.choose(len(request.tokens), longest, row_cost))
+        return Proposal(model_count=length.choose(len(request.tokens), longest, cost))
 
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
         self._lengths[request.request_id].observe(proposed, accepted, len(request.tokens))

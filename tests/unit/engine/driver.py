@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cache.pages import PageAllocator
-from cache.prefix_cache import RadixPrefixCache
+from cache.prefix_cache import RadixPrefixCache, token_array
 from cache.session_cache import SessionAwareCache
+from cache.tiers import CopyKind, HostTier
+from cache.window import WindowPool
 from engine.api import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.counters import EngineCounters
 from engine.runner.null import NullRunner, null_generate
 from engine.scheduler import Scheduler
-from engine.settings import SchedulerSettings
+from engine.settings import SchedulerSettings, SpeculationMethod
+from engine.speculative.ngram_proposer import NgramProposer
+from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
 from engine.stops import StopCriteria
 
 VOCAB = 97
+DRAFTS = 4
+
+
+def proposer(method: SpeculationMethod) -> Proposer:
+    """Guesses more than pays, since here guessing is what is tested."""
+    if method == "ngram":
+        return NgramProposer(2, DRAFTS, 0.0)
+    return DraftModelProposer(DRAFTS, 0.0, 0.0) if method == "draft" else NoProposer()
 
 
 def greedy(max_new_tokens: int = 8, **options: Any) -> SamplingParams:
@@ -78,16 +92,35 @@ class Driver:
         eos_probability: float = 0.0,
         eos_token_ids: frozenset[int] = frozenset({0}),
         prefix_cache: bool = True,
+        window_len: int | None = None,
+        num_window_pages: int = 0,
+        host_pages: int = 0,
+        speculation: SpeculationMethod = "off",
+        copies_wait: bool = False,
+        vocab: int = VOCAB,
     ) -> None:
         self.eos_probability = eos_probability
-        self.runner = NullRunner(num_pages, page_size, VOCAB, context_len, eos_probability=eos_probability)
+        self.vocab = vocab
+        self.runner = NullRunner(
+            num_pages, page_size, vocab, context_len, eos_probability=eos_probability,
+            window_len=window_len, num_window_pages=num_window_pages, copies_wait=copies_wait,
+        )  # fmt: skip
         self.allocator = PageAllocator(num_pages)
-        self.prefixes = RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache)
-        self.cache = SessionAwareCache(self.prefixes)
+        self.window = None
+        if window_len is not None:
+            self.window = WindowPool(PageAllocator(num_window_pages), page_size, window_len)
+        self.prefixes = RadixPrefixCache(
+            self.allocator, page_size, enabled=prefix_cache, window=self.window
+        )
+        host = HostTier(host_pages * self.runner.page_size_bytes, self.runner.page_size_bytes, 0)
+        self.cache = SessionAwareCache(self.prefixes, host, chunk_size + DRAFTS)
         self.counters = EngineCounters()
         settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)
         stops = StopCriteria(eos_token_ids, context_len)
-        self.scheduler = Scheduler(self.cache, stops, settings, self.counters)
+        self.scheduler = Scheduler(
+            self.cache, stops, settings, self.counters, proposer(speculation),
+            mirrors_prompts=speculation == "draft",
+        )  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}
         self.batches: list[ScheduledBatch] = []
 
@@ -103,6 +136,8 @@ class Driver:
         """One step. None if there was nothing to run."""
         batch = self.scheduler.schedule()
         self.check()
+        if batch is None and self.scheduler.has_work:
+            self._take(self.scheduler.refuse_stuck())
         if batch is not None:
             self.batches.append(batch)
             for delta in self.scheduler.update(batch, self.execute(batch)):
@@ -118,14 +153,14 @@ class Driver:
         for _ in range(limit):
             if not self.scheduler.has_work:
                 return
-            assert self.step() is not None, "work waits, but no step runs"
+            assert self.step() is not None or self._copied(), "work waits, but no step runs"
         raise AssertionError(f"{limit} steps were not enough")
 
     def step_until(self, condition: Callable[[], bool], limit: int = 500) -> None:
         for _ in range(limit):
             if condition():
                 return
-            assert self.step() is not None, "nothing left to run"
+            assert self.step() is not None or self._copied(), "nothing left to run"
         raise AssertionError(f"not reached in {limit} steps")
 
     def generate(self, *specs: GenerateRequest) -> list[Outcome]:
@@ -136,14 +171,26 @@ class Driver:
         return [self.outcomes[spec.request_id] for spec in specs]
 
     def oracle(self, tokens: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
-        return null_generate(tokens, count, VOCAB, eos_probability=self.eos_probability, params=params)
+        return null_generate(tokens, count, self.vocab, eos_probability=self.eos_probability, params=params)
 
     def held(self, session_id: str) -> int:
         return self.cache.held_tokens().get(session_id, 0)
 
+    def fork(self, parent_id: str, child_id: str, history: Sequence[int]) -> int:
+        """As LocalEngine does it."""
+        covered = self.cache.fork_session(parent_id, child_id, token_array(history))
+        self.check()
+        return covered
+
+    def end_copies(self, count: int = 1) -> None:
+        """The oldest copies between device and host end now."""
+        self.runner.end_copies(count)
+
     def check(self) -> None:
-        self.cache.check(deep=True)
-        self.runner.forget(self.allocator.free_pages().tolist())
+        self._carry_out()
+        self.cache.books.check("strict")
+        window = self.window.allocator.free_pages().tolist() if self.window is not None else []
+        self.runner.forget(self.allocator.free_pages().tolist(), window)
 
     def assert_empty(self) -> None:
         """Nothing lives, and after a flush every page not held by a session is free."""
@@ -152,6 +199,31 @@ class Driver:
         self.check()
         if self.cache.num_sessions == 0:
             assert self.allocator.num_free == self.allocator.num_pages
+            assert self.window is None or self.window.num_free == self.window.num_pages
+            assert self.cache.tiers.accounts().used_bytes == 0 or self.cache.tiers.copies_in_flight
+
+    def _carry_out(self) -> None:
+        """As LocalEngine does it, but for the threads."""
+        for order in self.cache.tiers.take_orders():
+            if order.kind is CopyKind.DROP:
+                self.runner.drop(order.key)
+            elif order.kind is CopyKind.CLONE:
+                assert order.pages is not None
+                assert order.target is not None
+                self.runner.clone(order.pages, order.target)
+            else:
+                assert order.pages is not None
+                start = self.runner.save if order.kind is CopyKind.SAVE else self.runner.load
+                start(order.key, order.pages).add_done_callback(partial(self._copy_ended, order.key))
+
+    def _copy_ended(self, key: int, _copy: Future[None]) -> None:
+        self.cache.tiers.copy_done(key)
+
+    def _copied(self) -> bool:
+        """Lets the oldest copy end, as it would by itself. False if there is none."""
+        in_flight = self.cache.tiers.copies_in_flight
+        self.end_copies()
+        return in_flight > 0
 
     def _take(self, delta: TokenDelta | None) -> None:
         if delta is not None:

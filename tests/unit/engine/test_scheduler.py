@@ -178,7 +178,7 @@ def test_a_request_that_fills_the_pool_alone_runs() -> None:
         talk.turn([5, 6, 7], 3)
     (outcome,) = driver.generate(request("big", range(1, 25), 8))
     assert outcome.token_ids == driver.oracle(range(1, 25), 8)
-    assert driver.cache.num_demotions > 0
+    assert driver.cache.tiers.num_to_log > 0
 
 
 def test_no_request_waits_for_an_idle_session() -> None:
@@ -188,7 +188,7 @@ def test_no_request_waits_for_an_idle_session() -> None:
     for turn in range(3):
         for number, talk in enumerate(talks):
             talk.turn([1 + number, 2 + turn, 3], 5)
-    assert driver.cache.num_demotions > 0
+    assert driver.cache.tiers.num_to_log > 0
     assert sum(len(talk.history) for talk in talks) > 2 * 16 * 4
     for talk in talks:
         driver.cache.release_session(talk.session_id)

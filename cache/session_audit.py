@@ -1,0 +1,83 @@
+"""SessionAuditor: proves the books of all pools, each step by their balance, on demand page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from cache.audit import AuditReport, Claim, PageAccounts, audit_pool, check_balance
+from cache.journal import Owner
+from cache.pages import BooksError
+from cache.prefix_cache import PrefixCache
+from cache.sequence_kv import PageAccount, SequenceKV
+from cache.session_tiers import SessionTiers
+from cache.slots import SlotTable
+
+CheckLevel = Literal["off", "balance", "strict"]
+
+
+class SessionAuditor:
+    """Reads the books, changes nothing."""
+
+    def __init__(
+        self, inner: PrefixCache, slots: SlotTable, account: PageAccount, tiers: SessionTiers
+    ) -> None:
+        self._inner = inner
+        self._slots = slots
+        self._account = account
+        self._tiers = tiers
+
+    def accounts(self) -> PageAccounts:
+        """The books of the pool of full-attention layers, each account by its own keeper's running counter."""
+        return self._inner.accounts(self._account)
+
+    def window_accounts(self) -> PageAccounts | None:
+        return self._inner.window_accounts(self._account)
+
+    def check(self, level: CheckLevel) -> None:
+        """Raises BooksError, naming pages and who had them last, unless the books balance."""
+        if level == "off":
+            return
+        try:
+            check_balance("full", self.accounts())
+            window = self.window_accounts()
+            if window is not None:
+                check_balance("window", window)
+        except BooksError as error:
+            raise BooksError(f"{error}: {self.audit()}") from error
+        if level == "strict":
+            report = self.audit()
+            if not report.clean:
+                raise BooksError(str(report))
+
+    def audit(self) -> AuditReport:
+        """Walks every page of every pool, every lock and the host's budget."""
+        pools = {"full": self.accounts()}
+        claims = [*self._inner.claims(), *self._session_claims()]
+        findings, mismatches = audit_pool("full", pools["full"], claims, self._inner.allocator.journal)
+        window, accounts = self._inner.window, self.window_accounts()
+        if window is not None and accounts is not None:
+            pools["window"] = accounts
+            claims = [*self._inner.window_claims(), *self._session_window_claims()]
+            found, wrong = audit_pool("window", accounts, claims, window.allocator.journal)
+            findings += found
+            mismatches += wrong
+        mismatches += self._inner.lock_mismatches([kv for _, kv in self._parked()])
+        mismatches += self._tiers.host.mismatches()
+        return AuditReport(pools, self._tiers.accounts(), tuple(findings), tuple(mismatches))
+
+    def _parked(self) -> Iterator[tuple[Owner, SequenceKV]]:
+        for slot in self._slots:
+            if slot.kv is not None:
+                yield Owner(slot.session_id), slot.kv
+        for kv in self._tiers.orphans:
+            yield kv.owner, kv
+
+    def _session_claims(self) -> Iterator[Claim]:
+        for owner, kv in self._parked():
+            yield Claim("session", owner, kv.private_pages)
+
+    def _session_window_claims(self) -> Iterator[Claim]:
+        for owner, kv in self._parked():
+            assert kv.window is not None
+            yield Claim("session", owner, kv.window.live(kv.num_protected_pages))

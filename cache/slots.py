@@ -1,0 +1,97 @@
+"""SlotTable: every session's KV between turns, and in which order idle sessions give way."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from cache.sequence_kv import SequenceKV
+from cache.tiers import HostEntry
+
+
+class SlotState(Enum):
+    LENT = auto()  # a turn has the KV
+    IDLE = auto()  # KV on the device
+    SAVING = auto()  # KV on the device, being copied to the host; a turn may take it back at any time
+    HOST = auto()  # KV in host memory only
+    LOADING = auto()  # device pages are being filled from the host
+
+
+@dataclass(slots=True)
+class SessionSlot:
+    """A session's KV between turns.
+
+    `kv` is there in states IDLE, SAVING and LOADING, `entry` in SAVING, HOST and LOADING, `borrower` (a request id) in
+    LENT. What lies past `valid_len` was rewound while it could not be cut.
+    """
+
+    session_id: str
+    state: SlotState
+    kv: SequenceKV | None = None
+    borrower: str | None = None
+    entry: HostEntry | None = None
+    valid_len: int | None = None
+
+    @property
+    def usable_len(self) -> int:
+        """Tokens of KV that a turn may continue from, on the device or the host."""
+        length = self.kv.committed_len if self.kv is not None and self.state is not SlotState.LOADING else 0
+        if self.entry is not None:
+            length = self.entry.committed_len
+        return length if self.valid_len is None else min(length, self.valid_len)
+
+
+class SlotTable:
+    """Slots by session id, least recently used first; and which sessions' next turns wait already."""
+
+    def __init__(self) -> None:
+        self._slots: OrderedDict[str, SessionSlot] = OrderedDict()
+        self._expected: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[SessionSlot]:
+        return iter(self._slots.values())
+
+    def get(self, session_id: str) -> SessionSlot | None:
+        return self._slots.get(session_id)
+
+    def put(self, slot: SessionSlot) -> None:
+        """Adds or replaces, as the most recently used."""
+        self._slots[slot.session_id] = slot
+        self._slots.move_to_end(slot.session_id)
+
+    def remove(self, session_id: str) -> None:
+        del self._slots[session_id]
+
+    def touch(self, session_id: str) -> None:
+        self._slots.move_to_end(session_id)
+
+    def expect(self, session_id: str) -> None:
+        """The session's next turn has come and waits: its KV should be the last to go."""
+        self._expected[session_id] = None
+
+    def unexpect(self, session_id: str) -> None:
+        self._expected.pop(session_id, None)
+
+    def is_expected(self, session_id: str) -> bool:
+        return session_id in self._expected
+
+    def next_victim(self, before: str | None = None) -> SessionSlot | None:
+        """The idle session to demote next: the longest idle; if turns wait for all of them, that of the last turn.
+
+        Sessions whose turns came before that of `before`, and `before` itself, are spared: they go first.
+        """
+        for slot in self._slots.values():
+            if slot.state is SlotState.IDLE and slot.session_id not in self._expected:
+                return slot
+        for session_id in reversed(self._expected):
+            if session_id == before:
+                return None
+            waiting = self._slots.get(session_id)
+            if waiting is not None and waiting.state is SlotState.IDLE:
+                return waiting
+        return None

@@ -1,0 +1,216 @@
+"""WindowPool: pages of the sliding-window layers, freed as the window passes.
+
+A layer with a window of W tokens lets the query at position p see keys from p - W + 1 on, so older pages are of no use.
+A window page belongs to one sequence, or to the prefix tree; of the tree's, those that sequences hold are protected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cache.pages import BooksError, PageAllocator, PageArray
+from cache.radix_tree import RadixTree, TreeMatch
+from cache.sequence_kv import SequenceKV
+from cache.window_table import GONE
+
+
+class WindowPool:
+    """Owns the pool's allocator and who holds the tree's pages. `window_len` in tokens, counts in pages.
+
+    One token more than the window is kept, because a turn may compute its last committed token again for its logits.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int, window_len: int) -> None:
+        self._allocator = allocator
+        self._page_size = page_size
+        self._window_len = window_len
+        self._holders = np.zeros(allocator.num_pages, dtype=np.int32)
+        self._in_tree = np.zeros(allocator.num_pages, dtype=np.bool_)
+        self._num_in_tree = 0
+        self._num_held = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self._allocator.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def cached_pages(self) -> int:
+        return self._num_in_tree - self._num_held
+
+    @property
+    def protected_pages(self) -> int:
+        return self._num_held
+
+    @property
+    def allocator(self) -> PageAllocator:
+        return self._allocator
+
+    def pages_for_span(self, num_tokens: int) -> int:
+        """Most pages live at once in a sequence that grows by up to `num_tokens` tokens between two slides."""
+        return -(-(self._window_len + num_tokens) // self._page_size) + 1
+
+    def first_needed(self, length: int) -> int:
+        """The oldest page that the query at position `length` sees."""
+        return max(0, length - self._window_len + 1) // self._page_size
+
+    def num_unheld(self, pages: PageArray) -> int:
+        """How many of these pages of the tree would leave the evictable account if they were held."""
+        return int(np.count_nonzero(self._holders[pages] == 0))
+
+    def resumable(self, kv: SequenceKV, length: int) -> bool:
+        """Is there what a query at position `length` sees? `length` must not exceed the table."""
+        assert kv.window is not None
+        end = -(-length // self._page_size)
+        return kv.window.is_live(self.first_needed(length), end)
+
+    def longest_resumable(self, entries: PageArray) -> int:
+        """Of a cached prefix with these window pages (GONE among them): the most pages a sequence can start from."""
+        gone = np.flatnonzero(entries == GONE)
+        ends = np.arange(1, len(entries) + 1)
+        starts = np.maximum(0, ends * self._page_size - self._window_len + 1) // self._page_size
+        # Usable up to page `end` if the last gone entry before it lies before what it needs.
+        last_gone = np.full(len(entries), -1)
+        if len(gone):
+            index = np.searchsorted(gone, ends) - 1
+            last_gone = np.where(index >= 0, gone[np.maximum(index, 0)], -1)
+        usable = np.flatnonzero(last_gone < starts)
+        return int(ends[usable[-1]]) if len(usable) else 0
+
+    def begin(self, kv: SequenceKV, entries: PageArray) -> None:
+        """A sequence starts on a cached prefix, whose window pages it holds as far as it sees them."""
+        assert kv.window is not None
+        first = self.first_needed(len(entries) * self._page_size)
+        pages = entries[first:]
+        self._hold(pages)
+        kv.window.start_at(first, pages)
+
+    def take(self, kv: SequenceKV, count: int) -> bool:
+        """Adds `count` private pages. False, and nothing changed, if too few are free."""
+        assert kv.window is not None
+        pages = self._allocator.allocate(count, kv.window.last_page, kv.owner)
+        if pages is None:
+            return False
+        kv.window.grow(pages)
+        kv.account.window += count
+        return True
+
+    def cut(self, kv: SequenceKV, num_pages: int) -> None:
+        """Drops entries from `num_pages` on. Call before the full table's protected length changes."""
+        assert kv.window is not None
+        self._drop(kv, num_pages, kv.window.num_pages)
+        kv.window.cut(num_pages)
+
+    def slide(self, kv: SequenceKV, keep_len: int) -> None:
+        """Frees what has left the window, but for what a rollback to `keep_len` tokens would need (0: nothing)."""
+        table = kv.window
+        assert table is not None
+        bound = self._oldest_kept(kv.committed_len)
+        low = min(bound, self._oldest_kept(keep_len)) if keep_len else bound
+        if low > table.first:
+            self._drop(kv, table.first, low)
+            table.first = low
+        if table.gap_end <= table.first:
+            table.gap_start = table.gap_end = table.first
+        keep_end = -(-keep_len // self._page_size) if keep_len else 0
+        if keep_len and bound > keep_end:
+            start = max(table.gap_end, keep_end)
+            if bound > start:
+                self._drop(kv, start, bound)
+                table.gap_start, table.gap_end = keep_end, bound
+
+    def share(self, kv: SequenceKV, tree: RadixTree, known_page: int, end_page: int) -> None:
+        """The tree takes over the sequence's window pages up to `end_page`; the sequence holds them on.
+
+        Entries below `known_page` the tree had already: it keeps its own where it has one. `kv.node` is the tree's node
+        at `end_page`; the protected length is still the one before.
+        """
+        table, node = kv.window, kv.node
+        assert table is not None
+        assert node is not None
+        tree_pages = tree.path_window(node)
+        start = max(table.first, kv.num_protected_pages)
+        for index in range(start, end_page):
+            own, cached = int(table.pages[index]), int(tree_pages[index])
+            if own == GONE:
+                continue
+            kv.account.window -= 1
+            page = np.array([own], dtype=np.int32)
+            if index < known_page and cached != GONE:
+                self._hold(tree_pages[index : index + 1])
+                table.replace(index, cached)
+                self._allocator.free(page, kv.owner, "freed as a duplicate")
+            else:
+                tree.place_window(node, index, own)
+                self._adopt(page)
+                self._allocator.journal.note(page, "shared", kv.owner)
+
+    def disown(self, pages: PageArray) -> None:
+        """Evicted from the tree. Raises BooksError if a sequence still holds one."""
+        pages = pages[pages != GONE]
+        if self._holders[pages].any():
+            raise BooksError(f"window pages {pages[self._holders[pages] > 0].tolist()} evicted while held")
+        self._in_tree[pages] = False
+        self._num_in_tree -= len(pages)
+        self._allocator.free(pages, operation="evicted")
+
+    def evict(self, tree: RadixTree, num_pages: int) -> int:
+        """Frees at least `num_pages` of the tree's unheld window pages if there are so many; returns how many."""
+        pages = tree.strip_window(num_pages, self._holders == 0)
+        self.disown(pages)
+        return len(pages)
+
+    def unheld(self, match: TreeMatch, entries: PageArray) -> int:
+        """Window pages of a match that are evictable now and would not be once a sequence begins on it."""
+        return self.num_unheld(entries[self.first_needed(match.length) :]) if len(entries) else 0
+
+    def claims(self) -> Iterator[tuple[str, PageArray]]:
+        """Free pages and the tree's, each under its account."""
+        yield "free", self._allocator.free_pages()
+        yield "protected", np.flatnonzero(self._in_tree & (self._holders > 0)).astype(np.int32)
+        yield "cached", np.flatnonzero(self._in_tree & (self._holders == 0)).astype(np.int32)
+
+    def hold_mismatches(self, holders: PageArray, tree: RadixTree) -> list[str]:
+        """What is wrong with the tree's window pages, given how many sequences hold each page."""
+        wrong = np.flatnonzero(holders != self._holders).tolist()
+        listed = tree.window_pages()
+        mismatches = [
+            f"pool window: page {page} is held by {int(holders[page])}, not {int(self._holders[page])}"
+            for page in wrong
+        ]
+        if not np.array_equal(np.sort(listed), np.flatnonzero(self._in_tree)):
+            mismatches.append("pool window: the prefix tree's pages are not those that count as its own")
+        return mismatches
+
+    def _oldest_kept(self, length: int) -> int:
+        return max(0, length - self._window_len) // self._page_size
+
+    def _drop(self, kv: SequenceKV, start: int, end: int) -> None:
+        """Entries start .. end-1 go: the tree's are held no longer, private ones are freed."""
+        table, protected = kv.window, kv.num_protected_pages
+        assert table is not None
+        self._unhold(table.live(start, min(end, protected)))
+        private = table.live(max(start, protected), end).copy()
+        kv.account.window -= len(private)
+        self._allocator.free(private, kv.owner)
+        table.forget(start, end)
+
+    def _hold(self, pages: PageArray) -> None:
+        self._num_held += self.num_unheld(pages)
+        self._holders[pages] += 1
+
+    def _unhold(self, pages: PageArray) -> None:
+        self._holders[pages] -= 1
+        if (self._holders[pages] < 0).any():
+            raise BooksError("window pages given up more often than held")
+        self._num_held -= self.num_unheld(pages)
+
+    def _adopt(self, pages: PageArray) -> None:
+        self._in_tree[pages] = True
+        self._num_in_tree += len(pages)
+        self._hold(pages)

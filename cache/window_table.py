@@ -1,0 +1,82 @@
+"""WindowTable: where one sequence's sliding-window KV lies, and which of it is gone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache.pages import PageArray
+
+GONE = -1
+_INITIAL_CAPACITY = 16
+
+
+class WindowTable:
+    """Entry i is the window page of tokens i * page_size and on, or GONE; as many entries as the full table has.
+
+    Live entries are those from `first` on, without the gap [gap_start, gap_end): what a turn has slid past behind
+    the pages that its rollback needs. Lengths are in pages. Only cache/window.py changes a table.
+    """
+
+    __slots__ = ("_buffer", "first", "gap_end", "gap_start", "num_pages")
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(_INITIAL_CAPACITY, dtype=np.int32)
+        self.num_pages = 0
+        self.first = 0
+        self.gap_start = 0
+        self.gap_end = 0
+
+    @property
+    def pages(self) -> PageArray:
+        """Read-only by convention: a view, valid until the sequence next changes."""
+        return self._buffer[: self.num_pages]
+
+    @property
+    def last_page(self) -> int | None:
+        page = int(self._buffer[self.num_pages - 1]) if self.num_pages else GONE
+        return None if page == GONE else page
+
+    def live(self, start: int = 0, end: int | None = None) -> PageArray:
+        """Pages still there among entries start .. end-1."""
+        entries = self._buffer[max(start, self.first) : self.num_pages if end is None else end]
+        return entries.compress(entries != GONE)
+
+    def num_private(self, num_protected: int) -> int:
+        """Live pages past the protected prefix."""
+        start = max(self.first, num_protected)
+        gap = max(0, min(self.gap_end, self.num_pages) - max(self.gap_start, start))
+        return max(0, self.num_pages - start) - gap
+
+    def is_live(self, start: int, end: int) -> bool:
+        """True if every entry start .. end-1 is there."""
+        return self.first <= start and not bool((self._buffer[start:end] == GONE).any())
+
+    def grow(self, pages: PageArray) -> None:
+        end = self.num_pages + len(pages)
+        if end > len(self._buffer):
+            grown = np.empty(max(end, 2 * len(self._buffer)), dtype=np.int32)
+            grown[: self.num_pages] = self.pages
+            self._buffer = grown
+        self._buffer[self.num_pages : end] = pages
+        self.num_pages = end
+
+    def start_at(self, first: int, pages: PageArray) -> None:
+        """An empty table gets entries for `first` pages that are gone already, then `pages`."""
+        assert self.num_pages == 0
+        self.grow(np.full(first, GONE, dtype=np.int32))
+        self.grow(pages)
+        self.first = self.gap_start = self.gap_end = first
+
+    def replace(self, index: int, page: int) -> None:
+        self._buffer[index] = page
+
+    def forget(self, start: int, end: int) -> None:
+        """Entries start .. end-1 are gone; the caller has settled their pages and adjusts the limits."""
+        self._buffer[start:end] = GONE
+
+    def cut(self, num_pages: int) -> None:
+        """Only the first `num_pages` entries stay; every limit is capped, or pages would be freed twice."""
+        self.num_pages = min(self.num_pages, num_pages)
+        self.first = min(self.first, self.num_pages)
+        self.gap_start = min(self.gap_start, self.num_pages)
+        self.gap_end = min(self.gap_end, self.num_pages)

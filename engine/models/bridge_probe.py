@@ -1,0 +1,240 @@
+"""What a model of `transformers` needs of attention, found by running it, and whether the bridge gives it that.
+
+A short forward pass with a recording function in place of attention shows the layers, their heads and everything they
+ask for. Masks show the windows: transformers describes a mask as a function of query and key position, and the
+recording side hands its verdict on that function to the layers as the mask. A second, chunked pass through pages must
+then give what the model's own attention gave: whatever a model keeps between tokens besides keys and values, or
+mixes between requests of a step, shows there.
+
+Legend: N tokens, H query heads, K key/value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.attention.interface import AttentionItem
+from engine.attention.torch_backend import TorchAttention
+from engine.models.errors import UnsupportedModel
+from engine.models.protocol import CausalModel
+from engine.runner.kv_pool import KVLayout, make_kv_pool
+from engine.settings import CacheSettings
+
+DEFAULT_CONTEXT = 2048
+"""Tokens, where a configuration sets no limit."""
+
+KNOWN = frozenset({"scaling", "softcap", "s_aux", "sliding_window", "dropout", "is_causal", "position_ids"})
+"""What attention may be told with a value that matters; other names must come with none (None, False or zero)."""
+
+HARMLESS = frozenset(
+    {"output_attentions", "use_cache", "return_dict", "output_router_logits", "cache_position"}
+)
+
+CAUSAL, STRANGE = 0, -1
+"""Verdicts on a mask; a positive one is a sliding window in tokens."""
+
+SEQUENCES = ((3, 14, 15, 92, 65, 35, 89), (79, 32, 38, 46, 26))
+"""Tokens, small enough for any vocabulary once divided by its size."""
+
+STEPS = (((0, 0, 4),), ((0, 4, 5), (1, 0, 4)), ((0, 5, 7), (1, 4, 5)))
+"""Of the trial: (sequence, from, to) of each item of each step."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Largest relative error of logits."""
+
+
+class _Strange(Exception):
+    """The layer asks for something that pages cannot give."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """`places` maps the number a layer goes by in transformers to its place in `layout`."""
+
+    layout: KVLayout
+    places: dict[int, int]
+
+
+@dataclass(slots=True)
+class _Layer:
+    number: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """Stands in for attention and notes what it is asked for. Gives zeros."""
+
+    context_len: int
+    layers: list[_Layer] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        number = getattr(module, "layer_idx", None)
+        if number is None or any(layer.number == number for layer in self.layers):
+            raise _Strange(f"{type(module).__name__} has no layer number of its own")
+        strange = [name for name, given in kwargs.items() if name not in KNOWN | HARMLESS and _says(given)]
+        if strange:
+            raise _Strange(f"layer {number} asks attention for {', '.join(sorted(strange))}")
+        if key.shape != (1, value.shape[1], query.shape[2], key.shape[3]) or query.shape[1] % key.shape[1]:
+            raise _Strange(f"layer {number} has queries {[*query.shape]} and keys {[*key.shape]}")
+        causal = kwargs.get("is_causal")
+        if attention_mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
+            raise _Strange(f"layer {number} is not causal")
+        window = self._window(number, attention_mask, kwargs.get("sliding_window"))
+        self.layers.append(_Layer(number, key.shape[1], max(key.shape[3], value.shape[3]), window))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def mask(self, mask_function: Callable[..., Any], q_length: int, kv_length: int, **rest: Any) -> Tensor:
+        """In place of a mask: the verdict on `mask_function` in every element."""
+        verdict = mask_verdict(mask_function, self.context_len)
+        size = (1, 1, q_length, kv_length)
+        return torch.full(size, float(verdict), dtype=torch.float32, device=rest.get("device"))
+
+    def _window(self, number: int, mask: Tensor | None, said: int | None) -> int | None:
+        """The mask is what transformers goes by; where there is none, what the layer says."""
+        if mask is None:
+            window = said
+        else:
+            verdict = float(mask.float().mean())
+            if bool((mask.float() != verdict).any()) or verdict != int(verdict) or verdict < CAUSAL:
+                raise _Strange(f"the mask of layer {number} is neither causal nor a sliding window")
+            window = int(verdict) or None
+        return None if window is None or window >= self.context_len else window
+
+
+def _says(given: Any) -> bool:
+    return isinstance(given, Tensor) or (given is not None and bool(given))
+
+
+def mask_verdict(mask_function: Callable[..., Any], context_len: int) -> int:
+    """What a mask function (batch, head, query position, key position) -> visible amounts to."""
+    zero, last = torch.tensor(0), context_len - 1
+    window: int | None = None
+    for position in (last, 0, 1, context_len // 3, context_len // 2 + 1):
+        keys_T = torch.arange(position + 2)
+        try:
+            visible = mask_function(zero, zero, torch.tensor(position), keys_T)
+        except Exception:
+            return STRANGE
+        visible_T = torch.as_tensor(visible).expand(position + 2)
+        if window is None:
+            window = int(visible_T.sum())
+        if not torch.equal(visible_T, (keys_T <= position) & (keys_T > position - window)):
+            return STRANGE
+    assert window is not None
+    return CAUSAL if window >= context_len else window
+
+
+def probe(model: Any) -> ProbedModel:
+    """Leaves the model with the recording attention. Raises UnsupportedModel."""
+    name = f"kedge_probe_{uuid.uuid4().hex}"
+    recorder = _Recorder(context_limit(model.config.get_text_config()))
+    AttentionInterface.register(name, recorder)
+    AttentionMaskInterface.register(name, recorder.mask)
+    what = type(model).__name__
+    try:
+        model.set_attn_implementation(name)
+        _run_whole(model.base_model, SEQUENCES[0])
+    except _Strange as error:
+        raise UnsupportedModel(f"{what}: {error}") from error
+    except Exception as error:
+        raise UnsupportedModel(f"{what} does not run on another attention: {error}") from error
+    layers = recorder.layers
+    if not layers:
+        raise UnsupportedModel(f"{what}: its attention does not go through transformers' attention interface")
+    expected = int(model.config.get_text_config().num_hidden_layers)
+    if len(layers) != expected:
+        raise UnsupportedModel(
+            f"{what}: {len(layers)} of its {expected} layers attend; what others keep between tokens has no pages"
+        )
+    if len({layer.num_kv_heads for layer in layers}) > 1:
+        raise UnsupportedModel(f"{what}: its layers differ in their number of key/value heads")
+    layout = KVLayout(
+        layers[0].num_kv_heads,
+        max(layer.head_dim for layer in layers),
+        tuple(layer.window for layer in layers),
+    )
+    return ProbedModel(layout, {layer.number: place for place, layer in enumerate(layers)})
+
+
+def context_limit(config: Any) -> int:
+    """Tokens. Rotary frequencies that change with the longest sequence of a step would make a request depend on
+    its mates, so they are held to the range in which they stay."""
+    limit = int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") == "longrope":
+            limit = min(limit, int(parameters.get("original_max_position_embeddings") or limit))
+    return limit
+
+
+def eager_logits(model: Any) -> list[Tensor]:
+    """Of the model as it stands, for every token [N, V] of each trial sequence."""
+    try:
+        return [_run_whole(model, tokens).logits[0].float() for tokens in SEQUENCES]
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not run on tokens and positions: {error}"
+        ) from error
+
+
+def _run_whole(model: Any, tokens: tuple[int, ...]) -> Any:
+    tokens_N = _trial_tokens(model, tokens)
+    positions_N = torch.arange(len(tokens), device=tokens_N.device)
+    return model(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False)
+
+
+def _trial_tokens(model: Any, tokens: tuple[int, ...]) -> Tensor:
+    return torch.tensor(tokens, device=model.device) % int(model.config.get_text_config().vocab_size)
+
+
+def check_agreement(model: Any, bridged: CausalModel, layout: KVLayout, expected: list[Tensor]) -> None:
+    """Runs the trial sequences in chunks, side by side, over scattered pages. Raises UnsupportedModel if the logits
+    are not those of the model's own attention."""
+    pool = make_kv_pool(
+        layout, CacheSettings(page_size=2, num_pages=8, window_ratio=1.0), model.dtype, model.device
+    )
+    for paged in (pool.full, pool.window):
+        if paged is not None:
+            paged.kv_L2KSD.fill_(torch.nan)
+    attention = TorchAttention(pool)
+    tables = (np.asarray([6, 1, 4, 0], dtype=np.int32), np.asarray([5, 7, 2], dtype=np.int32))
+    worst = 0.0
+    for step in STEPS:
+        items = [AttentionItem(end - start, end, tables[n], False, tables[n]) for n, start, end in step]
+        slots_N = [int(tables[n][t // 2]) * 2 + t % 2 for n, start, end in step for t in range(start, end)]
+        places = [t for _, start, end in step for t in range(start, end)]
+        tokens = [SEQUENCES[n][t] for n, start, end in step for t in range(start, end)]
+        attend = attention.begin(items, torch.tensor([slots_N, slots_N], device=model.device))
+        try:
+            hidden_NE = bridged.forward(
+                _trial_tokens(model, tuple(tokens)), torch.tensor(places, device=model.device), attend
+            )
+            logits_NV = bridged.logits(hidden_NE)
+        except Exception as error:
+            raise UnsupportedModel(f"{type(model).__name__} does not run over pages: {error}") from error
+        wanted_NV = torch.cat([expected[n][start:end] for n, start, end in step])
+        worst = max(worst, float((logits_NV - wanted_NV).norm() / wanted_NV.norm().clamp_min(1e-9)))
+    if not worst <= TOLERANCE.get(model.dtype, 0.15):
+        raise UnsupportedModel(
+            f"{type(model).__name__} over pages differs from itself by {worst:.2g}: it keeps more than keys and "
+            "values between tokens, or mixes the requests of a step"
+        )
