@@ -1,0 +1,142 @@
+"""Sequences driven through the runner by hand, with hand-made page tables, beside the same model in transformers.
+
+Window pages are forgotten as early as the books may forget them, and filled with NaN: what is read after shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.api import SamplingParams
+from engine.attention.torch_backend import TorchAttention
+from engine.batch import BatchItem, ItemOutput, SampleSpec, ScheduledBatch
+from engine.models.loader import LoadedModel, load_model
+from engine.runner.kv_pool import KVPool, make_kv_pool
+from engine.runner.torch_runner import TorchRunner
+from engine.settings import CacheSettings, ModelSettings
+
+VOCAB = 160
+CONTEXT = 512
+NEW_TOKENS = 24
+LONGEST = 160
+"""Tokens a page table has room for."""
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Peer:
+    """A random model, as transformers holds it and as saved."""
+
+    model: Any
+    directory: Path
+    generated: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def generate(self, prompt: list[int]) -> list[int]:
+        key = tuple(prompt)
+        if key not in self.generated:
+            ids = torch.tensor([prompt])
+            # Without a mask, generate takes tokens of the padding's id for padding.
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+            )
+            self.generated[key] = out[0, len(prompt) :].tolist()
+        return self.generated[key]
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
+
+    def load(self) -> LoadedModel:
+        return load_model(ModelSettings(path=str(self.directory), device="cpu"))
+
+
+def poisoned_pool(loaded: LoadedModel, page_size: int, num_pages: int) -> KVPool:
+    settings = CacheSettings(page_size, num_pages, window_ratio=1.0)
+    pool = make_kv_pool(loaded.layout, settings, loaded.dtype, loaded.device)
+    for paged in (pool.full, pool.window):
+        if paged is not None:
+            paged.kv_L2KSD.fill_(torch.nan)
+    return pool
+
+
+def page_tables(count: int, page_size: int, scattered: bool, seed: int = 3) -> list[NDArray[np.int32]]:
+    """Tables for `count` sequences, out of a pool of twice that."""
+    each = -(-LONGEST // page_size)
+    pages = np.arange(2 * count * each, dtype=np.int32)
+    if scattered:
+        pages = np.random.default_rng(seed).permutation(pages)
+    return [pages[2 * index * each : (2 * index + 1) * each].copy() for index in range(count)]
+
+
+@dataclass
+class Stream:
+    """One sequence."""
+
+    name: str
+    tokens: list[int]
+    pages: NDArray[np.int32]
+    contiguous: bool
+    prompt_len: int
+    window_pages: NDArray[np.int32] | None = None
+    computed: int = 0
+
+    def item(self, chunk: int) -> BatchItem:
+        share = self.tokens[self.computed : self.computed + chunk]
+        end = self.computed + len(share)
+        spec = SampleSpec(GREEDY, end) if end == len(self.tokens) else None
+        item = BatchItem(self.name, share, self.computed, self.pages, self.contiguous, spec)
+        item.window_pages = self.window_pages
+        return item
+
+    def take(self, item: BatchItem, output: ItemOutput) -> None:
+        self.computed += len(item.token_ids)
+        self.tokens += output.token_ids
+
+    def forget(self, pool: KVPool) -> None:
+        """Gives up the window pages that no later query reaches."""
+        if pool.window is None or self.window_pages is None or pool.window_len is None:
+            return
+        gone = max(0, self.computed - pool.window_len + 1) // pool.page_size
+        slots = pool.window.kv_L2KSD.unflatten(3, (-1, pool.page_size))
+        slots[:, :, :, [page for page in self.window_pages[:gone].tolist() if page >= 0]] = torch.nan
+        self.window_pages[:gone] = -1
+
+    @property
+    def produced(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
+def serve(
+    loaded: LoadedModel, texts: list[list[int]], page_size: int, scattered: bool, chunk: int
+) -> list[Stream]:
+    """All texts at once, prompts in chunks, each with NEW_TOKENS greedy tokens at least.
+
+    Prompts of different lengths end their prefill at different steps, so extends and decodes mix.
+    """
+    tables = page_tables(len(texts), page_size, scattered)
+    windows = page_tables(len(texts), page_size, scattered, seed=4)
+    num_pages = 2 * len(texts) * -(-LONGEST // page_size)
+    pool = poisoned_pool(loaded, page_size, num_pages)
+    runner = TorchRunner(loaded.model, pool, TorchAttention(pool), loaded.vocab_size, loaded.max_context_len)
+    streams = [
+        Stream(str(index), list(text), table, not scattered, len(text), window if pool.window else None)
+        for index, (text, table, window) in enumerate(zip(texts, tables, windows, strict=True))
+    ]
+    while active := [stream for stream in streams if len(stream.produced) < NEW_TOKENS]:
+        items = [stream.item(chunk) for stream in active]
+        outputs = runner.execute(ScheduledBatch(items)).items
+        for stream, item, output in zip(active, items, outputs, strict=True):
+            stream.take(item, output)
+            stream.forget(pool)
+    return streams
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(11)
+    return [random.integers(0, VOCAB, length).tolist() for length in (1, 5, 33, 100)]
