@@ -171,7 +171,6 @@ class SessionHost:
             if self._sessions.knows(child.session_id, child.epoch):
                 kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
                 return kv_tokens.get(child.session_id, 0)
-            await self._free_kv(child.session_id)
             return await self._from_engine(
                 self._engine.fork_session(fork.session_id, child.session_id, fork.history, fork.history_len)
             )

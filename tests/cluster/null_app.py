@@ -35,7 +35,9 @@ def vocab_size_of(model_path: str) -> int:
 def null_engine(settings: EngineSettings, sink: DeltaSink) -> Engine:
     pages = settings.cache.num_pages or 2048
     runner = PacedRunner(pages, settings.cache.page_size, vocab_size_of(settings.model.path), CONTEXT_LEN)
-    return assemble_engine(runner, settings.cache, settings.scheduler, frozenset({EOS_TOKEN_ID}), sink)
+    return assemble_engine(
+        runner, settings.cache, settings.scheduler, settings.speculation, frozenset({EOS_TOKEN_ID}), sink
+    )
 
 
 def build(args: AppArgs) -> Application:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -12,16 +13,18 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
-from replica_rig import VOCAB_SIZE, Rig, running_rig
+from replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, running_rig
 from small_tokenizer import byte_level_tokenizer
 
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError
+from controllers.records import ForkOrder
 from engine.api import Finish, FinishReason
+from serving.audit_reply import cluster_audit, replica_audit
 from serving.errors import error_info
 from serving.http import create_http_app
 from serving.text import TextProcessor
-from serving.turns import ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
+from serving.turns import ForkedSession, ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
 
 MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000)
 
@@ -46,7 +49,9 @@ class LocalService:
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         self.calls.append(call)
-        epoch = None if call.session is None else self._epoch(call)
+        epoch = None
+        if call.session is not None:
+            epoch = self._epoch(call.session.session_id, call.tenant, create=call.session.create)
         try:
             async with aclosing(self._events(call, epoch)) as events:
                 first = await anext(events)
@@ -62,9 +67,9 @@ class LocalService:
                 for event in batch:
                     yield event
 
-    def _epoch(self, call: TurnCall) -> int:
+    def _epoch(self, session_id: str, tenant: str, *, create: bool) -> int:
         try:
-            return self.cluster.resolve(call.session.session_id, call.session.create, call.tenant).epoch
+            return self.cluster.resolve(session_id, create, tenant).epoch
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
@@ -76,7 +81,30 @@ class LocalService:
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
-    async def close_session(self, session_id: str) -> bool:
+    async def fork_session(
+        self,
+        session_id: str,
+        new_session_id: str | None,
+        *,
+        length: int | None,
+        timeout_s: float | None,
+        tenant: str,
+    ) -> ForkedSession:
+        order = ForkOrder(new_session_id or uuid.uuid4().hex, uuid.uuid4().hex, length, timeout_s)
+        try:
+            return await self.rig.host.fork(session_id, self._epoch(session_id, tenant, create=False), order)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def audit(self) -> dict[str, Any]:
+        report = await asyncio.wrap_future(self.rig.engine.audit())
+        return cluster_audit([replica_audit(REPLICA_ID, report)], {REPLICA_ID})
+
+    async def close_session(self, session_id: str, *, tenant: str) -> bool:
+        try:
+            self._epoch(session_id, tenant, create=False)
+        except ServiceError:
+            return False
         held = await self.rig.host.close(session_id)
         return held or self.cluster.close_session(session_id)
 

@@ -16,7 +16,7 @@ from controllers.sqlite_store import SqliteSessionStore
 from engine.api import SamplingParams
 from engine.build import assemble_engine
 from engine.runner.null import EOS_TOKEN_ID, NullRunner
-from engine.settings import CacheSettings, SchedulerSettings
+from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from serving.background import BackgroundTasks
 from serving.live_turn import TurnTeller
 from serving.mailbox import Mailbox
@@ -29,6 +29,7 @@ from serving.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
 
 VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"
+OFF = SpeculationSettings()
 
 
 class LocalController:
@@ -75,16 +76,25 @@ class Rig:
     """Everything of one replica, for tests to look into."""
 
     def __init__(
-        self, directory: Path, *, idle_timeout_s: float = 3600.0, text: TextProcessor | None = None
+        self,
+        directory: Path,
+        *,
+        idle_timeout_s: float = 3600.0,
+        text: TextProcessor | None = None,
+        speculation: SpeculationSettings = OFF,
     ) -> None:
         settings = ClusterSettings(store_path=str(directory / "log.sqlite3"))
         store = SqliteSessionStore(settings.store_path)
         self.controller = LocalController(Cluster(settings, store, time.time, time.perf_counter))
         self.runner = SlowRunner(256, 4, VOCAB_SIZE, 512)
         self.mailbox = Mailbox(asyncio.get_running_loop())
-        scheduler = SchedulerSettings(chunk_size=32, strict_books=True)
         self.engine = assemble_engine(
-            self.runner, CacheSettings(), scheduler, frozenset({EOS_TOKEN_ID}), self.mailbox.deliver
+            self.runner,
+            CacheSettings(books="strict"),
+            SchedulerSettings(chunk_size=32),
+            speculation,
+            frozenset({EOS_TOKEN_ID}),
+            self.mailbox.deliver,
         )
         self.tasks = BackgroundTasks()
         self.sessions = SessionController(time.monotonic, idle_timeout_s)
@@ -136,7 +146,8 @@ class Rig:
         """All pages are free once sessions are closed and cached prefixes flushed."""
         await self.settled()
         assert await asyncio.wrap_future(self.engine.flush())
-        await asyncio.wrap_future(self.engine.check_books())
+        report = await asyncio.wrap_future(self.engine.audit())
+        assert report.clean, report
         assert await asyncio.wrap_future(self.engine.session_kv_tokens()) == {}
         await asyncio.sleep(0.15)
         pages = self.engine.stats().pages

@@ -278,5 +278,5 @@ async def test_metrics_tell_outcomes_and_pages(rig: Rig) -> None:
     text = rig.metrics.render()
     assert f'kedge_turns_total{{outcome="committed",replica="{REPLICA_ID}"}} 1.0' in text
     assert f'kedge_turns_total{{outcome="refused",replica="{REPLICA_ID}"}} 1.0' in text
-    assert f'kedge_kv_pages{{account="leaked",replica="{REPLICA_ID}"}} 0.0' in text
+    assert f'kedge_kv_pages{{account="leaked",pool="full",replica="{REPLICA_ID}"}} 0.0' in text
     assert f'kedge_ttft_seconds_count{{replica="{REPLICA_ID}"}} 1.0' in text

@@ -1,0 +1,94 @@
+"""The audit as JSON: every finding with its last owner, every replica that should have answered by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cache.audit import AuditReport, Finding, HostAccounts, PageAccounts
+from cache.journal import Owner, PageTrace
+from controllers.errors import ControllerError, StoreError
+from controllers.records import ReplicaStatus
+from serving.audit_reply import cluster_audit, failed_audit, replica_audit
+from serving.cluster_client import ClusterClient
+
+HOST = HostAccounts(budget_bytes=10, used_bytes=4, sessions=1)
+PAGES = PageAccounts(total=10, free=4, cached=2, protected=1, session=1, in_flight=1)
+
+
+def test_findings_and_mismatches() -> None:
+    trace = PageTrace("allocated", Owner("anna", "turn-1"), 2.5)
+    findings = (
+        Finding("leaked", "full", 7, (), trace),
+        Finding("doubly accounted", "window", 3, ("free", "session anna"), None),
+    )
+    audit = replica_audit(
+        "a", AuditReport({"full": PAGES, "window": PAGES}, HOST, findings, ("cached: 2, not 3",))
+    )
+    assert audit["clean"] is False
+    assert audit["pools"]["window"] == {
+        "total": 10,
+        "free": 4,
+        "cached": 2,
+        "protected": 1,
+        "session": 1,
+        "in_flight": 1,
+        "leaked": 1,
+    }
+    assert audit["host"] == {"budget_bytes": 10, "used_bytes": 4, "sessions": 1}
+    leaked, twice = audit["findings"]
+    assert leaked == {
+        "kind": "leaked",
+        "pool": "full",
+        "page": 7,
+        "accounts": [],
+        "last": {"operation": "allocated", "session": "anna", "request": "turn-1", "age_s": 2.5},
+    }
+    assert (twice["accounts"], twice["last"]) == (["free", "session anna"], None)
+    assert audit["mismatches"] == ["cached: 2, not 3"]
+
+
+def clean(name: str) -> dict[str, Any]:
+    return replica_audit(name, AuditReport({"full": PAGES}, HOST, (), ()))
+
+
+def test_whoever_did_not_answer_is_named() -> None:
+    audit = cluster_audit([clean("b")], {"a", "b"})
+    assert audit["clean"] is False
+    assert [(each["replica_id"], each["error"]) for each in audit["replicas"]] == [
+        ("a", "the replica did not answer"),
+        ("b", None),
+    ]
+    assert cluster_audit([clean("b"), clean("a")], {"a"})["clean"] is True
+    assert cluster_audit([clean("b"), failed_audit("a", "the engine is dead")], {"a"})["clean"] is False
+    assert cluster_audit([], ())["clean"] is False
+
+
+class Replicas:
+    async def broadcast(self, method: str) -> list[Any]:
+        assert method == "audit"
+        return [clean("a")]
+
+
+class Controller:
+    def __init__(self, error: ControllerError | None = None) -> None:
+        self._error = error
+
+    async def replicas(self) -> list[ReplicaStatus]:
+        if self._error is not None:
+            raise self._error
+        return [ReplicaStatus("a", 1, 1), ReplicaStatus("b", 1, 1)]
+
+
+@pytest.mark.parametrize("error", [None, StoreError("no answer")])
+async def test_the_controller_knows_who_should_have_answered(error: ControllerError | None) -> None:
+    parts: dict[str, Any] = {"replicas": Replicas(), "controller": Controller(error)}
+    client = ClusterClient(model=None, dispatcher=None, metrics=None, settings={}, **parts)  # type: ignore[arg-type]
+    audit = await client.audit()
+    assert audit["clean"] is False
+    if error is None:
+        assert [each["replica_id"] for each in audit["replicas"]] == ["a", "b"]
+    else:
+        assert audit["error"] == "who should have answered is not known: no answer"
+        assert [each["clean"] for each in audit["replicas"]] == [True]
