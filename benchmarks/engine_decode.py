@@ -113,11 +113,9 @@ def step_call(runner: TorchRunner, streams: int, context_len: int) -> Callable[[
 
 def make_runner(settings: EngineSettings) -> TorchRunner:
     loaded = load_model(settings.model)
-    pool = make_kv_pool(loaded.spec, settings.cache, loaded.dtype, loaded.device)
-    pool.kv_L2KSD.zero_()
-    return TorchRunner(
-        loaded.model, pool, TorchAttention(pool), loaded.spec.vocab_size, loaded.max_context_len
-    )
+    pool = make_kv_pool(loaded.layout, settings.cache, loaded.dtype, loaded.device)
+    pool.full.kv_L2KSD.zero_()
+    return TorchRunner(loaded.model, pool, TorchAttention(pool), loaded.vocab_size, loaded.max_context_len)
 
 
 def measure(args: argparse.Namespace, streams: int, threads: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class PoisonedRunner(TorchRunner):
     """Fills every free page with NaN, so that KV read after it was given back spoils the logits."""
 
     def forget(self, pages: Iterable[int]) -> None:
-        slots = self._pool.kv_L2KSD.unflatten(3, (self.num_pages, self.page_size))
+        slots = self._pool.full.kv_L2KSD.unflatten(3, (self.num_pages, self.page_size))
         slots[:, :, :, list(pages)] = torch.nan
 
 
@@ -40,9 +40,9 @@ class TorchDriver(Driver):
         super().__init__(
             num_pages=num_pages, page_size=page_size, context_len=LONGEST + 1, eos_token_ids=frozenset(), **limits
         )  # fmt: skip
-        pool = make_kv_pool(loaded.spec, CacheSettings(page_size, num_pages), loaded.dtype, loaded.device)
+        pool = make_kv_pool(loaded.layout, CacheSettings(page_size, num_pages), loaded.dtype, loaded.device)
         self.runner = PoisonedRunner(  # type: ignore[assignment]
-            loaded.model, pool, TorchAttention(pool), loaded.spec.vocab_size, LONGEST + 1
+            loaded.model, pool, TorchAttention(pool), loaded.vocab_size, LONGEST + 1
         )
         self.check()
 
@@ -72,7 +72,7 @@ class Schedule:
 
     @classmethod
     def over_model(cls, loaded: LoadedModel, seed: int) -> Schedule:
-        return cls.make(partial(TorchDriver, loaded), loaded.spec.vocab_size, seed)
+        return cls.make(partial(TorchDriver, loaded), loaded.vocab_size, seed)
 
     @classmethod
     def make(cls, make_driver: Callable[..., Driver], vocab_size: int, seed: int) -> Schedule:
