@@ -7,13 +7,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cache.audit import PageAccounts
+from cache.journal import Owner
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache, token_array
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import SequenceKV
-from cache.session_cache import CacheMatch, SessionAwareCache
+from cache.session_cache import CacheMatch, Room, SessionAwareCache
+from cache.session_tiers import SessionTiers
+from cache.slots import SessionSlot
+from cache.tiers import CopyKind, CopyOrder, HostTier
+from cache.window import WindowPool
 
 PAGE_SIZES = (1, 16, 256)
+PAGE_BYTES = 100
+WINDOW_PAGE_BYTES = 10
 
 
 def tokens_from(first: int, count: int) -> TokenArray:
@@ -27,7 +35,7 @@ def joined(*parts: Iterable[int]) -> TokenArray:
 
 @dataclass
 class Books:
-    """One pool: allocator, shared prefixes, session slots. `check` walks every page."""
+    """The pools, shared prefixes and session slots. `check` walks every page, lock and byte."""
 
     allocator: PageAllocator
     prefixes: RadixPrefixCache
@@ -35,13 +43,55 @@ class Books:
     page_size: int
 
     @classmethod
-    def make(cls, page_size: int = 4, num_pages: int = 32, *, shared: bool = True) -> Books:
+    def make(
+        cls,
+        page_size: int = 4,
+        num_pages: int = 32,
+        *,
+        shared: bool = True,
+        window_len: int | None = None,
+        num_window_pages: int | None = None,
+        host_pages: int = 0,
+        step_tokens: int = 16,
+    ) -> Books:
+        """`host_pages` is room for pages of the full pool on the host."""
         allocator = PageAllocator(num_pages)
-        prefixes = RadixPrefixCache(allocator, page_size, enabled=shared)
-        return cls(allocator, prefixes, SessionAwareCache(prefixes), page_size)
+        window = None
+        if window_len is not None:
+            window = WindowPool(PageAllocator(num_window_pages or num_pages), page_size, window_len)
+        prefixes = RadixPrefixCache(allocator, page_size, enabled=shared, window=window)
+        host = HostTier(host_pages * PAGE_BYTES, PAGE_BYTES, WINDOW_PAGE_BYTES)
+        return cls(allocator, prefixes, SessionAwareCache(prefixes, host, step_tokens), page_size)
+
+    @property
+    def tiers(self) -> SessionTiers:
+        return self.sessions.tiers
+
+    @property
+    def window(self) -> WindowPool:
+        assert self.prefixes.window is not None
+        return self.prefixes.window
+
+    def accounts(self) -> PageAccounts:
+        return self.sessions.books.accounts()
+
+    def window_accounts(self) -> PageAccounts:
+        accounts = self.sessions.books.window_accounts()
+        assert accounts is not None
+        return accounts
 
     def check(self) -> None:
-        self.sessions.check(deep=True)
+        self.sessions.books.check("strict")
+
+    def slot(self, session_id: str) -> SessionSlot:
+        slot = self.sessions._slots.get(session_id)
+        assert slot is not None
+        return slot
+
+    def slot_kv(self, session_id: str) -> SequenceKV:
+        kv = self.slot(session_id).kv
+        assert kv is not None
+        return kv
 
     def match(
         self, session_id: str | None, tokens: TokenArray, max_len: int | None = None, namespace: str = ""
@@ -52,12 +102,15 @@ class Books:
     def begin(
         self, session_id: str | None, tokens: TokenArray, max_len: int | None = None, namespace: str = ""
     ) -> SequenceKV:
-        return self.sessions.begin(self.match(session_id, tokens, max_len, namespace), "r")
+        match = self.match(session_id, tokens, max_len, namespace)
+        return self.sessions.begin(match, Owner(session_id, "r"))
 
-    def fill(self, kv: SequenceKV, length: int) -> None:
-        """Allocates and "computes" KV up to `length` tokens."""
-        assert self.sessions.extend(kv, length)
-        kv.committed_len = length
+    def fill(self, kv: SequenceKV, length: int, *, keep_len: int | None = None) -> None:
+        """Allocates and "computes" KV up to `length` tokens; with `keep_len`, window pages slide."""
+        assert self.sessions.extend(kv, length) is Room.READY
+        kv.commit(length, None)
+        if keep_len is not None:
+            self.sessions.slide(kv, keep_len)
         self.check()
 
     def run_turn(
@@ -80,9 +133,26 @@ class Books:
         self.sessions.finish(kv, tokens)
         self.check()
 
+    def take_orders(self) -> list[CopyOrder]:
+        orders = self.tiers.take_orders()
+        self.check()
+        return orders
+
+    def end_copies(self, *, failed: bool = False) -> list[CopyKind]:
+        """Carries out all orders at once; returns their kinds."""
+        orders = self.tiers.take_orders()
+        for order in orders:
+            if order.kind in (CopyKind.SAVE, CopyKind.LOAD):
+                self.tiers.copy_done(order.key, failed=failed)
+                self.check()
+        return [order.kind for order in orders]
+
     def assert_empty(self) -> None:
         """Every page is free again and no lock is left."""
         self.sessions.flush()
         self.check()
-        accounts = self.sessions.accounts()
+        accounts = self.accounts()
         assert accounts.free == accounts.total, accounts
+        window = self.sessions.books.window_accounts()
+        assert window is None or window.free == window.total, window
+        assert self.tiers.accounts().used_bytes == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from cache.journal import Owner
+from cache.session_cache import Room
 from tests.unit.cache.books import Books, joined, tokens_from
 
 
@@ -24,7 +26,8 @@ def test_can_begin_does_not_count_the_matched_prefix_as_room() -> None:
     tokens = tokens_from(0, 16)
     books.run_plain(tokens)  # 4 cached, 4 free
     match = books.match(None, joined(tokens, tokens_from(100, 30)))
-    assert match.num_unlocked == 4
+    assert match.prefix is not None
+    assert match.prefix.num_unlocked == 4
     assert books.sessions.can_begin(match, 32)
     assert not books.sessions.can_begin(match, 33)
 
@@ -44,7 +47,7 @@ def test_can_begin_counts_shared_pages_once_and_only_if_they_give_way() -> None:
     for index in range(3):  # 4 shared pages and one private page each; 9 free
         books.run_turn(f"s{index}", joined(system, tokens_from(100 * (index + 1), 4)), share=True)
     books.sessions.flush()
-    assert books.sessions.accounts().free == 16 - 4 - 3
+    assert books.accounts().free == 16 - 4 - 3
     stranger = books.match(None, tokens_from(500, 100))
     assert books.sessions.can_begin(stranger, 4 * 16), "alone, it can have everything"
     assert not books.sessions.can_begin(stranger, 4 * 16 + 1)
@@ -74,7 +77,7 @@ def test_can_begin_is_exact_under_random_traffic() -> None:
         match = books.match(None, joined(tokens_from(0, 4 * rng.randrange(4)), tokens_from(900, 90)))
         target_len = rng.randrange(max(match.prefix_len, 1), 120)
         promised = books.sessions.can_begin(match, target_len)
-        had = books.sessions.extend(books.sessions.begin(match, "r"), target_len)
+        had = books.sessions.extend(books.sessions.begin(match, Owner()), target_len) is Room.READY
         books.check()
         assert promised == had
         verdicts[had] += 1

@@ -6,14 +6,14 @@ import pytest
 
 from cache.pages import BooksError, PageAllocator
 from cache.prefix_cache import RadixPrefixCache
-from cache.sequence_kv import SequenceKV
+from cache.sequence_kv import PageAccount, SequenceKV
 from tests.unit.cache.books import PAGE_SIZES, Books, joined, tokens_from
 
 
 def counts(books: Books) -> tuple[int, int, int]:
     """(cached, protected, in flight) pages."""
     books.check()
-    accounts = books.sessions.accounts()
+    accounts = books.accounts()
     return accounts.cached, accounts.protected, accounts.in_flight
 
 
@@ -74,7 +74,7 @@ def test_only_committed_tokens_are_shared() -> None:
     tokens = tokens_from(0, 16)
     kv = books.begin(None, tokens)
     assert books.prefixes.extend(kv, 16)
-    kv.committed_len = 7
+    kv.commit(7, None)
     books.sessions.cache_unfinished(kv, tokens)
     assert kv.protected_len == 4
     assert books.match(None, tokens).prefix_len == 4
@@ -172,9 +172,9 @@ def test_locks_taken_equal_locks_returned_after_others_split_the_node() -> None:
     assert kv.pages.tolist() == books.prefixes._tree.path_pages(kv.node).tolist()  # type: ignore[arg-type]
     books.prefixes.shrink(kv, 15)
     books.check()
-    assert books.sessions.accounts().protected == 3
+    assert books.accounts().protected == 3
     books.sessions.release(kv)
-    assert books.sessions.accounts().protected == 0
+    assert books.accounts().protected == 0
     books.assert_empty()
 
 
@@ -199,7 +199,7 @@ def test_without_prefix_cache_nothing_is_shared() -> None:
     books.sessions.cache_unfinished(kv, tokens)
     assert (kv.protected_len, kv.node) == (0, None)
     books.sessions.release(kv)
-    assert books.sessions.accounts().free == 32
+    assert books.accounts().free == 32
 
 
 def test_namespaces_are_apart() -> None:
@@ -217,7 +217,7 @@ def test_namespaces_are_apart() -> None:
 def test_only_a_sequence_in_flight_can_be_parked() -> None:
     books = Books.make(4)
     with pytest.raises(KeyError):
-        books.prefixes.reclaim(SequenceKV(4))
+        books.prefixes.reclaim(SequenceKV(4, PageAccount()), PageAccount())
 
 
 def test_cutting_the_prefix_under_private_pages_is_refused() -> None:

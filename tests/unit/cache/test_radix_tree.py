@@ -33,6 +33,9 @@ class PagedTree:
     def match_len(self, tokens: TokenArray, namespace: str = "") -> int:
         return self.tree.match(namespace, tokens).length
 
+    def evict(self, num_pages: int) -> PageArray:
+        return self.tree.evict(num_pages)[0]
+
     def counts(self) -> tuple[int, int]:
         """(cached, protected), checked against a walk of the nodes."""
         walked = {"cached": 0, "protected": 0}
@@ -114,7 +117,7 @@ def test_split_by_unrelated_traffic_keeps_locks_exact() -> None:
         assert paged.tree.path_pages(node).tolist() == list(range(length // 4))
         paged.tree.unlock(node)
     assert paged.counts() == (12, 0)
-    assert len(paged.tree.evict(100)) == 12
+    assert len(paged.evict(100)) == 12
     assert paged.counts() == (0, 0)
 
 
@@ -173,7 +176,7 @@ def test_eviction_is_least_recently_used_first() -> None:
     evicted = []
     for _ in names:
         before = {name for name in names if paged.match_len(tokens_from(first_of[name], 8))}
-        assert len(paged.tree.evict(1)) == 2, "a leaf goes as a whole"
+        assert len(paged.evict(1)) == 2, "a leaf goes as a whole"
         after = {name for name in names if paged.match_len(tokens_from(first_of[name], 8))}
         evicted += list(before - after)
     assert evicted == ["older", "new", "old"]
@@ -184,9 +187,9 @@ def test_eviction_takes_leaves_before_their_parents() -> None:
     tokens = tokens_from(0, 16)
     paged.insert(tokens[:8])
     paged.insert(tokens)
-    paged.tree.evict(1)
+    paged.evict(1)
     assert paged.match_len(tokens) == 8
-    paged.tree.evict(1)
+    paged.evict(1)
     assert paged.match_len(tokens) == 0
 
 
@@ -197,18 +200,18 @@ def test_locked_nodes_and_their_parents_are_never_evicted() -> None:
     node, _ = paged.lock(tokens[:8])
     branch = joined(tokens[:4], tokens_from(500, 8))
     paged.insert(branch)
-    assert len(paged.tree.evict(1000)) == 6
+    assert len(paged.evict(1000)) == 6
     assert paged.match_len(tokens) == 8
     assert paged.counts() == (0, 2)
     paged.tree.unlock(node)
-    assert len(paged.tree.evict(1000)) == 2
+    assert len(paged.evict(1000)) == 2
 
 
 def test_eviction_forgets_empty_namespaces() -> None:
     paged = PagedTree(4)
     for tenant in range(5):
         paged.insert(tokens_from(0, 8), f"tenant-{tenant}")
-    paged.tree.evict(1000)
+    paged.evict(1000)
     assert not paged.tree._roots
     paged.insert(tokens_from(0, 8), "tenant-1")
     assert paged.match_len(tokens_from(0, 8), "tenant-1") == 8

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from cache.journal import Owner
 from cache.pages import BooksError
 from cache.sequence_kv import pages_for
-from cache.session_cache import SessionBorrowed
+from cache.session_cache import Room, SessionBorrowed
 from tests.unit.cache.books import PAGE_SIZES, Books, joined, tokens_from
 
 
 def slot_state(books: Books, session_id: str) -> tuple[object, ...]:
-    kv = books.sessions._slots[session_id].kv
-    assert kv is not None
+    kv = books.slot_kv(session_id)
     return (kv.pages.tolist(), kv.allocated_len, kv.committed_len, kv.protected_len, id(kv.node))
 
 
@@ -25,7 +25,7 @@ def test_the_next_turn_starts_where_the_last_one_ended(page_size: int) -> None:
     longer = tokens_from(0, len(history) + 5)
     match = books.match("a", longer)
     assert (match.from_slot, match.prefix_len) == (True, len(history) - 1)
-    assert books.sessions.begin(match, "r") is kv, "moved, not copied"
+    assert books.sessions.begin(match, Owner("a", "r")) is kv, "moved, not copied"
 
 
 def test_a_continuing_session_never_looks_at_its_tokens() -> None:
@@ -44,15 +44,15 @@ def test_match_has_no_side_effects() -> None:
     books = Books.make(4)
     history = tokens_from(0, 19)
     books.run_turn("a", history, share=True)
-    before = (slot_state(books, "a"), books.sessions.accounts())
+    before = (slot_state(books, "a"), books.accounts())
     for max_len in (0, 3, 17, 18, 30):
         match = books.match("a", history, max_len)
         assert match.prefix_len == min(18, max_len)
         books.sessions.can_begin(match, 1000)
-        assert (slot_state(books, "a"), books.sessions.accounts()) == before
+        assert (slot_state(books, "a"), books.accounts()) == before
     books.match("b", history)
     books.match(None, history)
-    assert (slot_state(books, "a"), books.sessions.accounts()) == before
+    assert (slot_state(books, "a"), books.accounts()) == before
     assert books.sessions.num_sessions == 1
 
 
@@ -63,7 +63,7 @@ def test_kv_past_the_history_is_not_matched() -> None:
     books.run_turn("a", tokens)
     match = books.sessions.match_prefix("a", "", lambda: tokens, 19, 7)
     assert match.prefix_len == 7
-    kv = books.sessions.begin(match, "r")
+    kv = books.sessions.begin(match, Owner("a", "r"))
     books.check()
     assert (kv.committed_len, kv.allocated_len, kv.num_pages) == (7, 7, 2)
 
@@ -94,8 +94,10 @@ def test_a_first_turn_has_a_slot_from_its_beginning() -> None:
 def test_free_tail_frees_only_pages_wholly_past_the_prefix(page_size: int) -> None:
     books = Books.make(page_size)
     kv = books.begin("a", tokens_from(0, 3 * page_size))
-    assert books.sessions.extend(kv, 4 * page_size)  # a verify step allocated past what was accepted
-    kv.committed_len = page_size + 1
+    assert (
+        books.sessions.extend(kv, 4 * page_size) is Room.READY
+    )  # a verify step allocated past what was accepted
+    kv.commit(page_size + 1, None)
     books.sessions.finish_turn("a", kv, 4 * page_size)
     pages = kv.pages.tolist()
     again = books.begin("a", tokens_from(0, 4 * page_size))
@@ -135,7 +137,7 @@ def test_trim_overshoot_cuts_every_length_to_the_target(page_size: int) -> None:
     books.check()
     assert (kv.committed_len, kv.allocated_len) == (target, target)
     assert kv.num_pages == pages_for(target, page_size)
-    assert books.sessions.accounts().session == kv.num_pages
+    assert books.accounts().session == kv.num_pages
 
 
 def test_trim_overshoot_leaves_an_exact_turn_alone() -> None:
@@ -158,7 +160,7 @@ def test_rollback_keeps_the_committed_history(page_size: int) -> None:
     books.sessions.rollback_turn("a", turn, len(history))
     books.check()
     assert books.sessions.held_tokens() == {"a": len(history)}
-    assert books.sessions._slots["a"].kv is kv
+    assert books.slot_kv("a") is kv
     assert kv.pages.tolist()[: len(pages)] == pages
 
 
@@ -179,7 +181,7 @@ def test_rollback_of_a_first_turn_returns_the_locks_on_its_shared_prompt() -> No
     books.sessions.cache_unfinished(kv, tokens)
     books.sessions.rollback_turn("a", kv, 0)
     books.check()
-    accounts = books.sessions.accounts()
+    accounts = books.accounts()
     assert (accounts.protected, accounts.cached, books.sessions.num_sessions) == (0, 4, 0)
 
 
@@ -191,13 +193,13 @@ def test_a_session_never_frees_pages_of_the_tree() -> None:
     books.sessions.release_session("a")
     books.check()
     assert not any(books.allocator.is_free(page) for page in shared)
-    assert books.sessions.accounts().cached == len(shared)
+    assert books.accounts().cached == len(shared)
 
 
 def test_session_held_pages_are_those_past_the_protected_prefix() -> None:
     books = Books.make(4)
     kv = books.run_turn("a", tokens_from(0, 19), share=True)
-    accounts = books.sessions.accounts()
+    accounts = books.accounts()
     assert accounts.protected == kv.protected_len // 4 == 4
     assert accounts.session == pages_for(kv.allocated_len, 4) - 4
 
@@ -253,7 +255,7 @@ def test_idle_sessions_are_demoted_longest_idle_first() -> None:
     kv = books.begin(None, tokens_from(300, 8))
     books.fill(kv, 8)
     assert set(books.sessions.held_tokens()) == {"a", "c"}
-    assert books.sessions.num_demotions == 1
+    assert books.tiers.num_to_log == 1
     books.fill(kv, 32)
     assert set(books.sessions.held_tokens()) == {"a"}
 
@@ -265,7 +267,7 @@ def test_cached_prefixes_go_before_idle_sessions() -> None:
     kv = books.begin(None, tokens_from(200, 30))
     books.fill(kv, 32)
     assert books.sessions.held_tokens() == {"a": 15}
-    assert (books.sessions.num_demotions, books.sessions.num_evicted_pages) == (0, 4)
+    assert (books.tiers.num_to_log, books.sessions.num_evicted_pages) == (0, 4)
 
 
 def test_a_demoted_session_s_protected_pages_become_evictable() -> None:
@@ -284,9 +286,9 @@ def test_running_turns_are_never_demoted() -> None:
     books.begin("a", tokens_from(0, 18))
     kv = books.begin(None, tokens_from(200, 30))
     books.fill(kv, 16)
-    assert not books.sessions.extend(kv, 17)
+    assert books.sessions.extend(kv, 17) is Room.SHORT
     books.check()
-    assert books.sessions.num_demotions == 0
+    assert books.tiers.num_to_log == 0
 
 
 def test_extend_that_fails_leaves_the_sequence_as_it_was() -> None:
@@ -296,7 +298,7 @@ def test_extend_that_fails_leaves_the_sequence_as_it_was() -> None:
     kv = books.begin(None, tokens_from(100, 20))
     books.fill(kv, 5)
     before = (kv.pages.tolist(), kv.allocated_len, kv.committed_len)
-    assert not books.sessions.extend(kv, 13)
+    assert books.sessions.extend(kv, 13) is Room.SHORT
     books.check()
     assert (kv.pages.tolist(), kv.allocated_len, kv.committed_len) == before
 
@@ -307,7 +309,7 @@ def test_flush_drops_prefixes_nobody_holds() -> None:
     books.run_turn("a", tokens_from(100, 19), share=True)
     books.sessions.flush()
     books.check()
-    accounts = books.sessions.accounts()
+    accounts = books.accounts()
     assert (accounts.cached, accounts.protected, accounts.session) == (0, 4, 1)
     assert books.match(None, tokens_from(0, 16)).prefix_len == 0
 
@@ -317,7 +319,7 @@ def test_sessions_share_a_first_prompt_and_let_go_of_it_one_by_one() -> None:
     system = tokens_from(0, 16)
     for index in range(3):
         books.run_turn(f"s{index}", joined(system, tokens_from(100 * (index + 1), 7)), share=True)
-    accounts = books.sessions.accounts()
+    accounts = books.accounts()
     assert accounts.protected == 4 + 3
     for index in range(3):
         assert books.match(None, joined(system, [1])).prefix_len == 16

@@ -10,6 +10,7 @@ from typing import Any
 
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache, token_array
+from cache.sequence_kv import SequenceKV
 from cache.session_cache import SessionAwareCache
 from cache.tiers import CopyKind, HostTier
 from cache.window import WindowPool
@@ -43,6 +44,14 @@ def request(
 ) -> GenerateRequest:
     options.setdefault("sampling", greedy(max_new_tokens))
     return GenerateRequest(request_id, list(new_tokens), **options)
+
+
+def slot_kv(cache: SessionAwareCache, session_id: str) -> SequenceKV:
+    """An idle session's KV on the device."""
+    slot = cache._slots.get(session_id)
+    assert slot is not None
+    assert slot.kv is not None
+    return slot.kv
 
 
 @dataclass
@@ -109,9 +118,7 @@ class Driver:
         self.window = None
         if window_len is not None:
             self.window = WindowPool(PageAllocator(num_window_pages), page_size, window_len)
-        self.prefixes = RadixPrefixCache(
-            self.allocator, page_size, enabled=prefix_cache, window=self.window
-        )
+        self.prefixes = RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache, window=self.window)
         host = HostTier(host_pages * self.runner.page_size_bytes, self.runner.page_size_bytes, 0)
         self.cache = SessionAwareCache(self.prefixes, host, chunk_size + DRAFTS)
         self.counters = EngineCounters()

@@ -12,7 +12,7 @@ from engine.batch import ModelOutput, ScheduledBatch
 from engine.build import assemble_engine
 from engine.engine import LocalEngine
 from engine.runner.null import NullRunner
-from engine.settings import CacheSettings, SchedulerSettings
+from engine.settings import BooksCheck, CacheSettings, SchedulerSettings, SpeculationSettings
 from tests.unit.engine.driver import VOCAB, Outcome
 
 WAIT_S = 20.0
@@ -48,11 +48,20 @@ class Rig:
         page_size: int = 4,
         context_len: int = 256,
         scheduler: SchedulerSettings | None = None,
+        books: BooksCheck = "strict",
+        host_pages: int = 0,
+        speculation: SpeculationSettings | None = None,
+        **runner: Any,
     ) -> None:
-        self.runner = GatedRunner(num_pages, page_size, VOCAB, context_len)
-        settings = scheduler or SchedulerSettings(64, 16, 8, strict_books=True)
+        self.runner = GatedRunner(num_pages, page_size, VOCAB, context_len, **runner)
+        host_bytes = host_pages * self.runner.page_size_bytes
         self.engine: LocalEngine = assemble_engine(
-            self.runner, CacheSettings(page_size), settings, frozenset({0}), self._sink
+            self.runner,
+            CacheSettings(page_size, host_size_bytes=host_bytes, books=books),
+            scheduler or SchedulerSettings(64, 16, 8),
+            speculation or SpeculationSettings(),
+            frozenset({0}),
+            self._sink,
         )
         self.outcomes: dict[str, Outcome] = {}
         self.sink_fault: Exception | None = None
@@ -89,7 +98,8 @@ class Rig:
         self.runner.open.set()
 
     def check(self) -> None:
-        self.engine.check_books().result(WAIT_S)
+        report = self.engine.audit().result(WAIT_S)
+        assert report.clean, report
 
     def _sink(self, deltas: Sequence[TokenDelta]) -> None:
         with self._news:

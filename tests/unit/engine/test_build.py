@@ -6,7 +6,7 @@ import pytest
 
 from engine.build import assemble_engine
 from engine.runner.null import NullRunner
-from engine.settings import CacheSettings, SchedulerSettings
+from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
 
@@ -14,7 +14,12 @@ from tests.unit.engine.engine_rig import WAIT_S, Rig, running
 def test_the_runner_sizes_the_pool() -> None:
     runner = NullRunner(24, 16, VOCAB, 128)
     engine = assemble_engine(
-        runner, CacheSettings(page_size=16, num_pages=9999), SchedulerSettings(), frozenset(), lambda _: None
+        runner,
+        CacheSettings(page_size=16, num_pages=9999),
+        SchedulerSettings(),
+        SpeculationSettings(),
+        frozenset(),
+        lambda _: None,
     )
     stats = engine.stats()
     assert (stats.pages.total, stats.pages.free, stats.page_size) == (24, 24, 16)
@@ -25,7 +30,9 @@ def test_the_runner_sizes_the_pool() -> None:
 def test_the_context_is_the_shorter_of_model_and_setting(asked: int | None, expected: int) -> None:
     runner = NullRunner(24, 16, VOCAB, 128)
     settings = SchedulerSettings(max_context_len=asked)
-    engine = assemble_engine(runner, CacheSettings(), settings, frozenset(), lambda _: None)
+    engine = assemble_engine(
+        runner, CacheSettings(), settings, SpeculationSettings(), frozenset(), lambda _: None
+    )
     assert engine.max_context_len == expected
 
 
@@ -33,7 +40,12 @@ def test_the_context_is_the_shorter_of_model_and_setting(asked: int | None, expe
 def test_the_prefix_cache_can_be_off(shared: bool, expected: int) -> None:
     rig = Rig()
     rig.engine = assemble_engine(
-        rig.runner, CacheSettings(4, prefix_cache=shared), SchedulerSettings(), frozenset(), rig._sink
+        rig.runner,
+        CacheSettings(4, prefix_cache=shared),
+        SchedulerSettings(),
+        SpeculationSettings(),
+        frozenset(),
+        rig._sink,
     )
     rig.engine.start()
     rig.generate(request("warm", range(1, 20), 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.api import FinishReason
-from tests.unit.engine.driver import Driver, Talk, request
+from tests.unit.engine.driver import Driver, Talk, request, slot_kv
 
 PAGE_SIZES = [1, 4, 16]
 
@@ -38,14 +38,13 @@ def test_abort_before_admission_leaves_the_slot_untouched(page_size: int) -> Non
     driver = Driver(page_size=page_size)
     talk = Talk(driver, "s")
     talk.turn([1, 2, 3], 4)
-    kv = driver.cache._slots["s"].kv
-    assert kv is not None
+    kv = slot_kv(driver.cache, "s")
     before = (kv.pages.tolist(), kv.allocated_len, kv.committed_len)
     spec = talk.spec([4, 5], 4)
     driver.add(spec)
     driver.abort(spec.request_id)
     assert driver.outcomes[spec.request_id].reason is FinishReason.ABORT
-    assert driver.cache._slots["s"].kv is kv
+    assert slot_kv(driver.cache, "s") is kv
     assert (kv.pages.tolist(), kv.allocated_len, kv.committed_len) == before
     assert talk.turn([6], 4).cached == 6
 
