@@ -61,6 +61,6 @@ class AttentionStep(Protocol):
 class AttentionBackend(Protocol):
     """Owns how the pools are read; made once with them."""
 
-    def begin(self, items: Sequence[AttentionItem], slots_PN: Tensor) -> AttentionStep:
+    def begin(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> AttentionStep:
         """Plans a step. `slots_PN` (int64) is where each of the step's tokens is written in each pool, items one
         after another."""

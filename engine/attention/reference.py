@@ -17,12 +17,12 @@ class ReferenceAttention:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
-    def begin(self, items: Sequence[AttentionItem], slots_PN: Tensor) -> ReferenceStep:
+    def begin(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> ReferenceStep:
         return ReferenceStep(self._pool, items, slots_PN)
 
 
 class ReferenceStep:
-    def __init__(self, pool: KVPool, items: Sequence[AttentionItem], slots_PN: Tensor) -> None:
+    def __init__(self, pool: KVPool, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> None:
         self._pool = pool
         self._items = items
         self._slots_PN = slots_PN

@@ -110,7 +110,7 @@ class TorchAttention:
         self._layers = [(views[id(paged)], place) for paged, place in pool.places]
         self._scales: dict[float, Tensor] = {}
 
-    def begin(self, items: Sequence[AttentionItem], slots_PN: Tensor) -> TorchAttentionStep:
+    def begin(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> TorchAttentionStep:
         return TorchAttentionStep(self._layers, self._scales, items, slots_PN)
 
 
@@ -122,12 +122,12 @@ class TorchAttentionStep:
         layers: list[tuple[_PoolViews, int]],
         scales: dict[float, Tensor],
         items: Sequence[AttentionItem],
-        slots_PN: Tensor,
+        slots_PN: Sequence[Tensor],
     ) -> None:
         self._layers = layers
         self._scales = scales
         self._items = items
-        self._slots_PN = slots_PN.unbind(0)
+        self._slots_PN = slots_PN
         self._plans: dict[tuple[int, int | None], list[_Span]] = {}
         self._decode_only = all(item.query_len == 1 for item in items)
 

@@ -223,7 +223,7 @@ def check_agreement(model: Any, bridged: CausalModel, layout: KVLayout, expected
         slots_N = [int(tables[n][t // 2]) * 2 + t % 2 for n, start, end in step for t in range(start, end)]
         places = [t for _, start, end in step for t in range(start, end)]
         tokens = [SEQUENCES[n][t] for n, start, end in step for t in range(start, end)]
-        attend = attention.begin(items, torch.tensor([slots_N, slots_N], device=model.device))
+        attend = attention.begin(items, [torch.tensor(slots_N, device=model.device)] * 2)
         try:
             hidden_NE = bridged.forward(
                 _trial_tokens(model, tuple(tokens)), torch.tensor(places, device=model.device), attend

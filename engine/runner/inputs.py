@@ -24,7 +24,7 @@ class ModelInputs:
 
     tokens_N: Tensor
     positions_N: Tensor
-    slots_PN: Tensor
+    slots_PN: tuple[Tensor, ...]
     sample_rows_R: Tensor | None
     attention: list[AttentionItem]
 
@@ -93,6 +93,6 @@ def _page_tables(items: list[BatchItem]) -> list[list[NDArray[np.int32]]]:
 
 def _model_inputs(table_XN: Tensor, sample_rows_R: Tensor | None, items: list[BatchItem]) -> ModelInputs:
     """Rows of the table: tokens, positions, then slots by pool."""
-    tokens_N, positions_N = table_XN[:2].unbind(0)
+    tokens_N, positions_N, *slots_PN = table_XN.unbind(0)
     attention = [attention_item(item) for item in items]
-    return ModelInputs(tokens_N, positions_N, table_XN[2:], sample_rows_R, attention)
+    return ModelInputs(tokens_N, positions_N, tuple(slots_PN), sample_rows_R, attention)

@@ -23,7 +23,7 @@ def test_mixed_batch() -> None:
     inputs = make_inputs(batch, 4, CPU)
     assert inputs.tokens_N.tolist() == [7, 8, 9, 4, 6]
     assert inputs.positions_N.tolist() == [3, 4, 5, 0, 4]
-    assert inputs.slots_PN.tolist() == [[23, 8, 9, 4, 0]]
+    assert [slots_N.tolist() for slots_N in inputs.slots_PN] == [[23, 8, 9, 4, 0]]
     assert inputs.sample_rows_R is not None
     assert inputs.sample_rows_R.tolist() == [2, 4]
     assert [(entry.query_len, entry.kv_len) for entry in inputs.attention] == [(3, 6), (1, 1), (1, 5)]
@@ -37,7 +37,7 @@ def test_decode_is_the_general_case(page_size: int) -> None:
     assert quick.sample_rows_R is None
     for name in ("tokens_N", "positions_N"):
         assert getattr(quick, name).tolist() == getattr(general, name).tolist()[:2]
-    assert quick.slots_PN.tolist() == general.slots_PN[:, :2].tolist()
+    assert [slots_N.tolist() for slots_N in quick.slots_PN] == [general.slots_PN[0].tolist()[:2]]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -46,5 +46,6 @@ def test_window_pages_have_slots_of_their_own(count: int) -> None:
     items[0].window_pages = np.asarray([-1, -1, 7], dtype=np.int32)
     items[1].window_pages = np.asarray([0], dtype=np.int32)
     inputs = make_inputs(ScheduledBatch(items), 4, CPU)
-    assert inputs.slots_PN.tolist() == [[*[9, 10][:count], 16], [*[29, 30][:count], 0]]
+    assert inputs.slots_PN[0].tolist() == [*[9, 10][:count], 16]
+    assert inputs.slots_PN[1].tolist() == [*[29, 30][:count], 0]
     assert inputs.attention[0].window_pages is items[0].window_pages
