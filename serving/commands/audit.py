@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from serving.client.server import request_json
@@ -19,6 +18,7 @@ from serving.commands.options import DEFAULT_URL, Url
 AUDIT_PATH = "/v1/kedge/audit"
 ACCOUNTS = ("total", "free", "cached", "protected", "session", "in_flight", "leaked")
 EXIT_NOT_CLEAN = 1
+_MIB = 1024 * 1024
 
 
 def audit(
@@ -46,7 +46,7 @@ def _table(replicas: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("pool")
     for account in ACCOUNTS:
         table.add_column(account.replace("_", " "), justify="right")
-    table.add_column("host", justify="right")
+    table.add_column("host MiB", justify="right")
     for replica in replicas:
         name, host = str(replica["replica_id"]), _host(replica["host"])
         if not replica["pools"]:
@@ -62,7 +62,7 @@ def _host(accounts: Mapping[str, int] | None) -> str:
         return "?"
     if not accounts["budget_bytes"]:
         return "off"
-    return f"{decimal(accounts['used_bytes'])} of {decimal(accounts['budget_bytes'])}"
+    return f"{accounts['used_bytes'] / _MIB:,.1f} / {accounts['budget_bytes'] / _MIB:,.0f}"
 
 
 def _complaints(found: Mapping[str, Any]) -> Iterator[str]:

@@ -29,7 +29,7 @@ def forked(parent: Conversation, length: int | None = None) -> Conversation:
 def check_against_a_fresh_session(client: httpx.Client, session: Conversation, new: list[int]) -> None:
     """The next turn says what a session says that gets the whole history as its first input."""
     fresh = Conversation.open(client)
-    fresh.turn(session.history + new)
+    fresh.turn(session.history + new, resumed=True)  # cached prefixes may be there already
     session.turn(new)  # checks that its KV was there
     assert session.history == fresh.history
     fresh.close()

@@ -20,7 +20,7 @@ BOOKS = {
     "in_flight": 3,
     "leaked": 0,
 }
-HOST = {"budget_bytes": 512_000_000, "used_bytes": 2_000_000, "sessions": 3}
+HOST = {"budget_bytes": 512 * 2**20, "used_bytes": 3 * 2**19, "sessions": 3}
 
 
 def replica(name: str, **changes: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_clean_books():
     assert result.exit_code == 0
     assert result.output.splitlines()[-1] == "clean"
     full, window = [line for line in result.output.splitlines() if "full" in line or "window" in line][:2]
-    for cell in ("r1", "2,048", "2,000", "15", "2.0 MB of 512.0 MB"):
+    for cell in ("r1", "2,048", "2,000", "15", "1.5 / 512"):
         assert cell in full
     assert "99" in window
     assert "off" in result.output
