@@ -25,7 +25,14 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.attention.interface import AttentionStep, LayerTraits
-from engine.models.bridge_probe import ProbedModel, check_agreement, context_limit, eager_logits, probe
+from engine.models.bridge_probe import (
+    ProbedModel,
+    brief,
+    check_agreement,
+    context_limit,
+    eager_logits,
+    probe,
+)
 from engine.models.errors import BadCheckpoint, UnsupportedModel
 from engine.runner.kv_pool import KVLayout
 from engine.settings import ModelSettings
@@ -167,14 +174,16 @@ def read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:
-        raise UnsupportedModel(f"{directory}: transformers cannot read its config.json: {error}") from error
+        raise UnsupportedModel(
+            f"{directory}: transformers cannot read its config.json: {brief(error)}"
+        ) from error
 
 
 def _dummy(config: Any, dtype: torch.dtype) -> Any:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
-        raise UnsupportedModel(f"transformers cannot make a {config.model_type}: {error}") from error
+        raise UnsupportedModel(f"transformers cannot make a {config.model_type}: {brief(error)}") from error
 
 
 def _load(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> Any:
@@ -195,9 +204,10 @@ def _load(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> Any:
             attn_implementation="eager",
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
         )
     except Exception as error:
-        raise BadCheckpoint(f"{directory}: {error}") from error
+        raise BadCheckpoint(f"{directory}: {brief(error)}") from error
     wrong = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
     if wrong:
         raise BadCheckpoint(f"{directory}: missing weights, or of another shape: {', '.join(wrong[:5])}")

@@ -77,6 +77,7 @@ class _Recorder:
 
     context_len: int
     layers: list[_Layer] = field(default_factory=list)
+    verdicts: list[int] = field(default_factory=list)
 
     def __call__(
         self,
@@ -103,20 +104,22 @@ class _Recorder:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, mask_function: Callable[..., Any], q_length: int, kv_length: int, **rest: Any) -> Tensor:
-        """In place of a mask: the verdict on `mask_function` in every element."""
-        verdict = mask_verdict(mask_function, self.context_len)
+        """In place of a mask: the verdict's number in every element, which survives a change of dtype or shape."""
+        self.verdicts.append(mask_verdict(mask_function, self.context_len))
         size = (1, 1, q_length, kv_length)
-        return torch.full(size, float(verdict), dtype=torch.float32, device=rest.get("device"))
+        return torch.full(size, float(len(self.verdicts) - 1), device=rest.get("device"))
 
     def _window(self, number: int, mask: Tensor | None, said: int | None) -> int | None:
         """The mask is what transformers goes by; where there is none, what the layer says."""
-        if mask is None:
-            window = said
-        else:
-            verdict = float(mask.float().mean())
-            if bool((mask.float() != verdict).any()) or verdict != int(verdict) or verdict < CAUSAL:
+        window = said
+        if mask is not None:
+            wide = mask.float().flatten()
+            number_of_verdict = int(wide[0]) if bool((wide == wide[0].floor()).all()) else -1
+            known = 0 <= number_of_verdict < len(self.verdicts)
+            verdict = self.verdicts[number_of_verdict] if known else STRANGE
+            if verdict == STRANGE:
                 raise _Strange(f"the mask of layer {number} is neither causal nor a sliding window")
-            window = int(verdict) or None
+            window = None if verdict == CAUSAL else verdict
         return None if window is None or window >= self.context_len else window
 
 
@@ -156,7 +159,7 @@ def probe(model: Any) -> ProbedModel:
     except _Strange as error:
         raise UnsupportedModel(f"{what}: {error}") from error
     except Exception as error:
-        raise UnsupportedModel(f"{what} does not run on another attention: {error}") from error
+        raise UnsupportedModel(f"{what} does not run on another attention: {brief(error)}") from error
     layers = recorder.layers
     if not layers:
         raise UnsupportedModel(f"{what}: its attention does not go through transformers' attention interface")
@@ -192,7 +195,7 @@ def eager_logits(model: Any) -> list[Tensor]:
         return [_run_whole(model, tokens).logits[0].float() for tokens in SEQUENCES]
     except Exception as error:
         raise UnsupportedModel(
-            f"{type(model).__name__} does not run on tokens and positions: {error}"
+            f"{type(model).__name__} does not run on tokens and positions: {brief(error)}"
         ) from error
 
 
@@ -230,7 +233,9 @@ def check_agreement(model: Any, bridged: CausalModel, layout: KVLayout, expected
             )
             logits_NV = bridged.logits(hidden_NE)
         except Exception as error:
-            raise UnsupportedModel(f"{type(model).__name__} does not run over pages: {error}") from error
+            raise UnsupportedModel(
+                f"{type(model).__name__} does not run over pages: {brief(error)}"
+            ) from error
         wanted_NV = torch.cat([expected[n][start:end] for n, start, end in step])
         worst = max(worst, float((logits_NV - wanted_NV).norm() / wanted_NV.norm().clamp_min(1e-9)))
     if not worst <= TOLERANCE.get(model.dtype, 0.15):
@@ -238,3 +243,8 @@ def check_agreement(model: Any, bridged: CausalModel, layout: KVLayout, expected
             f"{type(model).__name__} over pages differs from itself by {worst:.2g}: it keeps more than keys and "
             "values between tokens, or mixes the requests of a step"
         )
+
+
+def brief(error: Exception) -> str:
+    """The first line of what transformers says, which may go on for paragraphs."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
