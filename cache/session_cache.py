@@ -295,6 +295,7 @@ class SessionAwareCache:
             self._inner.release(kv)
             self._slots.remove(session_id)
             return
+        self._inner.shrink(kv, kv.committed_len)  # an idle session holds no page without KV
         self._inner.reclaim(kv, self._account)
         self._slots.put(SessionSlot(session_id, SlotState.IDLE, kv))
 

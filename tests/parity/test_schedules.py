@@ -133,7 +133,7 @@ def test_the_schedules_cover_what_they_should() -> None:
     for schedule in schedules:
         schedule.run()
     assert sum(schedule.driver.counters.retractions for schedule in schedules) >= 50
-    assert sum(schedule.driver.cache.num_demotions for schedule in schedules) >= 50
+    assert sum(schedule.driver.cache.tiers.num_to_log for schedule in schedules) >= 50
     assert sum(schedule.aborted for schedule in schedules) >= 20
     assert sum(schedule.rewound for schedule in schedules) >= 20
     assert sum(len(schedule.finished) for schedule in schedules) >= 350

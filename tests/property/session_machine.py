@@ -25,13 +25,17 @@ STEPS = st.sampled_from([0, 0, 0, 1, 3, 20])
 
 POOLS = st.sampled_from([(1, 40), (1, 64), (2, 24), (4, 10), (4, 24), (16, 3), (16, 9), (256, 1), (256, 3)])
 SIZES = st.builds(
-    lambda pool, chunk, budget, running, eos, shared: Sizes(*pool, chunk, budget, running, eos, shared),
+    lambda pool, *limits: Sizes(*pool, *limits),
     POOLS,
     st.sampled_from([1, 3, 8, 64]),
     st.sampled_from([1, 5, 16, 64]),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([0.0, 0.0, 0.1]),
     st.sampled_from([True, True, True, False]),
+    st.sampled_from([None, None, 1, 5, 16]),
+    st.sampled_from([0, 4, 40]),
+    st.sampled_from(["off", "ngram", "draft"]),
+    st.sampled_from([VOCAB, VOCAB, 3]),
 )
 
 rules_run: Counter[str] = Counter()
@@ -91,8 +95,15 @@ class SessionMachine(RuleBasedStateMachine):
             events_seen.update(self.world.events)
             checks_made[0] += self.world.num_checks
             events_seen["retraction"] += self.world.driver.counters.retractions
-            events_seen["demotion under pressure"] += self.world.driver.cache.num_demotions
+            tiers, counters = self.world.driver.cache.tiers, self.world.driver.counters
+            events_seen["demotion to the token log"] += tiers.num_to_log
+            events_seen["demotion to the host"] += tiers.num_to_host
+            events_seen["promotion"] += tiers.num_promotions
             events_seen["page evicted under pressure"] += self.world.driver.cache.num_evicted_pages
+            events_seen["draft token"] += counters.draft_tokens
+            events_seen["accepted draft token"] += counters.accepted_draft_tokens
+            events_seen[f"speculation: {self.world.sizes.speculation}"] += 1
+            events_seen["windowed world"] += self.world.sizes.window_len is not None
 
     def session(self, pick: int) -> str:
         names = list(self.world.sessions)
@@ -159,9 +170,20 @@ class SessionMachine(RuleBasedStateMachine):
     ) -> None:
         """A request without session; a large one pushes others out."""
         room = self.world.sizes.room
+        tokens = [1 + token % (self.world.sizes.vocab - 1) for token in tokens]
         prompt = (tokens * (64 if large else 1))[: max(room - output, 1)]
         self.world.plain_request(prompt, min(output, room - len(prompt)), priority, logprobs)
         self._steps(steps)
+
+    @precondition(lambda self: 0 < len(self.world.sessions) < MAX_SESSIONS)
+    @rule(pick=PICK, length=st.integers(0, 64), tokens=TOKENS, output=OUTPUT, steps=STEPS)
+    @counted
+    def fork(self, pick: int, length: int, tokens: list[int], output: int, steps: int) -> None:
+        parent, before = self.session(pick), len(self.world.sessions)
+        self.world.fork(parent, length)
+        if len(self.world.sessions) > before and has_room(self):
+            self._begin(list(self.world.sessions)[-1], tokens, output)
+            self._steps(steps)
 
     @precondition(has_request)
     @rule()
@@ -190,7 +212,10 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(has_session)
     @rule(
         pick=PICK, length=PICK,
-        how=st.sampled_from(["demote", "cut_kv", "move", "retry_last_turn", "submit_past_the_controller"]),
+        how=st.sampled_from(
+            ["demote", "demote_to_host", "demote_to_host", "cut_kv", "move", "retry_last_turn",
+             "submit_past_the_controller"]
+        ),
     )  # fmt: skip
     @counted
     def disturb_a_session(self, pick: int, length: int, how: str) -> None:
@@ -208,22 +233,23 @@ class SessionMachine(RuleBasedStateMachine):
         self.world.close(self.session(pick))
 
     @rule(
-        how=st.sampled_from(["evict", "evict", "flush", "pass_time", "pass_time"]),
+        how=st.sampled_from(["evict", "evict_window", "flush", "pass_time", "end_copies", "end_copies"]),
         num_pages=st.integers(1, 8),
         seconds=st.sampled_from([1.0, 1.0, 1.0, 40.0, 101.0]),
     )
     @counted
     def meanwhile(self, how: str, num_pages: int, seconds: float) -> None:
         rules_run[f"meanwhile: {how}"] += 1
-        if how == "evict":
-            self.world.evict(num_pages)
+        if how in ("evict", "evict_window", "end_copies"):
+            getattr(self.world, how)(num_pages)
         elif how == "flush":
             self.world.flush()
         else:
             self.world.pass_time(seconds)
 
     def _begin(self, session_id: str, tokens: list[int], output: int, **options: Any) -> None:
-        room = self.world.sizes.room
+        room, vocab = self.world.sizes.room, self.world.sizes.vocab
+        tokens = [1 + token % (vocab - 1) for token in tokens]
         self.world.begin_turn(session_id, tokens[: room // 3], min(output, room // 2), **options)
 
     def _steps(self, count: int) -> None:

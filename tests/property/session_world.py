@@ -1,32 +1,34 @@
 """One replica's books, scheduler and session controller, and everything that may happen to them.
 
-The world keeps its own copy of every committed history. After each event `check` compares: accounts balance, every
-page has one account, locks are exact, and each KV page that somebody may read holds the tokens it should.
+The world keeps its own copy of every committed history. After each event tests/property/world_checks.py compares.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from cache.radix_tree import RadixNode
-from cache.sequence_kv import SequenceKV, pages_for
+from cache.sequence_kv import pages_for
+from cache.slots import SlotState
 from controllers.errors import SessionClosing, TurnInFlight
 from controllers.records import SessionRecord
 from controllers.session import Replay, SessionController, Turn
 from controllers.tokens import encode_tokens
 from engine.api import FinishReason, LogprobParams, SessionBusy, StepFailed
-from tests.unit.engine.driver import Driver, Outcome, request
+from engine.batch import ScheduledBatch
+from engine.settings import SpeculationMethod
+from tests.property.world_checks import check_world
+from tests.unit.engine.driver import DRAFTS, Driver, Outcome, request
 
 TIMEOUT_S = 100.0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A pool so small that turns push each other out. `room` is the longest sequence that is ever asked for."""
+    """A pool so small that turns push each other out. `room` is the longest sequence that is ever asked for.
+
+    With a small vocabulary the n-gram proposer is often right. `host_pages` is the budget of the host tier.
+    """
 
     page_size: int = 4
     num_pages: int = 16
@@ -35,6 +37,18 @@ class Sizes:
     max_running: int = 3
     eos_probability: float = 0.0
     prefix_cache: bool = True
+    window_len: int | None = None
+    host_pages: int = 0
+    speculation: SpeculationMethod = "off"
+    vocab: int = 97
+
+    @property
+    def num_window_pages(self) -> int:
+        """Little more than one sequence needs: what it sees, what a rollback would see, and a step."""
+        if self.window_len is None:
+            return 0
+        longest = 2 * (self.window_len + 1) + min(self.chunk_size, self.max_batch_tokens) + DRAFTS
+        return min(pages_for(longest, self.page_size) + 3, self.num_pages)
 
     @property
     def room(self) -> int:
@@ -75,6 +89,12 @@ class World:
             max_running=sizes.max_running,
             eos_probability=sizes.eos_probability,
             prefix_cache=sizes.prefix_cache,
+            window_len=sizes.window_len,
+            num_window_pages=sizes.num_window_pages,
+            host_pages=sizes.host_pages,
+            speculation=sizes.speculation,
+            copies_wait=True,
+            vocab=sizes.vocab,
         )
         self.now_s = 0.0
         self.controller = SessionController(lambda: self.now_s, TIMEOUT_S)
@@ -135,6 +155,24 @@ class World:
             )
         )  # fmt: skip
 
+    def fork(self, parent_id: str, length: int) -> None:
+        """A second session begins at any length of an idle one. Its epoch is its own."""
+        parent = self.sessions[parent_id]
+        length = min(length, len(parent.history))
+        try:
+            fork = self.controller.begin_fork(parent_id, parent.epoch, length)
+        except (TurnInFlight, SessionClosing):
+            self.events["fork refused"] += 1
+            return
+        name = self._name("s")
+        child = Session(history=parent.history[:length])
+        self.controller.finish_fork(fork, SessionRecord(name, "tenant", child.epoch, "replica", b"", 0))
+        self.sessions[name] = child
+        covered = self.driver.fork(parent_id, name, child.history)
+        assert covered <= length
+        self.events["fork with KV" if covered else "fork without KV"] += 1
+        self.events["fork in the middle of a page"] += covered % self.sizes.page_size > 0
+
     def retry_last_turn(self, session_id: str) -> None:
         """A committed turn's key is replayed, not run."""
         session = self.sessions[session_id]
@@ -173,9 +211,10 @@ class World:
 
     # What the replica does by itself.
 
-    def step(self) -> None:
-        self.driver.step()
+    def step(self) -> ScheduledBatch | None:
+        batch = self.driver.step()
         self._settle()
+        return batch
 
     def failed_step(self) -> None:
         """The device wrote the step's KV, then raised: its requests end with an error."""
@@ -193,13 +232,26 @@ class World:
     def evict(self, num_pages: int) -> None:
         self.driver.prefixes.evict(num_pages)
 
+    def evict_window(self, num_pages: int) -> None:
+        self.driver.prefixes.evict_window(num_pages)
+
     def flush(self) -> None:
         self.driver.cache.flush()
 
     def demote(self, session_id: str) -> None:
         """Retention lets go of an idle session's KV; its history stays."""
         if not self.driver.scheduler.in_turn(session_id):
-            self.driver.cache.release_session(session_id)
+            self.driver.scheduler.release_session(session_id)
+
+    def demote_to_host(self, session_id: str) -> None:
+        """The idle session is the next to give way."""
+        slot = self.driver.cache._slots.get(session_id)
+        if slot is not None and slot.state is SlotState.IDLE:
+            self.driver.cache.tiers.demote(slot)
+
+    def end_copies(self, count: int) -> None:
+        self.events["copy ended"] += min(count, self.driver.cache.tiers.copies_in_flight)
+        self.driver.end_copies(count)
 
     def cut_kv(self, session_id: str, length: int) -> None:
         """KV may be cut anywhere between turns; what is missing is computed again."""
@@ -210,7 +262,7 @@ class World:
         """The session was owned elsewhere for a while: it comes back with its log at a newer epoch."""
         if not self.driver.scheduler.in_turn(session_id):
             self.controller.drop(session_id)
-            self.driver.cache.release_session(session_id)
+            self.driver.scheduler.release_session(session_id)
             self.sessions[session_id].epoch += 1
             self._adopt(session_id)
 
@@ -226,61 +278,24 @@ class World:
         for _ in range(3000):
             if not self.driver.scheduler.has_work:
                 break
-            self.step()
+            if self.step() is None:
+                self.end_copies(1)
             self.check()
         assert not self.asks, f"never answered: {list(self.asks)}"
         for session_id in list(self.sessions):
             self.close(session_id)
+            self.check()
+        while self.driver.cache.tiers.copies_in_flight:
+            self.end_copies(1)
+            self.check()
         self.driver.assert_empty()
+        assert not self.driver.runner._saved, "host memory of nobody"
         assert self.driver.cache.num_sessions == 0
 
-    # What must hold after each event.
-
     def check(self) -> None:
-        driver = self.driver
+        """What must hold after each event."""
         self.num_checks += 1
-        driver.check()
-        sequences = list(driver.prefixes._in_flight)
-        for session_id, slot in driver.cache._slots.items():
-            if slot.kv is not None:
-                sequences.append(slot.kv)
-                self._check_slot(session_id, slot.kv)
-        for live in driver.scheduler._live.values():
-            if live.kv is not None:
-                held = self._read(live.kv.pages, live.kv.committed_len)
-                assert held == list(live.tokens.slice(0, len(held))), f"KV of {live.request_id}"
-        for kv in sequences:
-            assert 0 <= kv.protected_len <= kv.committed_len <= kv.allocated_len
-            assert kv.num_pages == pages_for(kv.allocated_len, kv.page_size)
-            assert kv.contiguous == bool((np.diff(kv.pages) == 1).all())
-        self._check_tree(sequences)
-        for status in self.controller.snapshot():
-            session = self.sessions[status.session_id]
-            assert (status.tokens, status.turns) == (len(session.history), session.turns)
-            assert status.in_turn == driver.scheduler.in_turn(status.session_id)
-
-    def _check_slot(self, session_id: str, kv: SequenceKV) -> None:
-        session = self.sessions[session_id]
-        held = self._read(kv.pages, kv.committed_len)
-        if held != session.history[: len(held)]:
-            assert held == session.finished[: len(held)], f"KV of idle session {session_id}"
-            self.events["stale KV seen"] += 1
-
-    def _check_tree(self, sequences: Sequence[SequenceKV]) -> None:
-        """Locks are those of the sequences, no more, no less, and each node's pages hold its tokens."""
-        locks: Counter[int] = Counter()
-        for kv in sequences:
-            node: RadixNode | None = kv.node
-            while node is not None and node.parent is not None:
-                locks[id(node)] += 1
-                node = node.parent
-        for node in self.driver.prefixes._tree._nodes():
-            assert node.lock_count == locks[id(node)], "locks taken and returned differ"
-            assert self._read(node.pages, len(node.tokens)) == node.tokens.tolist(), "KV of a shared prefix"
-
-    def _read(self, pages: np.ndarray, length: int) -> list[int]:
-        held: list[int] = self.driver.runner._kv[pages].reshape(-1)[:length].tolist()
-        return held
+        check_world(self)
 
     # Turning the engine's answers into commits.
 
@@ -329,7 +344,7 @@ class World:
             self._end_session(turn.session_id)
 
     def _end_session(self, session_id: str) -> None:
-        self.driver.cache.release_session(session_id)
+        self.driver.scheduler.release_session(session_id)
         self.controller.drop(session_id)
         del self.sessions[session_id]
         self.events["closed"] += 1

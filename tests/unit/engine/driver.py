@@ -107,7 +107,9 @@ class Driver:
         speculation: SpeculationMethod = "off",
         copies_wait: bool = False,
         vocab: int = VOCAB,
+        guesser: Proposer | None = None,
     ) -> None:
+        """`guesser` proposes instead of the n-gram proposer."""
         self.eos_probability = eos_probability
         self.vocab = vocab
         self.runner = NullRunner(
@@ -125,7 +127,7 @@ class Driver:
         settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)
         stops = StopCriteria(eos_token_ids, context_len)
         self.scheduler = Scheduler(
-            self.cache, stops, settings, self.counters, proposer(speculation),
+            self.cache, stops, settings, self.counters, guesser or proposer(speculation),
             mirrors_prompts=speculation == "draft",
         )  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}

@@ -1,0 +1,108 @@
+"""What must hold in a World after each event: accounts balance, every page has one account, locks are exact, and each
+KV page that somebody may read, on the device or the host, holds the tokens it should."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.sequence_kv import SequenceKV, pages_for
+from cache.slots import SlotState
+from cache.window_table import GONE
+
+if TYPE_CHECKING:
+    from tests.property.session_world import World
+
+
+def check_world(world: World) -> None:
+    driver = world.driver
+    driver.check()
+    sequences = [*driver.prefixes._in_flight, *driver.cache.tiers.orphans]
+    for slot in driver.cache._slots:
+        if slot.kv is not None:
+            sequences.append(slot.kv)
+        if slot.state in (SlotState.IDLE, SlotState.SAVING):
+            assert slot.kv is not None
+            _check_idle(world, slot.session_id, slot.kv, slot.usable_len)
+        elif slot.state is SlotState.HOST:
+            assert slot.entry is not None
+            held = driver.runner._saved[slot.entry.key][0].reshape(-1)[: slot.usable_len].tolist()
+            _check_history(world, slot.session_id, held)
+    for live in driver.scheduler._live.values():
+        if live.kv is not None:
+            held = _read(driver.runner._kv, live.kv.pages, live.kv.committed_len)
+            assert held == list(live.tokens.slice(0, len(held))), f"KV of {live.request_id}"
+            _check_parts(world, live.kv, held, live.rollback_len)
+    for kv in sequences:
+        _check_lengths(kv)
+    for node in driver.prefixes._tree._nodes():
+        assert _read(driver.runner._kv, node.pages, len(node.tokens)) == node.tokens.tolist(), (
+            "KV of a prefix"
+        )
+        _check_node_window(world, node.window_pages, node.tokens)
+    for status in world.controller.snapshot():
+        session = world.sessions[status.session_id]
+        assert (status.tokens, status.turns) == (len(session.history), session.turns)
+        assert status.in_turn == driver.scheduler.in_turn(status.session_id)
+
+
+def _check_lengths(kv: SequenceKV) -> None:
+    assert 0 <= kv.protected_len <= kv.committed_len <= kv.allocated_len or kv.committed_len == 0
+    assert kv.draft_len <= kv.committed_len
+    assert kv.num_pages == pages_for(kv.allocated_len, kv.page_size)
+    assert kv.contiguous == bool((np.diff(kv.pages) == 1).all())
+    if kv.window is not None:
+        table = kv.window
+        assert table.num_pages == kv.num_pages
+        live = np.ones(table.num_pages, dtype=bool)
+        live[: table.first] = live[table.gap_start : table.gap_end] = False
+        assert ((table.pages != GONE) == live).all(), "the window's limits and its entries differ"
+
+
+def _check_idle(world: World, session_id: str, kv: SequenceKV, usable_len: int) -> None:
+    held = _read(world.driver.runner._kv, kv.pages, usable_len)
+    _check_history(world, session_id, held)
+    if usable_len == kv.committed_len:
+        _check_parts(world, kv, held, 0)
+
+
+def _check_history(world: World, session_id: str, held: list[int]) -> None:
+    session = world.sessions[session_id]
+    if held != session.history[: len(held)]:
+        assert held == session.finished[: len(held)], f"KV of idle session {session_id}"
+        world.events["stale KV seen"] += 1
+
+
+def _check_parts(world: World, kv: SequenceKV, tokens: Sequence[int], rollback_len: int) -> None:
+    """The draft model's KV, and all window KV that the next query and a rollback see."""
+    runner = world.driver.runner
+    if world.sizes.speculation == "draft":
+        assert _read(runner._draft_kv, kv.pages, kv.draft_len) == list(tokens[: kv.draft_len]), "draft KV"
+    if kv.window is None:
+        return
+    assert world.sizes.window_len is not None
+    ends = [len(tokens)] + ([rollback_len] if 0 < rollback_len <= len(tokens) else [])
+    for end in ends:
+        first = max(0, end - world.sizes.window_len + 1) // kv.page_size
+        last = pages_for(end, kv.page_size)
+        if end != len(tokens) and (kv.window.pages[first:last] == GONE).any():
+            # A turn that began short of its history computed KV from before what a rollback needs.
+            world.events["rollback without window"] += 1
+            continue
+        held = _read(runner._window_kv, kv.window.pages[first:last], end - first * kv.page_size)
+        assert held == list(tokens[first * kv.page_size : end]), "window KV"
+
+
+def _check_node_window(world: World, pages: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+    size = world.sizes.page_size
+    for index in np.flatnonzero(pages != GONE).tolist():
+        held = world.driver.runner._window_kv[pages[index]].tolist()
+        assert held == tokens[index * size : (index + 1) * size].tolist(), "window KV of a shared prefix"
+
+
+def _read(kv: NDArray[np.int32], pages: NDArray[np.int32], length: int) -> list[int]:
+    held: list[int] = kv[pages].reshape(-1)[:length].tolist()
+    return held
