@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 from engine.attention.interface import AttentionItem
 from engine.attention.torch_backend import TorchAttention
-from engine.models.bridge import BridgedModel
+from engine.models.bridge import BridgedModel, PagedAttention
 from engine.models.bridge_probe import CAUSAL, STRANGE, context_limit, mask_verdict
 from engine.models.decoder import Decoder
 from engine.models.errors import BadCheckpoint, UnsupportedModel
@@ -72,14 +72,28 @@ def load(config: Any, directory: Path, **settings: Any) -> LoadedModel:
             lambda: transformers.BertConfig(**SMALL),
             "mask of layer 0 is neither causal",
         ),
-        (lambda: transformers.DogeConfig(**SMALL), "differs from itself"),
+        (lambda: transformers.DogeConfig(**SMALL), "mask of layer 0 is neither causal"),
         (lambda: transformers.T5Config(vocab_size=160, d_model=64), "no causal language model"),
     ],
-    ids=["chunked", "state space", "alibi", "convolution", "both ways", "other sums", "encoder"],
+    ids=["chunked", "state space", "alibi", "convolution", "both ways", "masks of its own", "encoder"],
 )
 def test_refusals_name_their_reason(make: Callable[[], Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         load(make(), tmp_path)
+
+
+def test_a_model_that_would_come_out_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason; here because a soft cap is dropped on the way."""
+    config = transformers.Gemma2Config(**SMALL, head_dim=16, attn_logit_softcapping=0.01)
+    load(config, tmp_path)
+    whole = PagedAttention.__call__
+
+    def careless(self: PagedAttention, *args: Any, **kwargs: Any) -> Any:
+        return whole(self, *args, **{**kwargs, "softcap": None})
+
+    monkeypatch.setattr(PagedAttention, "__call__", careless)
+    with pytest.raises(UnsupportedModel, match="differs from itself"):
+        load(config, tmp_path)
 
 
 def test_a_model_unknown_to_transformers(tmp_path: Path) -> None:
