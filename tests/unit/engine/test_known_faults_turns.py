@@ -83,7 +83,7 @@ def test_lent_kv_counts_for_the_turn_only_also_while_it_is_refused_and_retried(p
     talk = Talk(driver, "s")
     talk.turn(range(1, 20), 5)
     idle = driver.cache.books.accounts()
-    driver.add(request("big", [1 + n % 90 for n in range(60)], 30, priority=1))
+    driver.add(request("big", [90 - n for n in range(60)], 30, priority=1))
     driver.step()
     spec = long_turn(talk)
     driver.add(spec)
