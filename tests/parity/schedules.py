@@ -27,20 +27,24 @@ POOLS = {1: 110, 16: 7, 256: 2}
 class PoisonedRunner(TorchRunner):
     """Fills every free page with NaN, so that KV read after it was given back spoils the logits."""
 
-    def forget(self, pages: Iterable[int]) -> None:
-        slots = self._pool.full.kv_L2KSD.unflatten(3, (self.num_pages, self.page_size))
-        slots[:, :, :, list(pages)] = torch.nan
+    def forget(self, pages: Iterable[int], window_pages: Iterable[int] = ()) -> None:
+        for paged, free in ((self._pool.full, pages), (self._pool.window, window_pages)):
+            if paged is not None:
+                slots = paged.kv_L2KSD.unflatten(3, (paged.num_pages, paged.page_size))
+                slots[:, :, :, list(free)] = torch.nan
 
 
 class TorchDriver(Driver):
-    """The scheduler, stepped by hand, over a real model with a pool of its own."""
+    """The scheduler, stepped by hand, over a real model with pools of its own."""
 
     def __init__(self, loaded: LoadedModel, page_size: int, **limits: int) -> None:
-        num_pages = POOLS[page_size]
+        num_pages, layout = POOLS[page_size], loaded.layout
         super().__init__(
-            num_pages=num_pages, page_size=page_size, context_len=LONGEST + 1, eos_token_ids=frozenset(), **limits
+            num_pages=num_pages, page_size=page_size, context_len=LONGEST + 1, eos_token_ids=frozenset(),
+            window_len=layout.window, num_window_pages=num_pages, **limits
         )  # fmt: skip
-        pool = make_kv_pool(loaded.layout, CacheSettings(page_size, num_pages), loaded.dtype, loaded.device)
+        settings = CacheSettings(page_size, num_pages, window_ratio=1.0)
+        pool = make_kv_pool(layout, settings, loaded.dtype, loaded.device)
         self.runner = PoisonedRunner(  # type: ignore[assignment]
             loaded.model, pool, TorchAttention(pool), loaded.vocab_size, LONGEST + 1
         )

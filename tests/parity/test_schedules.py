@@ -40,7 +40,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=None),
+    "mistral-window": lambda: transformers.MistralConfig(**SMALL, sliding_window=24),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=16, sliding_window=24, attn_logit_softcapping=3.0, tie_word_embeddings=False
+    ),
 }
+"""The last comes over the bridge: every other layer has a window, scores are capped."""
 
 MODELS = ("embedded", *FAMILIES)
 SCHEDULES_PER_MODEL = 10
@@ -75,7 +80,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
         directory = tmp_path_factory.mktemp(request.param)
         model.save_pretrained(directory)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     settings = ModelSettings(str(directory), dtype="float32", device="cpu", num_threads=1)
     return Pair(reference, load_model(settings), SCHEDULES_PER_MODEL * MODELS.index(request.param))
 
