@@ -148,12 +148,13 @@ class TorchAttentionStep:
                 for q_KGD, span in zip(q_NKGD.unbind(0), spans, strict=True)
             ]
             return (outputs_KGD[0] if rows == 1 else torch.stack(outputs_KGD)).view(rows, -1)
-        out_NKGD = q_NKGD.new_empty(q_NKGD.shape)
+        outputs = []
         for span in spans:
-            share = slice(span.row, span.row + span.query_len)
+            share_NKGD = q_NKGD[span.row : span.row + span.query_len]
             keys_KDT, values_KTD = views.keys_and_values(span, place)
-            out_NKGD[share] = _attend(span, q_NKGD[share], keys_KDT, values_KTD, traits)
-        return out_NKGD.view(rows, -1)
+            attended_nKGD = _attend(span, share_NKGD, keys_KDT, values_KTD, traits)
+            outputs.append(attended_nKGD.reshape(span.query_len, -1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan(self, views: _PoolViews, window: int | None, group: int) -> list[_Span]:
         spans, row = [], 0

@@ -31,7 +31,7 @@ class ModelInputs:
 
 def make_inputs(batch: ScheduledBatch, page_size: int, device: torch.device) -> ModelInputs:
     items = batch.items
-    if all(len(item.token_ids) == 1 and item.sample is not None for item in items):
+    if all(item.sample is not None and len(item.token_ids) == 1 + item.num_drafts for item in items):
         return _decode_inputs(items, page_size, device)
     return _mixed_inputs(items, page_size, device)
 
@@ -53,15 +53,17 @@ def sample_rows(items: list[BatchItem]) -> list[int]:
 
 
 def _decode_inputs(items: list[BatchItem], page_size: int, device: torch.device) -> ModelInputs:
-    """One token an item: plain integers beat arrays here."""
-    slots = [
-        [
-            int(pages[item.start // page_size]) * page_size + item.start % page_size
-            for item, pages in zip(items, tables, strict=True)
-        ]
-        for tables in _page_tables(items)
-    ]
-    table = [[item.token_ids[0] for item in items], [item.start for item in items], *slots]
+    """One token an item and its drafts, each with a row: plain integers beat arrays here."""
+    table: list[list[int]] = [[], []]
+    for item in items:
+        table[0].extend(item.token_ids)
+        table[1].extend(range(item.start, item.start + len(item.token_ids)))
+    for pages_of_items in _page_tables(items):
+        slots: list[int] = []
+        for item, pages in zip(items, pages_of_items, strict=True):
+            positions = range(item.start, item.start + len(item.token_ids))
+            slots += [int(pages[p // page_size]) * page_size + p % page_size for p in positions]
+        table.append(slots)
     table_XN = torch.tensor(table, dtype=torch.int64, device=device)
     return _model_inputs(table_XN, None, items)
 

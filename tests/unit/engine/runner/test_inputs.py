@@ -31,13 +31,16 @@ def test_mixed_batch() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_decode_is_the_general_case(page_size: int) -> None:
-    decodes = [item([7], 5, [9, 8, 7, 6, 5, 4]), item([1], 0, [2])]
+    decodes = [item([7], 5, [9, 8, 7, 6, 5, 4]), item([1, 2, 3], 2, [2, 1, 0, 3, 5]), item([4], 0, [2])]
+    decodes[1].num_drafts = 2
     quick = make_inputs(ScheduledBatch(decodes), page_size, CPU)
     general = make_inputs(ScheduledBatch([*decodes, item([0], 0, [1], False)]), page_size, CPU)
     assert quick.sample_rows_R is None
+    assert general.sample_rows_R is not None
+    assert general.sample_rows_R.tolist() == [0, 1, 2, 3, 4]
     for name in ("tokens_N", "positions_N"):
-        assert getattr(quick, name).tolist() == getattr(general, name).tolist()[:2]
-    assert [slots_N.tolist() for slots_N in quick.slots_PN] == [general.slots_PN[0].tolist()[:2]]
+        assert getattr(quick, name).tolist() == getattr(general, name).tolist()[:5]
+    assert [slots_N.tolist() for slots_N in quick.slots_PN] == [general.slots_PN[0].tolist()[:5]]
 
 
 @pytest.mark.parametrize("count", [1, 2])
