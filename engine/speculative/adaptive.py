@@ -30,9 +30,10 @@ class ProposalCost:
     @classmethod
     def of(cls, row_cost: float, streams: int, draft_cost: float = 0.0) -> ProposalCost:
         """For `streams` requests in a step. Alone, one more row costs `row_cost` steps, and a pass of the draft
-        model `draft_cost`; a step of n rows takes 1 + row_cost * (n - 1)."""
+        model `draft_cost`, the first half as much again, since it catches up with what the model said; a step of n
+        rows takes 1 + row_cost * (n - 1)."""
         row_share = row_cost / (1.0 + row_cost * (streams - 1))
-        return cls(row_share * streams + draft_cost, row_share * FIRST_ROWS)
+        return cls(row_share * streams + draft_cost, row_share * FIRST_ROWS + draft_cost / 2)
 
 
 def best_length(rate: float, cost: ProposalCost, longest: int) -> int:

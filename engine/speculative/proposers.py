@@ -6,11 +6,15 @@ of date (rewound, moved away and back), which it finds out when the next turn be
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.request import LiveRequest
 from engine.speculative.adaptive import DraftLength, ProposalCost
+
+MOST_SESSIONS = 4096
+"""Idle sessions whose acceptance is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +66,39 @@ class NoProposer:
 
 
 class DraftModelProposer:
-    """Says how many tokens the draft model is to propose. Knows nothing that outlives a request."""
+    """Says how many tokens the draft model is to propose. All it knows of a session is how that went so far."""
 
     def __init__(self, max_draft_tokens: int, row_cost: float, draft_cost: float) -> None:
         """A pass of the draft model takes `draft_cost` times as long as one of the model, for one token each."""
         self._max_draft_tokens = max_draft_tokens
         self._row_cost = row_cost
         self._draft_cost = draft_cost
-        self._lengths: dict[str, DraftLength] = {}  # by request id
+        self._active: dict[str, DraftLength] = {}  # by request id
+        self._idle: OrderedDict[str, DraftLength] = OrderedDict()  # by session id, least recently used first
 
     def begin(self, request: LiveRequest) -> None:
-        if request.request_id not in self._lengths:
-            self._lengths[request.request_id] = DraftLength()
+        if request.request_id not in self._active:
+            known = self._idle.pop(request.spec.session_id or "", None)
+            self._active[request.request_id] = known or DraftLength()
 
     def propose(self, request: LiveRequest, limit: int) -> Proposal:
         longest = min(limit, self._max_draft_tokens)
-        cost = ProposalCost.of(self._row_cost, len(self._lengths), self._draft_cost)
-        length = self._lengths[request.request_id]
+        cost = ProposalCost.of(self._row_cost, len(self._active), self._draft_cost)
+        length = self._active[request.request_id]
         return Proposal(model_count=length.choose(len(request.tokens), longest, cost))
 
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
-        self._lengths[request.request_id].observe(proposed, accepted, len(request.tokens))
+        self._active[request.request_id].observe(proposed, accepted, len(request.tokens))
 
     def commit(self, request: LiveRequest) -> None:
-        self._lengths.pop(request.request_id, None)
+        length, session_id = self._active.pop(request.request_id, None), request.spec.session_id
+        if length is not None and session_id is not None:
+            self._idle[session_id] = length
+            if len(self._idle) > MOST_SESSIONS:
+                self._idle.popitem(last=False)
 
     def rollback(self, request: LiveRequest) -> None:
-        self._lengths.pop(request.request_id, None)
+        self.commit(request)  # a rate needs no undoing
 
-    def forget(self, session_id: str) -> None: ...
+    def forget(self, session_id: str) -> None:
+        self._idle.pop(session_id, None)

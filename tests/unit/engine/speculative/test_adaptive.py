@@ -30,7 +30,8 @@ def test_cost_of_more_streams() -> None:
     crowd = ProposalCost.of(0.1, 10_000)
     assert crowd.row == pytest.approx(1.0, abs=0.01)
     assert crowd.first == pytest.approx(0.0, abs=0.01)
-    assert ProposalCost.of(0.1, 1, draft_cost=0.4).row == pytest.approx(0.5)
+    drafting = ProposalCost.of(0.1, 1, draft_cost=0.4)
+    assert (drafting.row, drafting.first) == pytest.approx((0.5, 0.1 * FIRST_ROWS + 0.2))
 
 
 def generate(rate: float, tokens: int, length: DraftLength, seed: int = 1) -> tuple[float, int]:

@@ -176,7 +176,28 @@ def test_a_draft_model_is_asked_for_what_pays() -> None:
     assert drafts.propose(request, 8).model_count == 6
     drafts.commit(request)
     drafts.rollback(request)
+    following = live([5], name="next")
+    drafts.begin(following)
+    assert drafts.propose(following, 8).model_count == 6  # a session goes on as it went
+    drafts.rollback(following)
     drafts.forget("s")
+    drafts.begin(following)
+    assert drafts.propose(following, 8) == first
+    alone = live([1], session=None, name="alone")
+    drafts.begin(alone)
+    drafts.commit(alone)
+
+
+def test_a_draft_model_costs_more_to_ask() -> None:
+    request = live([1, 2, 3])
+    counts = []
+    for draft_cost in (0.05, 0.3, 1.0):
+        drafts = DraftModelProposer(8, ROW_COST, draft_cost)
+        drafts.begin(request)
+        for _ in range(20):
+            drafts.observe(request, 5, 4)
+        counts.append(drafts.propose(request, 8).model_count)
+    assert counts[0] > counts[1] > counts[2] == 1  # a probe
 
 
 def test_no_proposer_says_nothing() -> None:
