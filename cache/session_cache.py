@@ -242,6 +242,7 @@ class SessionAwareCache:
         if slot is None or slot.kv is None or slot.state is SlotState.LOADING:
             return 0
         length = min(len(tokens), slot.usable_len)
+        slot.kv = self.tiers.take_out(slot)  # sharing may free duplicates: a save must not go on reading them
         child = self._inner.begin(self._inner.share(slot.kv, tokens[:length]), Owner(child_id))
         if 0 < length - child.committed_len < self.page_size:
             self._copy_part_page(slot.kv, child, length)

@@ -132,6 +132,7 @@ class Driver:
         )  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}
         self.batches: list[ScheduledBatch] = []
+        self.copying = False  # when the last step was planned
 
     def add(self, spec: GenerateRequest) -> None:
         self.outcomes.setdefault(spec.request_id, Outcome())
@@ -144,8 +145,9 @@ class Driver:
     def step(self) -> ScheduledBatch | None:
         """One step. None if there was nothing to run."""
         batch = self.scheduler.schedule()
-        self.check()
-        if batch is None and self.scheduler.has_work:
+        self.copying = self.cache.tiers.copies_in_flight > 0
+        self.check()  # copies that end at once do so here, an engine hears of them after its step
+        if batch is None and self.scheduler.has_work and not self.copying:
             self._take(self.scheduler.refuse_stuck())
         if batch is not None:
             self.batches.append(batch)
@@ -230,9 +232,8 @@ class Driver:
 
     def _copied(self) -> bool:
         """Lets the oldest copy end, as it would by itself. False if there is none."""
-        in_flight = self.cache.tiers.copies_in_flight
         self.end_copies()
-        return in_flight > 0
+        return self.copying
 
     def _take(self, delta: TokenDelta | None) -> None:
         if delta is not None:
