@@ -258,9 +258,9 @@ class SessionAwareCache:
         self._idle_slot(session_id)
         self.tiers.discard(session_id)
 
-    def expect(self, session_id: str) -> None:
-        """The session's next turn waits: other idle sessions give way first."""
-        self._slots.expect(session_id)
+    def expect(self, session_id: str, place: tuple[int, int]) -> None:
+        """The session's next turn waits at this place in the queue: other idle sessions give way first."""
+        self._slots.expect(session_id, place)
 
     def unexpect(self, session_id: str) -> None:
         """It waits no longer."""

@@ -48,7 +48,7 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._slots: OrderedDict[str, SessionSlot] = OrderedDict()
-        self._expected: OrderedDict[str, None] = OrderedDict()
+        self._expected: dict[str, tuple[int, int]] = {}  # and their places in the queue, smaller first
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -70,9 +70,9 @@ class SlotTable:
     def touch(self, session_id: str) -> None:
         self._slots.move_to_end(session_id)
 
-    def expect(self, session_id: str) -> None:
-        """The session's next turn has come and waits: its KV should be the last to go."""
-        self._expected[session_id] = None
+    def expect(self, session_id: str, place: tuple[int, int]) -> None:
+        """The session's next turn waits, at this place in the queue: the sooner it runs, the later its KV should go."""
+        self._expected[session_id] = place
 
     def unexpect(self, session_id: str) -> None:
         self._expected.pop(session_id, None)
@@ -81,14 +81,13 @@ class SlotTable:
         return session_id in self._expected
 
     def next_victim(self, before: str | None = None) -> SessionSlot | None:
-        """The idle session to demote next: the longest idle; if turns wait for all of them, that of the last turn.
-
-        Sessions whose turns came before that of `before`, and `before` itself, are spared: they go first.
+        """The idle session to demote next: the longest idle; if turns wait for all of them, that of the last in the
+        queue. `before` and those ahead of it in the queue are spared.
         """
         for slot in self._slots.values():
             if slot.state is SlotState.IDLE and slot.session_id not in self._expected:
                 return slot
-        for session_id in reversed(self._expected):
+        for session_id in sorted(self._expected, key=self._expected.__getitem__, reverse=True):
             if session_id == before:
                 return None
             waiting = self._slots.get(session_id)

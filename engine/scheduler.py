@@ -85,11 +85,10 @@ class Scheduler:
             if spec.session_id in self._sessions_in_turn:
                 return refusal(spec, SessionBusy(f"session {spec.session_id} has a turn in flight"))
             self._sessions_in_turn.add(spec.session_id)
-            self._cache.expect(spec.session_id)
         request = LiveRequest(spec, self._arrivals)
         self._arrivals += 1
         self._live[spec.request_id] = request
-        insort(self._waiting, request, key=_order)
+        self._queue(request)
         return None
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -124,10 +123,8 @@ class Scheduler:
         self._counters.retractions += 1
         self._running.remove(request)
         self._give_back(request)
-        if request.spec.session_id is not None:
-            self._cache.expect(request.spec.session_id)
         request.status = Status.WAITING
-        insort(self._waiting, request, key=_order)
+        self._queue(request)
         return True
 
     def release_session(self, session_id: str) -> None:
@@ -139,19 +136,26 @@ class Scheduler:
         """Plans one step; None if there is nothing to run now. May retract running requests."""
         budget = self._settings.max_batch_tokens
         items: list[BatchItem] = []
+        short = False
         # Decodes first: a long prompt must not hold up the others' next token.
         for decoding in (True, False):
             for request in list(self._running):
                 if request.status is not Status.RUNNING or (request.num_uncomputed == 1) is not decoding:
                     continue
                 count = min(request.num_uncomputed, self._settings.chunk_size, budget)
-                if count == 0 or not self._make_room(request, count):
+                if count == 0:
+                    continue
+                room = self._make_room(request, count)
+                short = short or room is Room.WAIT
+                if room is not Room.READY:
                     continue
                 item = self._item(request, count, budget)
                 items.append(item)
                 budget -= len(item.token_ids)
         items = self._without_retracted(items)
-        for request in list(self._waiting):
+        # While those that run wait for pages nobody joins them: taking back a session that is being saved to the host
+        # for its pages would have them wait for ever.
+        for request in [] if short else list(self._waiting):
             if budget == 0 or len(self._running) >= self._settings.max_running:
                 break
             admitted = self._admit(request, budget)
@@ -318,19 +322,23 @@ class Scheduler:
             owed += 1 + request.kv.pages_missing(len(request.tokens))
         return owed
 
-    def _make_room(self, request: LiveRequest, count: int) -> bool:
-        """Gets pages for `count` more tokens, retracting from the end of the order. False if `request` itself went, or
-        has to wait for copies to end."""
+    def _make_room(self, request: LiveRequest, count: int) -> Room:
+        """Gets pages for `count` more tokens, retracting from the end of the order. SHORT: `request` itself went."""
         kv = request.kv
         assert kv is not None
         while True:
             room = self._cache.extend(kv, kv.committed_len + count)
             if room is not Room.SHORT:
-                return room is Room.READY
+                return room
             victim = self._running[-1]
             self.retract(victim.request_id)
             if victim is request:
-                return False
+                return room
+
+    def _queue(self, request: LiveRequest) -> None:
+        insort(self._waiting, request, key=_order)
+        if request.spec.session_id is not None:
+            self._cache.expect(request.spec.session_id, request.order)
 
     def _without_retracted(self, items: list[BatchItem]) -> list[BatchItem]:
         return [item for item in items if self._live[item.request_id].status is Status.RUNNING]

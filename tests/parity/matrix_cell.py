@@ -1,0 +1,248 @@
+"""One cell of the matrix: eight sessions of six turns at once through the engine, with everything that gets in the way.
+
+The engine is the real one, stepped by hand instead of by its thread, so that a cell is repeatable. Its books are
+walked after every step, and what is free is filled with NaN: KV read after it was given back spoils the tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from engine.api import (
+    ContextLengthExceeded,
+    FinishReason,
+    GenerateRequest,
+    InvalidRequest,
+    LogprobParams,
+    SamplingParams,
+    TokenDelta,
+)
+from engine.build import assemble_engine, build_runner
+from engine.engine import LocalEngine
+from engine.models.loader import LoadedModel
+from engine.runner.torch_runner import TorchRunner
+from engine.settings import CacheSettings, SchedulerSettings, SpeculationMethod, SpeculationSettings
+
+SESSIONS = 8
+TURNS = 6
+CONTEXT = 112
+POOLS = {1: 300, 16: 20, 256: 5}
+"""Pages by page size: about half of what all sessions hold at their ends."""
+HOST_PAGES = {1: 120, 16: 8, 256: 2}
+RETRACTING_STEPS = 400
+MOST_STEPS = 4000
+
+
+@dataclass(frozen=True)
+class Cell:
+    speculation: SpeculationMethod
+    page_size: int
+    chunked: bool
+    retracting: bool
+    seed: int
+
+
+@dataclass
+class Finished:
+    """A request that ended well: the whole sequence, and how long its prompt was."""
+
+    tokens: list[int]
+    prompt_len: int
+    what: str
+
+
+@dataclass
+class Flight:
+    """A request in flight. It is aborted when `abort_after` tokens are out, as a client does that disconnects."""
+
+    spec: GenerateRequest
+    abort_after: int | None
+    output: list[int] = field(default_factory=list)
+
+
+class CellRun:
+    """Drives one cell to its end. `finished` is what must agree with transformers."""
+
+    def __init__(self, cell: Cell, target: LoadedModel, draft: LoadedModel | None) -> None:
+        self.cell = cell
+        self.rng = random.Random(cell.seed)
+        self.vocab_size = target.vocab_size
+        cache = CacheSettings(
+            cell.page_size, POOLS[cell.page_size], window_ratio=1.0, books="strict", host_size_bytes=1
+        )
+        self.runner = build_runner(target, cache, draft)
+        budget = HOST_PAGES[cell.page_size] * self.runner.page_size_bytes
+        budget += HOST_PAGES[cell.page_size] * self.runner.window_page_size_bytes
+        cache = CacheSettings(**{**_fields(cache), "host_size_bytes": budget})
+        limits = SchedulerSettings(
+            max_batch_tokens=48, chunk_size=5 if cell.chunked else 48, max_running=6, max_context_len=CONTEXT
+        )
+        speculation = SpeculationSettings(cell.speculation, 5, ngram_size=2, row_cost=0.0, draft_cost=0.0)
+        self.engine: LocalEngine = assemble_engine(
+            self.runner, cache, limits, speculation, frozenset(), self._take
+        )
+        self.histories: dict[str, list[int]] = {f"s{number}": [] for number in range(SESSIONS)}
+        self.turns_left = dict.fromkeys(self.histories, TURNS)
+        self.in_flight: dict[str, Flight] = {}
+        self.finished: list[Finished] = []
+        self.events: Counter[str] = Counter()
+        self._names = 0
+
+    def run(self) -> None:
+        for number in range(MOST_STEPS):
+            if not any(self.turns_left.values()) and not self.in_flight:
+                break
+            self._act()
+            # A prompt of more chunks than lie between two retractions would never get done.
+            if self.cell.retracting and number % 4 == 0 and number < RETRACTING_STEPS:
+                self._retract()
+            self._step()
+        assert not self.in_flight, f"seed {self.cell.seed}: never answered: {list(self.in_flight)}"
+        self._close_everything()
+
+    def _act(self) -> None:
+        for session_id in self.histories:
+            if self.turns_left[session_id] and not self.engine._scheduler.in_turn(session_id):
+                if self.rng.random() < 0.3:
+                    self._begin_turn(session_id)
+                elif self.rng.random() < 0.03:
+                    self._over_long(session_id)
+        if any(self.turns_left.values()) and self.rng.random() < 0.05 and len(self.in_flight) < 2 * SESSIONS:
+            self._submit(self._tokens(30), None, [])
+
+    def _begin_turn(self, session_id: str) -> None:
+        history = self.histories[session_id]
+        new_tokens = self._tokens(14)
+        if len(history) + len(new_tokens) > CONTEXT - 20:
+            history = history[: self.rng.randrange(CONTEXT // 2)]
+            self.events["rewind"] += 1
+        self.turns_left[session_id] -= 1
+        self._submit(new_tokens, session_id, history)
+
+    def _over_long(self, session_id: str) -> None:
+        """Refused at once, and nothing of the session is touched."""
+        history = self.histories[session_id]
+        held = self.engine._cache.held_tokens().get(session_id)
+        with pytest.raises(ContextLengthExceeded):
+            self.engine.submit(self._spec(self._tokens(1) * CONTEXT, session_id, history, 4, None))
+        self.events["over-long"] += 1
+        if 0 < len(history) < CONTEXT - 5:
+            with pytest.raises(InvalidRequest) as refusal:
+                self.engine.submit(
+                    self._spec(self._tokens(4), session_id, history, 4, LogprobParams(input_start=0))
+                )
+            assert refusal.value.param == "logprob_start_len"
+            self.events["log-probabilities of history"] += 1
+        assert self.engine._cache.held_tokens().get(session_id) == held
+
+    def _submit(self, new_tokens: list[int], session_id: str | None, history: list[int]) -> None:
+        # Some outlast the context on purpose.
+        longest = 2 * CONTEXT if self.rng.random() < 0.05 else self.rng.choice([1, 4, 12, 16])
+        logprobs = LogprobParams(output=True, input_start=len(history)) if self.rng.random() < 0.1 else None
+        spec = self._spec(new_tokens, session_id, history, min(longest, CONTEXT), logprobs)
+        abort_after = self.rng.randrange(8) if self.rng.random() < 0.15 else None
+        self.in_flight[spec.request_id] = Flight(spec, abort_after)
+        self.engine.submit(spec)
+        if abort_after == 0:
+            self.engine.abort(spec.request_id)
+
+    def _spec(
+        self,
+        new_tokens: list[int],
+        session_id: str | None,
+        history: list[int],
+        max_new_tokens: int,
+        logprobs: LogprobParams | None,
+    ) -> GenerateRequest:
+        self._names += 1
+        stops = frozenset([self.rng.randrange(self.vocab_size)]) if self.rng.random() < 0.3 else frozenset()
+        return GenerateRequest(
+            f"{session_id or 'plain'}/{self._names}", new_tokens,
+            SamplingParams(max_new_tokens, temperature=0.0, stop_token_ids=stops),
+            history=history, history_len=len(history), session_id=session_id, logprobs=logprobs,
+            priority=self.rng.randrange(2),
+        )  # fmt: skip
+
+    def _retract(self) -> None:
+        running = [request.request_id for request in self.engine._scheduler._running]
+        if running:
+            self.events["retraction"] += self.engine._scheduler.retract(self.rng.choice(running))
+
+    def _step(self) -> None:
+        self.engine._drain_inbox(block=self.engine._stalled)
+        self.engine.step()
+        prefixes = self.engine._cache._inner
+        window = prefixes.window.allocator.free_pages() if prefixes.window is not None else ()
+        poison(self.runner, prefixes.allocator.free_pages(), window)
+
+    def _take(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            flight = self.in_flight[delta.request_id]
+            flight.output += delta.token_ids
+            if delta.finish is not None:
+                self._end(self.in_flight.pop(delta.request_id), delta)
+            elif flight.abort_after is not None and len(flight.output) >= flight.abort_after:
+                self.engine.abort(delta.request_id)
+
+    def _end(self, flight: Flight, delta: TokenDelta) -> None:
+        assert delta.finish is not None
+        spec = flight.spec
+        self.events[str(delta.finish.reason)] += 1
+        self.events["draft"] += delta.draft_tokens
+        self.events["accepted draft"] += delta.accepted_draft_tokens
+        if delta.finish.reason is FinishReason.ABORT:
+            return
+        assert delta.finish.reason in (FinishReason.LENGTH, FinishReason.STOP), delta.finish
+        assert len(flight.output) == delta.completion_tokens <= spec.sampling.max_new_tokens
+        assert not set(flight.output[:-1]) & spec.sampling.stop_token_ids, "went on past a stop"
+        prompt = [*spec.history[: spec.history_len], *spec.new_tokens]
+        assert len(prompt) + len(flight.output) <= CONTEXT
+        self.finished.append(Finished(prompt + flight.output, len(prompt), spec.request_id))
+        if spec.session_id is not None:
+            self.histories[spec.session_id] = prompt + flight.output
+
+    def _close_everything(self) -> None:
+        """Every page is free again: nothing leaked."""
+        cache = self.engine._cache
+        self.events["demotion to the host"] += cache.tiers.num_to_host
+        self.events["promotion"] += cache.tiers.num_promotions
+        for session_id in self.histories:
+            self.engine.close_session(session_id)
+        self.engine._drain_inbox(block=False)
+        while cache.tiers.copies_in_flight:
+            self.engine._drain_inbox(block=True)
+        self.engine.flush()
+        self.engine._drain_inbox(block=False)
+        self.engine.step()
+        report = cache.books.audit()
+        assert report.clean, report
+        assert all(accounts.free == accounts.total for accounts in report.pools.values()), report
+        assert report.host.used_bytes == 0
+        self.runner.close()
+
+    def _tokens(self, longest: int) -> list[int]:
+        """Random tokens; every third time a beginning that others have, too."""
+        count = self.rng.randrange(1, longest + 1)
+        if self.rng.random() < 0.33:
+            return [3 + number % 7 for number in range(count)]
+        return [self.rng.randrange(self.vocab_size) for _ in range(count)]
+
+
+def poison(runner: TorchRunner, pages: Sequence[int], window_pages: Sequence[int]) -> None:
+    pools = [(runner._pool.full, pages), (runner._pool.window, window_pages)]
+    if runner._draft is not None:
+        pools.append((runner._draft._pool.full, pages))
+    for paged, free in pools:
+        if paged is not None and len(free):
+            slots = paged.kv_L2KSD.unflatten(3, (paged.num_pages, paged.page_size))
+            slots[:, :, :, torch.as_tensor(free, dtype=torch.int64)] = torch.nan
+
+
+def _fields(settings: CacheSettings) -> dict[str, object]:
+    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}

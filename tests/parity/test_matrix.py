@@ -1,0 +1,110 @@
+"""P1 and P2 under everything at once: speculation, page sizes, chunks, retraction and windows, in every combination.
+
+Each cell runs eight sessions of six turns, with aborts, disconnects, over-long turns, rewinds, stops and plain requests
+mixed in, over a pool that holds half of them, and compares every greedy token with transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.models.loader import LoadedModel, load_model
+from engine.settings import ModelSettings
+from tests.parity.matrix_cell import CONTEXT, Cell, CellRun
+from tests.parity.test_schedules import assert_greedy
+
+WINDOW = 12
+
+TINY = {
+    "vocab_size": 24,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+CELLS = [
+    Cell(speculation, page_size, chunked, retracting, seed)
+    for seed, (speculation, page_size, chunked, retracting) in enumerate(
+        product(("off", "ngram", "draft"), (1, 16, 256), (False, True), (False, True))
+    )
+]
+
+events_seen: Counter[str] = Counter()
+
+
+@dataclass
+class Models:
+    """A checkpoint as transformers and as the engine hold it, and a draft that often agrees with it."""
+
+    reference: Any
+    target: LoadedModel
+    draft: LoadedModel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=[None, WINDOW], ids=["full", "windowed"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.manual_seed(11)
+    config = transformers.MistralConfig(**TINY, sliding_window=request.param)
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+    draft = copy.deepcopy(reference)
+    draft.config.sliding_window = None
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    loaded = []
+    for name, model in (("target", reference), ("draft", draft)):
+        directory = tmp_path_factory.mktemp(name)
+        model.save_pretrained(directory)
+        loaded.append(load_model(ModelSettings(str(directory), dtype="float32", device="cpu", num_threads=1)))
+    return Models(reference, *loaded)
+
+
+@pytest.mark.parametrize(
+    "cell", CELLS, ids=lambda cell: f"{cell.speculation}-page{cell.page_size}"
+    f"{'-chunked' * cell.chunked}{'-retracting' * cell.retracting}",
+)  # fmt: skip
+def test_every_cell_agrees_with_transformers_and_leaks_nothing(models: Models, cell: Cell) -> None:
+    run = CellRun(cell, models.target, models.draft if cell.speculation == "draft" else None)
+    run.run()
+    assert len(run.finished) >= 30
+    assert_greedy(models.reference, run.finished)  # type: ignore[arg-type]
+    if cell.speculation != "off":
+        assert run.events["accepted draft"] > 0
+    if cell.retracting:
+        assert run.events["retraction"] > 10
+    events_seen.update(run.events)
+
+
+def test_the_cells_cover_what_they_should() -> None:
+    """Runs after the cells, over what really happened in them."""
+    if len(events_seen) == 0:
+        pytest.skip("no cell ran")
+    for event in ("abort", "stop", "over-long", "log-probabilities of history", "rewind", "promotion",
+                  "demotion to the host"):  # fmt: skip
+        assert events_seen[event] >= 10, (event, events_seen)
