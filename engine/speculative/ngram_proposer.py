@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from engine.api import SamplingParams
 from engine.request import LiveRequest
 from engine.speculative.adaptive import DraftLength, ProposalCost
 from engine.speculative.ngram import LONGEST_MATCH, NgramIndex
@@ -43,11 +44,14 @@ class NgramProposer:
         ngram_size: int,
         max_draft_tokens: int,
         row_cost: float,
+        eos_token_ids: frozenset[int] = frozenset(),
         most_indexed_tokens: int = MOST_INDEXED_TOKENS,
     ) -> None:
+        """Nothing is proposed past a token that would end the request."""
         self._ngram_size = ngram_size
         self._max_draft_tokens = max_draft_tokens
         self._row_cost = row_cost
+        self._eos_token_ids = eos_token_ids
         self._most_indexed_tokens = most_indexed_tokens
         self._active: dict[str, _Session] = {}  # by request id
         self._idle: OrderedDict[str, _Session] = OrderedDict()  # by session id, least recently used first
@@ -76,8 +80,9 @@ class NgramProposer:
         if match is None:
             return NOTHING
         state.kind = self._kind(match.length)
+        longest = self._until_stop(match.token_ids, request.spec.sampling)
         cost = ProposalCost.of(self._row_cost, len(self._active))
-        count = state.lengths[state.kind].choose(len(request.tokens), len(match.token_ids), cost)
+        count = state.lengths[state.kind].choose(len(request.tokens), longest, cost)
         return Proposal(match.token_ids[:count])
 
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
@@ -92,6 +97,12 @@ class NgramProposer:
 
     def forget(self, session_id: str) -> None:
         self._take(session_id)
+
+    def _until_stop(self, token_ids: tuple[int, ...], sampling: SamplingParams) -> int:
+        for count, token in enumerate(token_ids, start=1):
+            if token in sampling.stop_token_ids or (token in self._eos_token_ids and not sampling.ignore_eos):
+                return count
+        return len(token_ids)
 
     def _kind(self, match_length: int) -> int:
         if match_length < 2 * self._ngram_size:

@@ -73,6 +73,17 @@ def test_wrong_proposals_pause_it() -> None:
     assert 0 < proposed < 30
 
 
+def test_nothing_is_proposed_past_the_end() -> None:
+    ngrams = NgramProposer(3, 8, ROW_COST, eos_token_ids=frozenset({PHRASE[4]}))
+    for stops, ignore_eos, count in ((set(), False, 2), (set(), True, 5), ({PHRASE[3]}, False, 1)):
+        sampling = SamplingParams(stop_token_ids=frozenset(stops), ignore_eos=ignore_eos)
+        request = LiveRequest(GenerateRequest("r", [*PHRASE, *PHRASE[:3]], sampling), 0)
+        ngrams.begin(request)
+        ngrams.observe(request, 20, 20)
+        assert ngrams.propose(request, 5).token_ids == tuple(PHRASE[3 : 3 + count])
+        ngrams.commit(request)
+
+
 def test_rollback_leaves_no_trace() -> None:
     ngrams = proposer()
     history = all_tokens(turn(ngrams, live([1, 2, 3]), [4, 5]))
