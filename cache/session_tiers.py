@@ -122,6 +122,7 @@ class SessionTiers:
         """The runner's answer to a SAVE or LOAD. What failed to be copied is computed again from the token log."""
         entry = self._copies.pop(key)
         entry.settled = True
+        entry.saved |= not failed
         slot = self._slots.get(entry.session_id)
         if slot is not None and slot.entry is not entry:
             slot = None  # the session went on without this copy
@@ -166,7 +167,8 @@ class SessionTiers:
 
     def _drop(self, entry: HostEntry) -> None:
         self._host.remove(entry.key)
-        self._orders.append(CopyOrder(CopyKind.DROP, entry.key))
+        if entry.saved:  # a save that failed left nothing
+            self._orders.append(CopyOrder(CopyKind.DROP, entry.key))
 
 
 def _pages_of(kv: SequenceKV) -> PoolPages:

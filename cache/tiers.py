@@ -43,7 +43,7 @@ class HostEntry:
     """A session's KV in host memory, or on its way: enough to build its SequenceKV again.
 
     The first `window_first` window pages were gone. `settled` is False while a copy runs; then the entry's bytes stay
-    taken, whatever becomes of the session.
+    taken, whatever becomes of the session. `saved`: the runner has something under the key, to be dropped some day.
     """
 
     key: int
@@ -54,6 +54,7 @@ class HostEntry:
     window_first: int
     num_bytes: int
     settled: bool = False
+    saved: bool = False
 
 
 class HostTier:
