@@ -39,12 +39,13 @@ class Room(Enum):
 @dataclass(frozen=True, slots=True)
 class CacheMatch:
     """Where a request could start: `prefix_len` tokens of KV are there, from a slot (`prefix` is None) or from the
-    shared tree. `elsewhere`: the slot's KV is on the host or on its way back; `promote` it first."""
+    shared tree. `elsewhere`: the slot's KV is on the host; `promote` it first. `loading`: it is on its way back."""
 
     session_id: str | None
     prefix_len: int
     prefix: PrefixMatch | None
     elsewhere: bool = False
+    loading: bool = False
 
     @property
     def from_slot(self) -> bool:
@@ -97,7 +98,8 @@ class SessionAwareCache:
             usable = max(min(slot.usable_len, max_len, history_len), 0)
             if slot.state in (SlotState.HOST, SlotState.LOADING):
                 if usable:
-                    return CacheMatch(session_id, usable, None, elsewhere=True)
+                    loading = slot.state is SlotState.LOADING
+                    return CacheMatch(session_id, usable, None, elsewhere=not loading, loading=loading)
             else:
                 assert slot.kv is not None
                 usable = self._inner.resumable_len(slot.kv, usable)
@@ -131,6 +133,7 @@ class SessionAwareCache:
     def begin(self, match: CacheMatch, owner: Owner) -> SequenceKV:
         """Moves the matched KV to a request. A session's tail past the prefix is freed first."""
         assert not match.elsewhere
+        assert not match.loading
         session_id = match.session_id
         lent = None
         if session_id is not None:
@@ -151,10 +154,11 @@ class SessionAwareCache:
         self._free_tail(kv, match.prefix_len)
         return kv
 
-    def promote(self, session_id: str) -> Room:
+    def promote(self, session_id: str, ahead: int = 0) -> Room:
         """Brings a session's KV from the host beside compute; READY once that is under way.
 
-        Room comes from cached prefixes and from sessions that are needed later than this one.
+        Room comes from cached prefixes and from sessions that are needed later than this one. `ahead` pages are
+        promised to turns before its own.
         """
         slot = self._slots.get(session_id)
         if slot is None or slot.state is not SlotState.HOST:
@@ -171,7 +175,7 @@ class SessionAwareCache:
             return kv is not None
 
         num_pages = pages_for(entry.committed_len, self.page_size)
-        room = self._make_room(attempt, num_pages, num_pages - entry.window_first, session_id)
+        room = self._make_room(attempt, num_pages, num_pages - entry.window_first, session_id, ahead)
         if room is Room.READY:
             self._inner.reclaim(restored[0], self._account)
             self.tiers.load(slot, restored[0])
@@ -211,6 +215,13 @@ class SessionAwareCache:
     def release(self, kv: SequenceKV) -> None:
         """A request without session was aborted or retracted: its KV is gone."""
         self._inner.release(kv)
+
+    def give_back(self, kv: SequenceKV, session_id: str | None, history_len: int) -> None:
+        """An unfinished request lets go of its KV: what its session had committed stays."""
+        if session_id is None:
+            self.release(kv)
+        else:
+            self.rollback_turn(session_id, kv, history_len)
 
     def rollback_turn(self, session_id: str, kv: SequenceKV, history_len: int) -> None:
         """A turn was aborted or retracted: all it computed past `history_len` is freed, the rest moves back."""
@@ -310,9 +321,15 @@ class SessionAwareCache:
         child.commit(length, min(parent.draft_len, length))
         self.tiers.clone(_page_at(parent, index), _page_at(child, index))
 
-    def _make_room(self, attempt: Callable[[], bool], full: int, window: int, before: str | None) -> Room:
-        """Repeats `attempt`, which takes `full` and `window` pages, giving up one thing after another for it."""
-        while not attempt():
+    def _make_room(
+        self, attempt: Callable[[], bool], full: int, window: int, before: str | None, ahead: int = 0
+    ) -> Room:
+        """Repeats `attempt`, which takes `full` and `window` pages, giving up one thing after another for it.
+
+        It is not made while that would leave less than `ahead` pages free.
+        """
+        full, window = full + ahead, window + ahead
+        while (ahead and max(self._missing(full, window)) > 0) or not attempt():
             if self._evict(full, window):
                 continue
             coming, coming_window = self.tiers.moving_pages(SlotState.SAVING)

@@ -50,12 +50,12 @@ class SessionTiers:
     def moving_pages(self, state: SlotState) -> tuple[int, int]:
         """Private pages of sessions being saved (they will be free) or loaded, in each pool."""
         full = window = 0
-        if self._copies:
-            for slot in self._slots:
-                if slot.state is state and slot.kv is not None:
-                    full += slot.kv.num_private_pages
-                    if slot.kv.window is not None:
-                        window += slot.kv.window.num_private(slot.kv.num_protected_pages)
+        for entry in self._copies.values():
+            slot = self._slots.get(entry.session_id)
+            if slot is not None and slot.entry is entry and slot.state is state and slot.kv is not None:
+                full += slot.kv.num_private_pages
+                if slot.kv.window is not None:
+                    window += slot.kv.window.num_private(slot.kv.num_protected_pages)
         return full, window
 
     def take_orders(self) -> list[CopyOrder]:
@@ -82,7 +82,8 @@ class SessionTiers:
             next(self._keys), slot.session_id, kv.namespace, kv.committed_len, kv.draft_len, first, num_bytes
         )
         self._host.add(entry)
-        slot.state, slot.entry = SlotState.SAVING, entry
+        slot.entry = entry
+        self._slots.move(slot, SlotState.SAVING)
         self._start(CopyKind.SAVE, entry, pages)
 
     def load(self, slot: SessionSlot, kv: SequenceKV) -> None:
@@ -90,7 +91,8 @@ class SessionTiers:
         entry = slot.entry
         assert entry is not None
         assert slot.state is SlotState.HOST
-        slot.state, slot.kv = SlotState.LOADING, kv
+        slot.kv = kv
+        self._slots.move(slot, SlotState.LOADING)
         entry.settled = False
         self._start(CopyKind.LOAD, entry, _pages_of(kv))
 
@@ -99,7 +101,8 @@ class SessionTiers:
         kv = slot.kv
         assert kv is not None
         assert slot.state in (SlotState.IDLE, SlotState.SAVING)
-        slot.state, slot.kv, slot.entry = SlotState.IDLE, None, None
+        slot.kv, slot.entry = None, None
+        self._slots.move(slot, SlotState.IDLE)
         return kv
 
     def discard(self, session_id: str) -> None:
@@ -140,12 +143,14 @@ class SessionTiers:
         elif slot.state is SlotState.SAVING:
             assert slot.kv is not None
             self._inner.release(slot.kv)
-            slot.state, slot.kv = SlotState.HOST, None
+            slot.kv = None
+            self._slots.move(slot, SlotState.HOST)
             self.num_to_host += 1
         else:
             assert slot.kv is not None
             slot.kv.commit(entry.committed_len, entry.draft_len)
-            slot.state, slot.entry = SlotState.IDLE, None
+            slot.entry = None
+            self._slots.move(slot, SlotState.IDLE)
             self._drop(entry)
             self.num_promotions += 1
 
@@ -153,6 +158,8 @@ class SessionTiers:
         """Sessions longest on the host go, unless their turns wait. False if that is not enough."""
         if not self._host.could_ever_fit(num_bytes):
             return False
+        if self._host.fits(num_bytes):
+            return True
         for entry in self._host.settled():
             if self._host.fits(num_bytes):
                 break

@@ -44,10 +44,14 @@ class SessionSlot:
 
 
 class SlotTable:
-    """Slots by session id, least recently used first; and which sessions' next turns wait already."""
+    """Slots by session id; those that could be demoted, least recently used first; and whose next turns wait already.
+
+    A slot's state changes only through `put` and `move`.
+    """
 
     def __init__(self) -> None:
-        self._slots: OrderedDict[str, SessionSlot] = OrderedDict()
+        self._slots: dict[str, SessionSlot] = {}
+        self._idle: OrderedDict[str, SessionSlot] = OrderedDict()
         self._expected: dict[str, tuple[int, int]] = {}  # and their places in the queue, smaller first
 
     def __len__(self) -> int:
@@ -62,13 +66,17 @@ class SlotTable:
     def put(self, slot: SessionSlot) -> None:
         """Adds or replaces, as the most recently used."""
         self._slots[slot.session_id] = slot
-        self._slots.move_to_end(slot.session_id)
+        self.move(slot, slot.state)
+
+    def move(self, slot: SessionSlot, state: SlotState) -> None:
+        slot.state = state
+        self._idle.pop(slot.session_id, None)
+        if state is SlotState.IDLE:
+            self._idle[slot.session_id] = slot
 
     def remove(self, session_id: str) -> None:
         del self._slots[session_id]
-
-    def touch(self, session_id: str) -> None:
-        self._slots.move_to_end(session_id)
+        self._idle.pop(session_id, None)
 
     def expect(self, session_id: str, place: tuple[int, int]) -> None:
         """The session's next turn waits, at this place in the queue: the sooner it runs, the later its KV should go."""
@@ -84,13 +92,12 @@ class SlotTable:
         """The idle session to demote next: the longest idle; if turns wait for all of them, that of the last in the
         queue. `before` and those ahead of it in the queue are spared.
         """
-        for slot in self._slots.values():
-            if slot.state is SlotState.IDLE and slot.session_id not in self._expected:
+        for session_id, slot in self._idle.items():
+            if session_id not in self._expected:
                 return slot
         for session_id in sorted(self._expected, key=self._expected.__getitem__, reverse=True):
             if session_id == before:
                 return None
-            waiting = self._slots.get(session_id)
-            if waiting is not None and waiting.state is SlotState.IDLE:
-                return waiting
+            if session_id in self._idle:
+                return self._idle[session_id]
         return None

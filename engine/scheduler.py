@@ -11,8 +11,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
-from cache.journal import Owner
 from cache.session_cache import Room, SessionAwareCache
+from engine.admission import Admission
 from engine.api import (
     EngineError,
     Finish,
@@ -155,15 +155,8 @@ class Scheduler:
         items = self._without_retracted(items)
         # While those that run wait for pages nobody joins them: taking back a session that is being saved to the host
         # for its pages would have them wait for ever.
-        for request in [] if short else list(self._waiting):
-            if budget == 0 or len(self._running) >= self._settings.max_running:
-                break
-            admitted = self._admit(request, budget)
-            if admitted == 0:
-                break
-            if admitted is not None:
-                items.append(self._item(request, admitted, budget))
-                budget -= admitted
+        if not short:
+            self._admit_waiting(items, budget)
         return ScheduledBatch(items) if items else None
 
     def refuse_stuck(self) -> TokenDelta | None:
@@ -281,27 +274,24 @@ class Scheduler:
             return NOTHING
         return proposal
 
-    def _admit(self, request: LiveRequest, budget: int) -> int | None:
-        """Moves a waiting request to running; returns its tokens for this step. 0: it and all behind it must wait for
-        room; None: it waits for its KV, which is on its way from the host, and others may pass."""
-        spec = request.spec
-        match = self._cache.match_prefix(
-            spec.session_id, spec.namespace, request.tokens.array, request.max_prefix_len, spec.history_len
-        )
-        # Beside others all of it must fit, and what they still need for theirs, and one page more for everyone who
-        # grows; alone it fits by itself.
-        if self._running and not self._cache.can_begin(match, len(request.tokens), self._pages_owed()):
-            return 0
-        if match.elsewhere:
-            assert spec.session_id is not None
-            return None if self._cache.promote(spec.session_id) is Room.READY else 0
-        kv = self._cache.begin(match, Owner(spec.session_id, spec.request_id))
-        request.kv = kv
-        count = min(len(request.tokens) - kv.committed_len, self._settings.chunk_size, budget)
-        if self._cache.extend(kv, kv.committed_len + count, before=spec.session_id) is not Room.READY:
-            self._give_back(request)
-            return 0
-        request.shares_prompt = not match.from_slot
+    def _admit_waiting(self, items: list[BatchItem], budget: int) -> None:
+        """Adds the share of every waiting request that may run now."""
+        admission = Admission(self._cache, self._settings, self._running)
+        for request in list(self._waiting):
+            if budget == 0 or len(self._running) >= self._settings.max_running:
+                break
+            verdict = admission.ask(request, budget)
+            if verdict.room is Room.SHORT:
+                break
+            if verdict.num_tokens:
+                self._start(request)
+                items.append(self._item(request, verdict.num_tokens, budget))
+                budget -= verdict.num_tokens
+
+    def _start(self, request: LiveRequest) -> None:
+        """Waiting -> running, with the KV that admission gave it."""
+        kv = request.kv
+        assert kv is not None
         if request.cached_tokens is None:
             request.cached_tokens = kv.committed_len
             self._counters.cached_tokens += kv.committed_len
@@ -309,18 +299,9 @@ class Scheduler:
         self._waiting.remove(request)
         request.status = Status.RUNNING
         insort(self._running, request, key=_order)
-        if spec.session_id is not None:
-            self._cache.unexpect(spec.session_id)
+        if request.spec.session_id is not None:
+            self._cache.unexpect(request.spec.session_id)
         self._proposer.begin(request)
-        return count
-
-    def _pages_owed(self) -> int:
-        """Pages the running requests need for the tokens they have, and one more for each."""
-        owed = 0
-        for request in self._running:
-            assert request.kv is not None
-            owed += 1 + request.kv.pages_missing(len(request.tokens))
-        return owed
 
     def _make_room(self, request: LiveRequest, count: int) -> Room:
         """Gets pages for `count` more tokens, retracting from the end of the order. SHORT: `request` itself went."""
@@ -345,13 +326,9 @@ class Scheduler:
 
     def _give_back(self, request: LiveRequest) -> None:
         """Takes the KV of an unfinished request away from it."""
-        kv, session_id = request.kv, request.spec.session_id
-        assert kv is not None
+        assert request.kv is not None
+        self._cache.give_back(request.kv, request.spec.session_id, request.spec.history_len)
         request.kv = None
-        if session_id is None:
-            self._cache.release(kv)
-        else:
-            self._cache.rollback_turn(session_id, kv, request.spec.history_len)
 
     def _end(
         self,

@@ -48,7 +48,7 @@ def test_to_the_host_and_back() -> None:
     (load,) = books.take_orders()
     assert (load.kind, load.key) == (LOAD, save.key)
     assert books.slot("a").state is SlotState.LOADING
-    assert books.match("a", tokens_from(0, 20)).elsewhere, "not yet"
+    assert books.match("a", tokens_from(0, 20)).loading, "not yet"
     assert books.sessions.promote("a") is Room.READY, "asking again changes nothing"
     assert books.take_orders() == []
     books.tiers.copy_done(load.key)

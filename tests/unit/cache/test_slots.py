@@ -27,7 +27,7 @@ def victims(table: SlotTable, before: str | None = None) -> list[str]:
 
 def test_the_longest_idle_goes_first() -> None:
     table = table_of("a", "b", "c")
-    table.touch("a")
+    table.move(SessionSlot("a", SlotState.IDLE), SlotState.IDLE)
     table.put(SessionSlot("b", SlotState.IDLE))
     assert victims(table) == ["c", "a", "b"]
 
@@ -95,10 +95,3 @@ def test_usable_tokens_are_those_of_the_copy_that_can_be_used() -> None:
     assert SessionSlot("a", SlotState.LOADING, kv, entry=entry).usable_len == 7
     assert SessionSlot("a", SlotState.HOST, entry=entry, valid_len=3).usable_len == 3
     assert SessionSlot("a", SlotState.IDLE, kv, valid_len=30).usable_len == 9
-
-
-def test_a_table_is_walked_from_the_longest_idle_on() -> None:
-    table = table_of("a", "b", "c")
-    table.touch("a")
-    assert ([slot.session_id for slot in table], len(table)) == (["b", "c", "a"], 3)
-    assert table.get("nobody") is None
