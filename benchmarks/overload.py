@@ -167,7 +167,7 @@ def main() -> None:
             subject.run(share * args.seconds / ROUNDS)
     results = [finish(subject) for subject in subjects]
     table = Table(
-        "load", "tokens/s", "of the first", "turns", "errors", "held / pool", "sampled, wrong", "audit", "rest of pages",
+        "load", "tokens/s", "of the first", "turns", "errors", "held / pool", "sampled, wrong", "audit", "pages left",
         title=f"{load.clients} clients, {load.clients * load.sessions_each} sessions, turns of 16 in + 8 out",
     )  # fmt: skip
     for result in results:

@@ -78,7 +78,7 @@ def assemble_engine(
         StopCriteria(eos_token_ids, context_len),
         scheduler,
         counters,
-        _proposer(speculation),
+        _proposer(speculation, eos_token_ids),
         mirrors_prompts=speculation.method == "draft",
     )
     return LocalEngine(sessions, planner, runner, counters, scheduler, sink, cache.books)
@@ -103,10 +103,10 @@ def _draft_pool(draft: LoadedModel, target: KVPool) -> KVPool:
     return make_kv_pool(draft.layout, settings, draft.dtype, draft.device)
 
 
-def _proposer(speculation: SpeculationSettings) -> Proposer:
+def _proposer(speculation: SpeculationSettings, eos_token_ids: frozenset[int]) -> Proposer:
     longest, row_cost = speculation.max_draft_tokens, speculation.row_cost
     if speculation.method == "ngram":
-        return NgramProposer(speculation.ngram_size, longest, row_cost)
+        return NgramProposer(speculation.ngram_size, longest, row_cost, eos_token_ids)
     if speculation.method == "draft":
         return DraftModelProposer(longest, row_cost, speculation.draft_cost)
     return NoProposer()

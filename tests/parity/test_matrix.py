@@ -44,6 +44,14 @@ CELLS = [
     )
 ]
 
+ONCE_WEDGED = [
+    (WINDOW, Cell("off", 1, chunked=True, retracting=False, seed=1010)),
+    (None, Cell("draft", 1, chunked=True, retracting=True, seed=1136)),
+    (None, Cell("draft", 1, chunked=False, retracting=True, seed=1212)),
+]
+"""A turn with priority took back a session that was being saved for those that ran, step after step; and it spared
+sessions whose turns came earlier but stood behind it, until nothing was left to give way."""
+
 events_seen: Counter[str] = Counter()
 
 
@@ -66,8 +74,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=[None, WINDOW], ids=["full", "windowed"])
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(request.param, tmp_path_factory)
+
+
+def make_models(window: int | None, tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.manual_seed(11)
-    config = transformers.MistralConfig(**TINY, sliding_window=request.param)
+    config = transformers.MistralConfig(**TINY, sliding_window=window)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
@@ -99,6 +111,14 @@ def test_every_cell_agrees_with_transformers_and_leaks_nothing(models: Models, c
     if cell.retracting:
         assert run.events["retraction"] > 10
     events_seen.update(run.events)
+
+
+@pytest.mark.parametrize(("window", "cell"), ONCE_WEDGED)
+def test_no_turn_takes_from_those_that_run_what_is_being_freed_for_them(
+    window: int | None, cell: Cell, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    models = make_models(window, tmp_path_factory)
+    CellRun(cell, models.target, models.draft if cell.speculation == "draft" else None).run()
 
 
 def test_the_cells_cover_what_they_should() -> None:
