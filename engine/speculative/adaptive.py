@@ -17,7 +17,7 @@ MEMORY = 0.9
 
 FIRST_PAUSE = 4
 LONGEST_PAUSE = 64
-"""Tokens without a proposal after a probe failed; each failure in a row doubles it."""
+"""Tokens without a proposal after a probe failed. A failure doubles the next pause, a success halves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class DraftLength:
             self._trials = MEMORY * self._trials + 1.0
             self._accepted = MEMORY * self._accepted + (1.0 if trial < accepted else 0.0)
         if accepted > 0:
-            self._pause = FIRST_PAUSE
+            self._pause = max(FIRST_PAUSE, self._pause // 2)
         elif proposed > 0:
             self._resume_at = position + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
