@@ -19,7 +19,7 @@ from cache.window_table import GONE
 class WindowPool:
     """Owns the pool's allocator and who holds the tree's pages. `window_len` in tokens, counts in pages.
 
-    One token more than the window is kept, because a turn may compute its last committed token again for its logits.
+    A little more than the window is kept: see `_oldest_kept`.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, window_len: int) -> None:
@@ -53,7 +53,7 @@ class WindowPool:
 
     def pages_for_span(self, num_tokens: int) -> int:
         """Most pages live at once in a sequence that grows by up to `num_tokens` tokens between two slides."""
-        return -(-(self._window_len + num_tokens) // self._page_size) + 1
+        return -(-(self._window_len + num_tokens) // self._page_size) + 2
 
     def first_needed(self, length: int) -> int:
         """The oldest page that the query at position `length` sees."""
@@ -188,7 +188,10 @@ class WindowPool:
         return mismatches
 
     def _oldest_kept(self, length: int) -> int:
-        return max(0, length - self._window_len) // self._page_size
+        """The oldest page that stays when `length` tokens are committed: it is needed to go on from one token less (the
+        last one is computed again for its logits) or from the last whole page (those who share the prefix)."""
+        whole = length - length % self._page_size
+        return max(0, min(length, whole + 1) - self._window_len) // self._page_size
 
     def _drop(self, kv: SequenceKV, start: int, end: int) -> None:
         """Entries start .. end-1 go: the tree's are held no longer, private ones are freed."""

@@ -117,7 +117,7 @@ def _window_pool(runner: Runner, step_tokens: int) -> WindowPool | None:
     turn would see, and a step."""
     if runner.window_len is None:
         return None
-    needed = pages_for(2 * (runner.window_len + 1) + step_tokens, runner.page_size) + 3
+    needed = pages_for(2 * (runner.window_len + 1) + step_tokens, runner.page_size) + 5
     longest = pages_for(runner.max_context_len, runner.page_size)
     if runner.num_window_pages < min(needed, longest):
         raise PoolTooSmall(

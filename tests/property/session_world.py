@@ -48,7 +48,7 @@ class Sizes:
         if self.window_len is None:
             return 0
         longest = 2 * (self.window_len + 1) + min(self.chunk_size, self.max_batch_tokens) + DRAFTS
-        return min(pages_for(longest, self.page_size) + 3, self.num_pages)
+        return min(pages_for(longest, self.page_size) + 5, self.num_pages)
 
     @property
     def room(self) -> int:
