@@ -203,8 +203,9 @@ class TokenDelta:
 class EngineStats:
     """A snapshot published by the step loop; safe to read from any thread.
 
-    `window_pages` are the books of the pool of sliding-window layers, if the model has any. Demotions are of idle
-    sessions: to host memory, or dropped to the token log. Everything from `steps` on counts since start.
+    `window_pages` are the books of the pool of sliding-window layers, if the model has any; `window_len` in tokens.
+    Demotions are of idle sessions: to host memory, or dropped to the token log. Everything from `steps` on counts
+    since start.
     """
 
     pages: PageAccounts
@@ -212,6 +213,8 @@ class EngineStats:
     host: HostAccounts
     page_size: int
     page_size_bytes: int
+    window_len: int | None
+    window_page_size_bytes: int
     sessions: int
     running: int
     waiting: int

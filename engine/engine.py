@@ -327,6 +327,8 @@ class LocalEngine:
             host=self._cache.tiers.accounts(),
             page_size=self._cache.page_size,
             page_size_bytes=self._runner.page_size_bytes,
+            window_len=self._runner.window_len,
+            window_page_size_bytes=self._runner.window_page_size_bytes,
             sessions=self._cache.num_sessions,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,

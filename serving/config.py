@@ -37,6 +37,8 @@ from engine.settings import (
     SpeculationSettings,
 )
 
+SPECULATION = SpeculationSettings()
+
 PositiveInt = Annotated[int, Field(gt=0)]
 _MIB = 1024 * 1024
 NotNegative = Annotated[int, Field(ge=0)]
@@ -138,14 +140,16 @@ class SpeculationArgs(StrictModel):
     """Who proposes tokens ahead of the model: nobody, the text so far (`ngram`), or a smaller model (`draft`).
 
     At most `max_draft_tokens` a step. `ngram_size` tokens that occurred before make the n-gram proposer speak.
-    `row_cost` is what one more token in a step costs, as a share of a step of one token.
+    `row_cost` is what one more token in a step costs, `draft_cost` what a pass of the draft model costs, as shares of a
+    step of one token. Defaults are the engine's.
     """
 
     method: Annotated[SpeculationMethod, BeforeValidator(_yaml_off)] = "off"
-    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 8
-    ngram_size: Annotated[int, Field(ge=1, le=16)] = 3
+    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = SPECULATION.max_draft_tokens
+    ngram_size: Annotated[int, Field(ge=1, le=16)] = SPECULATION.ngram_size
     draft_model: Annotated[ModelArgs | None, Field(validate_default=True)] = None
-    row_cost: Annotated[float, Field(ge=0)] = 0.15
+    row_cost: Annotated[float, Field(ge=0, lt=1)] = SPECULATION.row_cost
+    draft_cost: Annotated[float, Field(ge=0)] = SPECULATION.draft_cost
 
     @field_validator("draft_model")
     @classmethod
@@ -161,6 +165,7 @@ class SpeculationArgs(StrictModel):
             ngram_size=self.ngram_size,
             draft_model=None if self.draft_model is None else self.draft_model.settings(),
             row_cost=self.row_cost,
+            draft_cost=self.draft_cost,
         )
 
 

@@ -137,9 +137,14 @@ class SessionHost:
 
     def _statuses(self, kv_tokens: dict[str, int]) -> list[SessionStatus]:
         stats = self._engine.stats()
-        token_bytes = stats.page_size_bytes // stats.page_size
+
+        def size_bytes(num_tokens: int) -> int:
+            windowed = min(num_tokens, stats.window_len or 0)
+            total = num_tokens * stats.page_size_bytes + windowed * stats.window_page_size_bytes
+            return total // stats.page_size
+
         return [
-            replace(status, size_bytes=kv_tokens.get(status.session_id, 0) * token_bytes)
+            replace(status, size_bytes=size_bytes(kv_tokens.get(status.session_id, 0)))
             for status in self._sessions.snapshot()
         ]
 

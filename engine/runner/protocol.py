@@ -43,8 +43,8 @@ class Runner(Protocol):
         """Runs one step: writes the KV of every token in the batch, then samples and verifies where asked."""
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
-        """Copies pages to host memory under `key`, beside compute. What earlier steps wrote is in the copy; the
-        pages must not be given to anybody else before the future is done."""
+        """Copies pages to host memory under `key`, beside compute. What earlier steps wrote is in the copy. If the
+        pages are written again before the future is done the copy is worth nothing, and the caller drops it."""
 
     def load(self, key: int, pages: PoolPages) -> Future[None]:
         """Copies what was saved under `key` into `pages` (as many, in the same order), beside compute. Later steps may

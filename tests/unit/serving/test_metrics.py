@@ -23,6 +23,8 @@ def stats(*, window: PageAccounts | None = None, **pages: int) -> EngineStats:
         host=HostAccounts(budget_bytes=4096, used_bytes=1024, sessions=1),
         page_size=16,
         page_size_bytes=1024,
+        window_len=None,
+        window_page_size_bytes=0,
         sessions=2,
         running=1,
         waiting=5,
