@@ -15,13 +15,14 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from measure import OtherProcesses, machine
+from measure import OtherProcesses, machine, time_calls
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -29,7 +30,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from assets.training.dialogues import Dialogue, Message, recall_case
 from assets.training.vocabulary import Draw
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
-from engine.build import build_engine
+from engine.batch import BatchItem, SampleSpec, ScheduledBatch
+from engine.build import build_engine, build_runner
+from engine.models.loader import load_model
 from engine.settings import (
     CacheSettings,
     EngineSettings,
@@ -40,6 +43,7 @@ from engine.settings import (
 
 MODEL = Path("assets/models/kedge-chat")  # run from the repository root
 DRAFT = Path("assets/models/kedge-chat-draft")
+PAGE_SIZE = 16
 FIRST_SEED = 400_000
 WAIT_S = 300.0
 GREEDY = SamplingParams(max_new_tokens=120, temperature=0.0)
@@ -247,6 +251,26 @@ def measure(players: list[Player], workload: Workload, rounds: int) -> list[dict
     return rows
 
 
+def step_costs(args: argparse.Namespace, rounds: int = 8) -> dict[int, float]:
+    """A runner's step with k drafts for one request with 200 tokens before, as a multiple of the step without."""
+    settings = engine_settings(args, "off")
+    runner = build_runner(load_model(settings.model), CacheSettings(page_size=PAGE_SIZE, num_pages=32))
+    pages = np.arange(32, dtype=np.int32)
+
+    def step(count: int) -> Callable[[], object]:
+        spec = SampleSpec(GREEDY, 201)
+        item = BatchItem("r", [5] * (1 + count), 200, pages, True, spec, num_drafts=count)
+        return lambda: runner.execute(ScheduledBatch([item]))
+
+    runner.execute(ScheduledBatch([BatchItem("r", [5] * 200, 0, pages, True, None)]))
+    best_s = {count: float("inf") for count in (0, 1, 2, 3, 5, 7, 8, 12)}
+    for _ in range(rounds):
+        for count in best_s:
+            best_s[count] = min(best_s[count], time_calls(step(count), 30).median_s)
+    runner.close()
+    return {count: seconds / best_s[0] for count, seconds in best_s.items()}
+
+
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
     table = Table(title=title)
     for name in (
@@ -297,9 +321,13 @@ def main() -> None:
     for player in players:
         player.stop()
     print_table(rows, f"Speculation: {Path(args.model).name}, one session at a time")
+    costs = step_costs(args)
+    shown = ", ".join(f"{count}: {times:.2f}" for count, times in costs.items())
+    Console(width=140).print(f"a step with drafts, as a multiple of one without: {shown}")
     if args.json is not None:
         settings = {key: str(value) for key, value in vars(args).items() if key != "json"}
-        args.json.write_text(json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=2))
+        result = {"machine": machine(), "settings": settings, "rows": rows, "step_times_by_drafts": costs}
+        args.json.write_text(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ PRIOR_RATE = 0.6
 PRIOR_TRIALS = 2.0
 """What is believed before anything was seen, and how many trials it weighs."""
 
-MEMORY = 0.9
-"""What a trial weighs after one more: about the last ten count."""
+MEMORY = 0.93
+"""What a trial weighs after one more: about the last fourteen count."""
 
 FIRST_PAUSE = 4
 LONGEST_PAUSE = 64

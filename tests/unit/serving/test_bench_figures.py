@@ -195,7 +195,8 @@ def test_cpu_of_the_server_is_told_from_that_of_others():
         os.killpg(server.pid, 9)
         server.wait()
     assert shares.server_cores >= 0.05
-    assert shares.other_cores <= shares.all_cores - shares.server_cores + 0.05
+    # The two are read one after the other: on a busy machine the server may seem to have used more than all.
+    assert shares.other_cores <= max(shares.all_cores - shares.server_cores, 0.0)
     assert CpuMeter().read().other_cores is None
 
 
