@@ -28,6 +28,7 @@ from engine.engine import LocalEngine
 from engine.models.loader import LoadedModel
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationMethod, SpeculationSettings
+from tests.parity.schedules import Finished
 
 SESSIONS = 8
 TURNS = 6
@@ -46,15 +47,6 @@ class Cell:
     chunked: bool
     retracting: bool
     seed: int
-
-
-@dataclass
-class Finished:
-    """A request that ended well: the whole sequence, and how long its prompt was."""
-
-    tokens: list[int]
-    prompt_len: int
-    what: str
 
 
 @dataclass
