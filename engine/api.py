@@ -249,6 +249,10 @@ class Engine(Protocol):
     def max_context_len(self) -> int: ...
 
     @property
+    def pool_len(self) -> int:
+        """Tokens that the whole KV pool can hold: no sequence gets longer."""
+
+    @property
     def vocab_size(self) -> int: ...
 
     def submit(self, request: GenerateRequest) -> None:

@@ -87,6 +87,10 @@ class LocalEngine:
         return self._runner.max_context_len if limit is None else min(limit, self._runner.max_context_len)
 
     @property
+    def pool_len(self) -> int:
+        return self._cache.num_pages * self._cache.page_size
+
+    @property
     def vocab_size(self) -> int:
         return self._runner.vocab_size
 

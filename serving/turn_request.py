@@ -67,9 +67,12 @@ class RequestBuilder:
                 )
             room = min(room, capacity_room)
         asked = call.max_new_tokens
+        if asked is None:
+            # Who asks for no length is not refused for what the KV pool cannot hold.
+            asked = max(0, self._engine.pool_len - prompt_len)
         return replace(
             call.sampling,
-            max_new_tokens=room if asked is None else min(asked, room),
+            max_new_tokens=min(asked, room),
             seed=secrets.randbelow(SEED_LIMIT) if call.seed is None else call.seed,
         )
 

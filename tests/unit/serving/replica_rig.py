@@ -82,11 +82,12 @@ class Rig:
         idle_timeout_s: float = 3600.0,
         text: TextProcessor | None = None,
         speculation: SpeculationSettings = OFF,
+        num_pages: int = 256,
     ) -> None:
         settings = ClusterSettings(store_path=str(directory / "log.sqlite3"))
         store = SqliteSessionStore(settings.store_path)
         self.controller = LocalController(Cluster(settings, store, time.time, time.perf_counter))
-        self.runner = SlowRunner(256, 4, VOCAB_SIZE, 512)
+        self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512)
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.engine = assemble_engine(
             self.runner,

@@ -247,6 +247,16 @@ async def test_capacity_limits_the_turn(rig: Rig) -> None:
     assert full[-1].error.code == "session_capacity_exceeded"
 
 
+async def test_only_who_asks_for_more_than_the_pool_holds_is_refused(tmp_path: Path) -> None:
+    async with running_rig(tmp_path, num_pages=5) as rig:
+        assert len(tokens_of(await rig.run(call([1, 2], max_new_tokens=None)))) == 18
+        for asked, tokens in ((19, [1, 2]), (None, list(range(1, 22)))):
+            refused = (await rig.run(call(tokens, max_new_tokens=asked)))[-1].error
+            assert refused is not None
+            assert refused.code == "request_too_large"
+            assert "21 tokens need 6 KV pages, the whole pool has 5" in refused.message
+
+
 @pytest.mark.parametrize("tokens", [[], [VOCAB_SIZE], [-1], list(range(1, 600))])
 async def test_bad_input_is_a_4xx_and_changes_nothing(rig: Rig, tokens: list[int]) -> None:
     epoch = rig.open_session("s")
