@@ -18,7 +18,9 @@ from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.session_audit import SessionAuditor
 from cache.session_tiers import SessionTiers
 from cache.slots import SessionSlot, SlotState, SlotTable
-from cache.tiers import HostTier, PoolPages
+from cache.tiers import HostTier, PageNeed, PoolPages
+
+NO_PAGES = PageNeed()
 
 EVICTION_SHARE = 64
 """Cached prefixes are evicted by at least this part of the pool, so that finding the oldest pays."""
@@ -108,25 +110,34 @@ class SessionAwareCache:
         prefix = self._inner.match_prefix(namespace, tokens()[: max(max_len, 0)])
         return CacheMatch(session_id, prefix.prefix_len, prefix)
 
-    def can_begin(self, match: CacheMatch, target_len: int, reserve_pages: int = 0) -> bool:
-        """Are there pages for `target_len` tokens on this match, and `reserve_pages` more, without a retraction?"""
+    def need(self, num_pages: int) -> PageNeed:
+        """What a sequence that has so many pages to come takes, at most: of the window pool no more than slides."""
+        pool = self._inner.window
+        window = 0 if pool is None else min(num_pages, pool.pages_for_span(self._step_tokens))
+        return PageNeed(num_pages, window)
+
+    def can_begin(self, match: CacheMatch, target_len: int, reserve: PageNeed = NO_PAGES) -> bool:
+        """Are there pages for `target_len` tokens on this match, and `reserve` beside, without a retraction?"""
         held = 0 if match.elsewhere else pages_for(match.prefix_len, self.page_size)
         needed = pages_for(target_len, self.page_size) - held
+        own = self._slots.get(match.session_id) if match.session_id is not None else None
+        own_kv = own.kv if own is not None else None
+        if match.elsewhere and own is not None and own.entry is not None:
+            # What was rewound on the host is fetched with the rest.
+            needed = max(needed, pages_for(own.entry.committed_len, self.page_size))
         locked = match.prefix.num_unlocked if match.prefix is not None else 0
-        room = self._inner.num_free + self._inner.cached_pages - locked - reserve_pages
+        room = self._inner.num_free + self._inner.cached_pages - locked - reserve.full
         if needed <= room and self._inner.window is None:
             return True
         # Demoting idle sessions frees their private pages, and the shared ones that nobody in flight holds. Counting
         # more would demote them all in vain.
-        own = self._slots.get(match.session_id) if match.session_id is not None else None
-        own_kv = own.kv if own is not None else None
         loading, loading_window = self.tiers.moving_pages(SlotState.LOADING)
         idle, idle_window = self._account.full - loading, self._account.window - loading_window
         if own is not None and own_kv is not None and own.state is not SlotState.LOADING:
             idle -= own_kv.num_private_pages
             if own_kv.window is not None:
                 idle_window -= own_kv.window.num_private(own_kv.num_protected_pages)
-        if not self._window_can_begin(match, needed, idle_window, reserve_pages):
+        if not self._window_can_begin(match, self.need(needed).window + reserve.window, idle_window):
             return False
         return needed <= room or needed <= room + idle + self._inner.yielding_pages(match.prefix, own_kv)
 
@@ -154,10 +165,10 @@ class SessionAwareCache:
         self._free_tail(kv, match.prefix_len)
         return kv
 
-    def promote(self, session_id: str, ahead: int = 0) -> Room:
+    def promote(self, session_id: str, ahead: PageNeed = NO_PAGES) -> Room:
         """Brings a session's KV from the host beside compute; READY once that is under way.
 
-        Room comes from cached prefixes and from sessions that are needed later than this one. `ahead` pages are
+        Room comes from cached prefixes and from sessions that are needed later than this one. `ahead` is
         promised to turns before its own.
         """
         slot = self._slots.get(session_id)
@@ -322,14 +333,19 @@ class SessionAwareCache:
         self.tiers.clone(_page_at(parent, index), _page_at(child, index))
 
     def _make_room(
-        self, attempt: Callable[[], bool], full: int, window: int, before: str | None, ahead: int = 0
+        self,
+        attempt: Callable[[], bool],
+        full: int,
+        window: int,
+        before: str | None,
+        ahead: PageNeed = NO_PAGES,
     ) -> Room:
         """Repeats `attempt`, which takes `full` and `window` pages, giving up one thing after another for it.
 
-        It is not made while that would leave less than `ahead` pages free.
+        It is not made while that would leave less than `ahead` free.
         """
-        full, window = full + ahead, window + ahead
-        while (ahead and max(self._missing(full, window)) > 0) or not attempt():
+        full, window = full + ahead.full, window + ahead.window
+        while (ahead.full and max(self._missing(full, window)) > 0) or not attempt():
             if self._evict(full, window):
                 continue
             coming, coming_window = self.tiers.moving_pages(SlotState.SAVING)
@@ -353,19 +369,20 @@ class SessionAwareCache:
         if missing > 0:
             evicted += self._inner.evict(max(missing, self.num_pages // EVICTION_SHARE))
         if missing_window > 0:
-            evicted += self._inner.evict_window(missing_window)
+            assert self._inner.window is not None
+            share = self._inner.window.num_pages // EVICTION_SHARE
+            evicted += self._inner.evict_window(max(missing_window, share))
         self.num_evicted_pages += evicted
         return evicted
 
-    def _window_can_begin(self, match: CacheMatch, needed: int, idle: int, reserve_pages: int) -> bool:
+    def _window_can_begin(self, match: CacheMatch, needed: int, idle: int) -> bool:
         """The same question for the window pool. Shared pages of idle sessions are not counted: it may say no where
         there is room, and the request waits for those that run."""
         pool = self._inner.window
         if pool is None:
             return True
         held = match.prefix.num_unheld if match.prefix is not None else 0
-        needed = min(needed, pool.pages_for_span(self._step_tokens))
-        return needed <= pool.num_free + pool.cached_pages - held - reserve_pages + idle
+        return needed <= pool.num_free + pool.cached_pages - held + idle
 
     def _idle_slot(self, session_id: str) -> SessionSlot | None:
         slot = self._slots.get(session_id)

@@ -155,18 +155,21 @@ class SessionTiers:
             self.num_promotions += 1
 
     def _make_host_room(self, num_bytes: int) -> bool:
-        """Sessions longest on the host go, unless their turns wait. False if that is not enough."""
-        if not self._host.could_ever_fit(num_bytes):
-            return False
-        if self._host.fits(num_bytes):
-            return True
+        """Sessions longest on the host go, unless their turns wait. False, and none went, if that is not enough."""
+        missing = self._host.missing_bytes(num_bytes)
+        victims: list[str] = []
         for entry in self._host.settled():
-            if self._host.fits(num_bytes):
+            if missing <= 0:
                 break
             if not self._slots.is_expected(entry.session_id):
-                self.discard(entry.session_id)
-                self.num_to_log += 1
-        return self._host.fits(num_bytes)
+                victims.append(entry.session_id)
+                missing -= entry.num_bytes
+        if missing > 0:
+            return False
+        for session_id in victims:
+            self.discard(session_id)
+            self.num_to_log += 1
+        return True
 
     def _start(self, kind: CopyKind, entry: HostEntry, pages: PoolPages) -> None:
         self._copies[entry.key] = entry

@@ -95,9 +95,8 @@ class SlotTable:
         for session_id, slot in self._idle.items():
             if session_id not in self._expected:
                 return slot
-        for session_id in sorted(self._expected, key=self._expected.__getitem__, reverse=True):
-            if session_id == before:
-                return None
-            if session_id in self._idle:
-                return self._idle[session_id]
-        return None
+        last = max(self._idle, key=self._expected.__getitem__, default=None)
+        own_place = self._expected.get(before) if before is not None else None
+        if last is None or (own_place is not None and self._expected[last] <= own_place):
+            return None
+        return self._idle[last]

@@ -6,6 +6,7 @@ Copies run beside compute. The cache says what is to be copied (CopyOrder), the 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -19,6 +20,17 @@ class PoolPages:
 
     full: PageArray
     window: PageArray
+
+
+@dataclass(frozen=True, slots=True)
+class PageNeed:
+    """So many pages of each pool."""
+
+    full: int = 0
+    window: int = 0
+
+    def __add__(self, other: PageNeed) -> PageNeed:
+        return PageNeed(self.full + other.full, self.window + other.window)
 
 
 class CopyKind(Enum):
@@ -73,11 +85,9 @@ class HostTier:
     def size_bytes(self, pages: PoolPages) -> int:
         return len(pages.full) * self._page_bytes + len(pages.window) * self._window_page_bytes
 
-    def fits(self, num_bytes: int) -> bool:
-        return self._used_bytes + num_bytes <= self._budget_bytes
-
-    def could_ever_fit(self, num_bytes: int) -> bool:
-        return num_bytes <= self._budget_bytes
+    def missing_bytes(self, num_bytes: int) -> int:
+        """What must be given up before `num_bytes` fit; none if not positive."""
+        return self._used_bytes + num_bytes - self._budget_bytes
 
     def add(self, entry: HostEntry) -> None:
         self._entries[entry.key] = entry
@@ -86,9 +96,9 @@ class HostTier:
     def remove(self, key: int) -> None:
         self._used_bytes -= self._entries.pop(key).num_bytes
 
-    def settled(self) -> list[HostEntry]:
+    def settled(self) -> Iterator[HostEntry]:
         """Entries no copy works on, oldest first."""
-        return [entry for entry in self._entries.values() if entry.settled]
+        return (entry for entry in self._entries.values() if entry.settled)
 
     def mismatches(self) -> list[str]:
         """What a recount of the budget finds wrong."""

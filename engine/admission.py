@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from cache.journal import Owner
 from cache.sequence_kv import pages_for
-from cache.session_cache import CacheMatch, Room, SessionAwareCache
+from cache.session_cache import NO_PAGES, CacheMatch, Room, SessionAwareCache
+from cache.tiers import PageNeed
 from engine.request import LiveRequest
 from engine.settings import SchedulerSettings
 
@@ -34,9 +35,9 @@ class Admission:
     ) -> None:
         self._cache = cache
         self._settings = settings
-        self._owed = sum(map(_pages_owed, running))
+        self._owed = sum(map(self._still_owed, running), NO_PAGES)
         self._beside_others = bool(running)
-        self._ahead = 0  # pages that requests passed over in this pass wait for
+        self._ahead = NO_PAGES  # pages that requests passed over in this pass wait for
         self._none_may_pass = False
 
     def ask(self, request: LiveRequest, budget: int) -> Verdict:
@@ -49,10 +50,9 @@ class Admission:
             return self._pass_over(request, match, Room.READY)
         # Beside others all of it must fit, and what they still need for theirs, and one page more for everyone who
         # grows; alone it fits by itself.
-        if self._beside_others:
-            reserve = self._owed + self._ahead
-            if not self._cache.can_begin(match, len(request.tokens), reserve):
-                return Verdict(Room.SHORT)
+        reserve = self._owed + self._ahead
+        if self._beside_others and not self._cache.can_begin(match, len(request.tokens), reserve):
+            return Verdict(Room.SHORT)
         if match.elsewhere:
             assert spec.session_id is not None
             return self._pass_over(request, match, self._cache.promote(spec.session_id, self._ahead))
@@ -69,7 +69,7 @@ class Admission:
             self._cache.give_back(kv, spec.session_id, spec.history_len)
             return self._pass_over(request, match, room)
         request.kv = kv
-        self._owed += _pages_owed(request)
+        self._owed += self._still_owed(request)
         self._beside_others = True
         request.shares_prompt = not match.from_slot
         return Verdict(room, count)
@@ -77,13 +77,12 @@ class Admission:
     def _pass_over(self, request: LiveRequest, match: CacheMatch, room: Room) -> Verdict:
         on_device = match.prefix_len if room is Room.READY or not match.elsewhere else 0
         size = self._cache.page_size
-        self._ahead += pages_for(len(request.tokens), size) - pages_for(on_device, size)
+        self._ahead += self._cache.need(pages_for(len(request.tokens), size) - pages_for(on_device, size))
         self._beside_others = True
         self._none_may_pass = self._none_may_pass or room is Room.WAIT
         return Verdict(room)
 
-
-def _pages_owed(request: LiveRequest) -> int:
-    """Pages a running request needs for the tokens it has, and one more."""
-    assert request.kv is not None
-    return 1 + request.kv.pages_missing(len(request.tokens))
+    def _still_owed(self, request: LiveRequest) -> PageNeed:
+        """What a running request needs for the tokens it has, and a page more."""
+        assert request.kv is not None
+        return self._cache.need(1 + request.kv.pages_missing(len(request.tokens)))

@@ -75,6 +75,11 @@ class BatchItem:
     num_drafts: int = 0
     draft: DraftWork | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it computes, proposals included."""
+        return len(self.token_ids) + (self.draft.count if self.draft is not None else 0)
+
 
 @dataclass(slots=True)
 class ScheduledBatch:
@@ -84,7 +89,7 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(item.token_ids) for item in self.items)
+        return sum(item.num_tokens for item in self.items)
 
 
 @dataclass(slots=True)

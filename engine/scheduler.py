@@ -151,7 +151,7 @@ class Scheduler:
                     continue
                 item = self._item(request, count, budget)
                 items.append(item)
-                budget -= len(item.token_ids)
+                budget -= item.num_tokens
         items = self._without_retracted(items)
         # While those that run wait for pages nobody joins them: taking back a session that is being saved to the host
         # for its pages would have them wait for ever.
@@ -286,7 +286,7 @@ class Scheduler:
             if verdict.num_tokens:
                 self._start(request)
                 items.append(self._item(request, verdict.num_tokens, budget))
-                budget -= verdict.num_tokens
+                budget -= items[-1].num_tokens
 
     def _start(self, request: LiveRequest) -> None:
         """Waiting -> running, with the KV that admission gave it."""

@@ -15,22 +15,12 @@ import torch
 from torch import Tensor
 
 from engine.api import SamplingParams, TokenLogprob
-from engine.batch import PenaltyCounts, SampleSpec
+from engine.batch import PenaltyCounts
 
 SEED_MASK = 2**64 - 1
 UNIT_53 = 2.0**-53
 LEAST_TEMPERATURE = 1e-5
 """Colder is greedy in effect, and would overflow."""
-
-
-def sample(logits_RV: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """One token per row. `logits_RV` is float32 and stays unchanged."""
-    if all(is_argmax(spec.params) for spec in specs):
-        return argmax_rows(logits_RV)
-    return [
-        sample_row(logits_RV[row], spec.params, spec.position, spec.penalties)
-        for row, spec in enumerate(specs)
-    ]
 
 
 def is_argmax(params: SamplingParams) -> bool:
@@ -70,7 +60,8 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], tops: Sequence[i
 def sample_row(
     logits_V: Tensor, params: SamplingParams, position: int, penalties: PenaltyCounts | None
 ) -> int:
-    """The token for absolute position `position`, after the tokens that `penalties` counts."""
+    """The token for absolute position `position`, after the tokens that `penalties` counts. `logits_V` is float32 and
+    stays unchanged."""
     if params.edits_logits:
         logits_V = edit_logits(logits_V, params, penalties)
     if params.greedy:

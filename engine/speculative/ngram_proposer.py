@@ -125,7 +125,9 @@ class NgramProposer:
     def _give_back(self, request: LiveRequest, length: int) -> None:
         """Active -> idle, with its first `length` tokens; over the limit those used longest ago are dropped."""
         state, session_id = self._active.pop(request.request_id, None), request.spec.session_id
-        if state is None or session_id is None:
+        if (
+            state is None or session_id is None or length == 0
+        ):  # nothing to keep, and the limit would not see it
             return
         state.index.truncate(length)
         self._take(session_id)

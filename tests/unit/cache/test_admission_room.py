@@ -6,6 +6,7 @@ import random
 
 from cache.journal import Owner
 from cache.session_cache import Room
+from cache.tiers import PageNeed
 from tests.unit.cache.books import Books, joined, tokens_from
 
 
@@ -18,7 +19,7 @@ def test_can_begin_counts_free_cached_and_idle_but_not_running_pages() -> None:
     match = books.match(None, tokens_from(300, 100))
     assert books.sessions.can_begin(match, 4 * 12)
     assert not books.sessions.can_begin(match, 4 * 12 + 1)
-    assert not books.sessions.can_begin(match, 4 * 12, reserve_pages=1)
+    assert not books.sessions.can_begin(match, 4 * 12, PageNeed(1))
 
 
 def test_can_begin_does_not_count_the_matched_prefix_as_room() -> None:
@@ -82,3 +83,18 @@ def test_can_begin_is_exact_under_random_traffic() -> None:
         assert promised == had
         verdicts[had] += 1
     assert min(verdicts) > 40
+
+
+def test_can_begin_counts_all_that_a_session_brings_from_the_host() -> None:
+    books = Books.make(4, num_pages=16, host_pages=16)
+    books.run_turn("big", tokens_from(0, 41))
+    books.tiers.demote(books.slot("big"))
+    books.end_copies()
+    books.fill(books.begin(None, tokens_from(500, 20)), 32)  # 8 pages in flight
+    books.run_turn("idle", tokens_from(900, 9))
+    books.sessions.rewind_session("big", 8)
+    match = books.match("big", tokens_from(0, 10))
+    assert match.elsewhere
+    assert not books.sessions.can_begin(match, 10), (
+        "10 pages are to be fetched, the idle session would go in vain"
+    )

@@ -197,6 +197,20 @@ def test_a_session_that_the_host_has_no_room_for_goes_to_the_log_and_spares_the_
     assert books.end_copies() == []
 
 
+def test_nobody_is_dropped_from_the_host_for_a_session_that_finds_no_room_there_anyway() -> None:
+    books = books_of(num_pages=32, host_pages=8)
+    for number, name in enumerate("ab"):
+        demoted(books, name, first=1000 * number)
+    books.sessions.expect("b", (0, 0))
+    books.run_turn("c", tokens_from(5000, 31))
+    books.tiers.demote(books.slot("c"))
+    books.check()
+    assert set(books.sessions.held_tokens()) == {"a", "b"}, (
+        "b's turn waits, so c has no room, with or without a"
+    )
+    assert books.tiers.num_to_log == 1
+
+
 def test_sessions_whose_turns_wait_are_not_dropped_from_the_host() -> None:
     books = books_of(num_pages=32, host_pages=8)
     for number, name in enumerate("ab"):

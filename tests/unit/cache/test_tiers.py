@@ -25,10 +25,7 @@ def test_sizes_count_the_pages_of_both_pools() -> None:
 def test_the_budget_is_counted_to_the_byte() -> None:
     tier = HostTier(100)
     tier.add(entry(1, 60))
-    assert tier.fits(40)
-    assert not tier.fits(41)
-    assert tier.could_ever_fit(100)
-    assert not tier.could_ever_fit(101)
+    assert [tier.missing_bytes(num_bytes) for num_bytes in (40, 41, 101)] == [0, 1, 61]
     tier.add(entry(2, 40, settled=False))
     assert tier.accounts() == HostAccounts(100, 100, 2)
     assert [known.key for known in tier.settled()] == [1], "a copy works on the other"
@@ -38,8 +35,7 @@ def test_the_budget_is_counted_to_the_byte() -> None:
 
 
 def test_without_a_budget_nothing_fits() -> None:
-    assert not HostTier().fits(1)
-    assert not HostTier().could_ever_fit(1)
+    assert HostTier().missing_bytes(1) == 1
 
 
 def test_a_recount_finds_what_is_wrong() -> None:

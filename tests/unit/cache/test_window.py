@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cache.journal import Owner
 from cache.pages import BooksError, PageAllocator
+from cache.session_cache import EVICTION_SHARE
 from cache.window import WindowPool
 from cache.window_table import GONE
 from tests.unit.cache.books import Books, joined, tokens_from
@@ -268,3 +269,13 @@ def test_the_session_s_window_moves_with_its_kv() -> None:
     books.check()
     books.sessions.release_session("a")
     books.assert_empty()
+
+
+def test_one_eviction_of_window_pages_serves_several_requests() -> None:
+    books = Books.make(1, num_pages=2048, window_len=8, num_window_pages=1024)
+    for number in range(40):
+        books.run_plain(tokens_from(1000 * number, 8))
+    books.fill(books.begin(None, tokens_from(100_000, 800)), books.window.num_free)
+    kv = books.begin(None, tokens_from(200_000, 8))
+    books.fill(kv, 1)
+    assert books.window.num_free == 1024 // EVICTION_SHARE - 1, "of prefixes of 8 pages each"

@@ -6,6 +6,7 @@ import pytest
 
 from engine.api import FinishReason, SessionBusy
 from engine.batch import ScheduledBatch
+from engine.settings import SpeculationMethod
 from tests.unit.engine.driver import Driver, Talk, request
 
 
@@ -68,10 +69,11 @@ def test_only_the_last_chunk_samples_and_others_know_their_next_token() -> None:
     assert [item.start for item in items] == [0, 4, 8]
 
 
-def test_no_step_exceeds_its_token_budget() -> None:
-    driver = Driver(chunk_size=8, max_batch_tokens=10, max_running=16)
-    driver.generate(*(request(f"r{n}", range(1, 4 + 3 * n), 4) for n in range(14)))
-    assert max(batch.num_tokens for batch in driver.batches) == 10
+@pytest.mark.parametrize("speculation", ["off", "ngram", "draft"])
+def test_no_step_exceeds_its_token_budget(speculation: SpeculationMethod) -> None:
+    driver = Driver(chunk_size=8, max_batch_tokens=10, max_running=16, num_pages=256, speculation=speculation)
+    driver.generate(*(request(f"r{n}", range(1, 4 + 3 * n), 12) for n in range(14)))
+    assert max(batch.num_tokens for batch in driver.batches) == 10, "proposals included"
     assert all(len(item.token_ids) <= 8 for batch in driver.batches for item in batch.items)
 
 

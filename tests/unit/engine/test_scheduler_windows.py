@@ -38,3 +38,15 @@ def test_a_fork_at_the_end_of_its_parent_covers_all_of_its_kv(window_len: int, l
     child.history = list(parent.history)
     assert child.turn([5, 6], 3).cached == covered
     parent.turn([9], 3)
+
+
+def test_a_long_prompt_that_slides_does_not_keep_others_out() -> None:
+    driver = Driver(num_pages=256, context_len=2000, window_len=8, num_window_pages=40)
+    driver.add(request("long", [5] * 600, 4))
+    driver.step()
+    driver.add(request("short", [7, 8, 9], 4))
+    driver.step()
+    assert driver.outcomes["short"].token_ids, "the long one never holds more of the window pool than it sees"
+    driver.run()
+    assert driver.outcomes["short"].token_ids == driver.oracle([7, 8, 9], 4)
+    assert driver.counters.retractions == 0

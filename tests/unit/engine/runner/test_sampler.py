@@ -10,7 +10,7 @@ import torch
 
 from engine.api import SamplingParams
 from engine.batch import PenaltyCounts, SampleSpec
-from engine.runner.sampler import candidates, edit_logits, sample, token_logprobs, uniform
+from engine.runner.sampler import argmax_rows, candidates, edit_logits, sample_row, token_logprobs, uniform
 
 DRAWS = 4000
 SEEDS = (1, 2024, 9_999_999_999)
@@ -18,6 +18,13 @@ SEEDS = (1, 2024, 9_999_999_999)
 
 def spec(position: int = 0, penalties: PenaltyCounts | None = None, **params: object) -> SampleSpec:
     return SampleSpec(SamplingParams(**params), position, penalties)  # type: ignore[arg-type]
+
+
+def sample(logits_RV: torch.Tensor, specs: list[SampleSpec]) -> list[int]:
+    return [
+        sample_row(logits_V, spec.params, spec.position, spec.penalties)
+        for logits_V, spec in zip(logits_RV, specs, strict=True)
+    ]
 
 
 def filtered_probs(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -82,7 +89,8 @@ def test_greedy_fast_path_equals_the_slow_one() -> None:
     logits_RV = torch.randn(5, 40)
     greedy = [spec(temperature=0.0) for _ in range(5)]
     mixed = [*greedy[:4], spec(temperature=0.0, logit_bias={3: 0.0})]
-    assert sample(logits_RV, greedy) == sample(logits_RV, mixed) == logits_RV.argmax(-1).tolist()
+    picks = logits_RV.argmax(-1).tolist()
+    assert sample(logits_RV, greedy) == sample(logits_RV, mixed) == argmax_rows(logits_RV) == picks
 
 
 def test_filters() -> None:

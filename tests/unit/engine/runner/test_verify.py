@@ -12,7 +12,7 @@ import torch
 
 from engine.api import SamplingParams
 from engine.batch import BatchItem, ItemOutput, PenaltyCounts, SampleSpec
-from engine.runner.sampler import candidates, sample, token_logprobs
+from engine.runner.sampler import candidates, sample_row, token_logprobs
 from engine.runner.verify import choose_tokens
 
 VOCAB = 12
@@ -158,4 +158,7 @@ def test_without_drafts_it_is_the_sampler() -> None:
     logits_RV = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
     specs = [SampleSpec(SamplingParams(temperature=index * 0.4, seed=index), 6) for index in range(5)]
     outputs = choose_tokens(logits_RV, [item([1], [], spec) for spec in specs])
-    assert [output.token_ids for output in outputs] == [(token,) for token in sample(logits_RV, specs)]
+    assert [output.token_ids for output in outputs] == [
+        (sample_row(logits_V, spec.params, spec.position, None),)
+        for logits_V, spec in zip(logits_RV, specs, strict=True)
+    ]

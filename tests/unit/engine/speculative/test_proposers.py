@@ -97,6 +97,15 @@ def test_rollback_leaves_no_trace() -> None:
     assert ngrams.propose(again, 8) == NOTHING
 
 
+def test_first_turns_that_were_rolled_back_leave_nothing_behind() -> None:
+    ngrams = proposer()
+    for number in range(9):
+        failed = live(PHRASE, session=f"s{number}", name=f"r{number}")
+        ngrams.begin(failed)
+        ngrams.rollback(failed)
+    assert not ngrams._idle, "indexes without tokens would not count towards the limit"
+
+
 def test_retraction_keeps_the_turn() -> None:
     ngrams = proposer()
     request = live([*PHRASE, 1])
