@@ -25,12 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
-from engine.attention.torch_backend import TorchAttention
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.build import assemble_engine, build_engine
+from engine.build import assemble_engine, build_engine, build_runner
 from engine.engine import LocalEngine
 from engine.models.loader import load_model
-from engine.runner.kv_pool import make_kv_pool
 from engine.runner.null import NullRunner
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
@@ -112,10 +110,9 @@ def step_call(runner: TorchRunner, streams: int, context_len: int) -> Callable[[
 
 
 def make_runner(settings: EngineSettings) -> TorchRunner:
-    loaded = load_model(settings.model)
-    pool = make_kv_pool(loaded.layout, settings.cache, loaded.dtype, loaded.device)
-    pool.full.kv_L2KSD.zero_()
-    return TorchRunner(loaded.model, pool, TorchAttention(pool), loaded.vocab_size, loaded.max_context_len)
+    runner = build_runner(load_model(settings.model), settings.cache)
+    runner._pool.full.kv_L2KSD.zero_()
+    return runner
 
 
 def measure(args: argparse.Namespace, streams: int, threads: int) -> dict[str, Any]:
@@ -131,7 +128,9 @@ def measure(args: argparse.Namespace, streams: int, threads: int) -> dict[str, A
     null_runner = NullRunner(
         runner.num_pages, PAGE_SIZE, runner.vocab_size, runner.max_context_len, poison=False
     )
-    null_engine = assemble_engine(null_runner, settings.cache, settings.scheduler, frozenset(), null_sink)
+    null_engine = assemble_engine(
+        null_runner, settings.cache, settings.scheduler, settings.speculation, frozenset(), null_sink
+    )
     middle = args.prompt_tokens + args.new_tokens // 2
     step = step_call(runner, streams, middle)
     engine.start()

@@ -224,7 +224,7 @@ class RadixPrefixCache:
         """Adds pages in each pool until `target_len` tokens fit. False, and nothing changed, if too few are free."""
         missing = kv.pages_missing(target_len)
         if missing == 0:
-            kv.grow(no_pages(), target_len)
+            kv.extend_within(target_len)
             return True
         if missing > self._allocator.num_free:
             return False

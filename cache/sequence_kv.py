@@ -112,6 +112,11 @@ class SequenceKV:
         self.allocated_len = max(self.allocated_len, allocated_len)
         assert self.num_pages == pages_for(self.allocated_len, self.page_size)
 
+    def extend_within(self, allocated_len: int) -> None:
+        """More tokens on the pages that are there."""
+        assert self.pages_missing(allocated_len) == 0
+        self.allocated_len = max(self.allocated_len, allocated_len)
+
     def commit(self, committed_len: int, draft_len: int | None) -> None:
         """KV of accepted tokens was computed up to `committed_len`; None: no draft model, nothing of its is missing."""
         assert committed_len <= self.allocated_len

@@ -18,7 +18,7 @@ from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.session_audit import SessionAuditor
 from cache.session_tiers import SessionTiers
 from cache.slots import SessionSlot, SlotState, SlotTable
-from cache.tiers import HostTier, PageNeed, PoolPages
+from cache.tiers import HostTier, PageNeed
 
 NO_PAGES = PageNeed()
 
@@ -198,6 +198,9 @@ class SessionAwareCache:
         What was evicted or demoted on the way stays so. `before`: spare sessions whose turns came before this one's.
         """
         missing = kv.pages_missing(target_len)
+        if missing == 0:
+            kv.extend_within(target_len)
+            return Room.READY
         return self._make_room(lambda: self._inner.extend(kv, target_len), missing, missing, before)
 
     def extend_if_free(self, kv: SequenceKV, target_len: int) -> bool:
@@ -330,7 +333,7 @@ class SessionAwareCache:
         if not self._inner.extend(child, length):
             return
         child.commit(length, min(parent.draft_len, length))
-        self.tiers.clone(_page_at(parent, index), _page_at(child, index))
+        self.tiers.clone_page(parent, child, index)
 
     def _make_room(
         self,
@@ -389,9 +392,3 @@ class SessionAwareCache:
         if slot is not None and slot.state is SlotState.LENT:
             raise SessionBorrowed(f"session {session_id} is in a turn of request {slot.borrower}")
         return slot
-
-
-def _page_at(kv: SequenceKV, index: int) -> PoolPages:
-    full = kv.pages[index : index + 1].copy()
-    window = kv.window.pages[index : index + 1].copy() if kv.window is not None else full[:0]
-    return PoolPages(full, window)

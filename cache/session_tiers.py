@@ -63,8 +63,9 @@ class SessionTiers:
         orders, self._orders = self._orders, []
         return orders
 
-    def clone(self, source: PoolPages, target: PoolPages) -> None:
-        self._orders.append(CopyOrder(CopyKind.CLONE, 0, source, target))
+    def clone_page(self, source: SequenceKV, target: SequenceKV, index: int) -> None:
+        """Page `index` of the target gets what the source's holds."""
+        self._orders.append(CopyOrder(CopyKind.CLONE, 0, _page_at(source, index), _page_at(target, index)))
 
     def demote(self, slot: SessionSlot) -> None:
         """An idle session's pages are needed: its KV goes to the host, or away if there is no room."""
@@ -185,3 +186,9 @@ def _pages_of(kv: SequenceKV) -> PoolPages:
     """All pages of an idle sequence, as they are now."""
     full = kv.pages.copy()
     return PoolPages(full, kv.window.live() if kv.window is not None else full[:0])
+
+
+def _page_at(kv: SequenceKV, index: int) -> PoolPages:
+    full = kv.pages[index : index + 1].copy()
+    window = kv.window.pages[index : index + 1].copy() if kv.window is not None else full[:0]
+    return PoolPages(full, window)

@@ -242,8 +242,10 @@ class LocalEngine:
             except Exception:
                 _logger.exception("a command failed while the engine shut down")
         self._deltas.extend(self._scheduler.abandon_all(reason))
-        self._flush_deltas()
-        self._runner.close()
+        try:
+            self._flush_deltas()
+        finally:
+            self._runner.close()
 
     def _request_stop(self) -> None:
         self._stopping = True

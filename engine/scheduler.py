@@ -155,7 +155,7 @@ class Scheduler:
         items = self._without_retracted(items)
         # While those that run wait for pages nobody joins them: taking back a session that is being saved to the host
         # for its pages would have them wait for ever.
-        if not short:
+        if self._waiting and not short:
             self._admit_waiting(items, budget)
         return ScheduledBatch(items) if items else None
 
