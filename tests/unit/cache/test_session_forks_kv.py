@@ -67,7 +67,7 @@ def test_whole_pages_are_shared_and_only_the_part_filled_one_is_copied(page_size
     assert child.num_pages == pages_for(length, page_size)
 
 
-@pytest.mark.parametrize("order", permutations(["parent", "child", "grandchild", "twin"]))
+@pytest.mark.parametrize("order", list(permutations(["parent", "child", "grandchild", "twin"])))
 def test_forks_of_forks_end_in_any_order(order: tuple[str, ...]) -> None:
     driver = Driver(page_size=4)
     parent = Talk(driver, "parent")
