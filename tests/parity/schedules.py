@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class PoisonedRunner(TorchRunner):
 class TorchDriver(Driver):
     """The scheduler, stepped by hand, over a real model with pools of its own."""
 
-    def __init__(self, loaded: LoadedModel, page_size: int, **limits: int) -> None:
+    def __init__(self, loaded: LoadedModel, page_size: int, **limits: Any) -> None:
         num_pages, layout = POOLS[page_size], loaded.layout
         super().__init__(
             num_pages=num_pages, page_size=page_size, context_len=LONGEST + 1, eos_token_ids=frozenset(),
@@ -86,6 +87,7 @@ class Schedule:
             chunk_size=rng.choice([1, 3, 7, 16, 64]),
             max_batch_tokens=rng.choice([8, 16, 64]),
             max_running=rng.choice([1, 4, 8]),
+            speculation="ngram" if seed % 2 else "off",
         )
         return cls(driver, rng, vocab_size)
 
