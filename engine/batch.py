@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from engine.api import SamplingParams, TokenLogprob
 
+PENDING = -1
+
 
 @dataclass(slots=True)
 class PenaltyCounts:
@@ -56,6 +58,9 @@ class BatchItem:
     ascending run. `window_pages` is the same for the pool of sliding-window layers, -1 where pages have left the
     window; None without such layers. `sample` is None while the prompt is not finished.
 
+    With `pending_from` the item's one token is not known yet, and stands as PENDING in `token_ids`: it is the last
+    one that the item of that index in the batch launched before picks.
+
     The last `num_drafts` of `token_ids` are proposals of the n-gram proposer; `draft` asks the draft model for some.
     Either way the step verifies them. `input_logprobs_from` asks for the log-probability of each input token at
     absolute positions p with input_logprobs_from <= p <= start+len (the one at start+len is only known when it is
@@ -72,6 +77,7 @@ class BatchItem:
     next_token: int | None = None
     top_input_logprobs: int = 0
     window_pages: NDArray[np.int32] | None = None
+    pending_from: int | None = None
     num_drafts: int = 0
     draft: DraftWork | None = None
 
@@ -83,13 +89,18 @@ class BatchItem:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """The items of one step, decodes and extends mixed. Never empty."""
+    """The items of one step, decodes and extends mixed. Never empty.
+
+    With `num_steps` > 1 it is that many steps in one go: every item computes one token, samples, and goes on with what
+    it picked; its pages cover them all, and its output has that many tokens.
+    """
 
     items: list[BatchItem]
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.items)
+        return self.num_steps * sum(item.num_tokens for item in self.items)
 
 
 @dataclass(slots=True)

@@ -179,7 +179,7 @@ class LocalEngine:
 
     def _execute(self, batch: ScheduledBatch) -> ModelOutput | None:
         try:
-            return self._runner.execute(batch)
+            return self._runner.launch(batch).result()
         except Exception as error:
             _logger.exception("model step failed")
             failure = StepFailed(f"the model step failed: {type(error).__name__}: {error}")

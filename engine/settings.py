@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 LoadFormat = Literal["auto", "dummy"]
-DTypeName = Literal["auto", "float32", "bfloat16"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+AttentionName = Literal["auto", "triton", "flash", "torch"]
+KVDType = Literal["auto", "fp8"]
 BooksCheck = Literal["off", "balance", "strict"]
 SpeculationMethod = Literal["off", "ngram", "draft"]
+
+
+CPU_POOL_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,10 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """The KV pool: `page_size` tokens a page; sized by `num_pages`, or by `size_bytes` when that is None.
+    """The KV pool: `page_size` tokens a page; sized by `num_pages`, else by `size_bytes`. With neither a GPU gives
+    `memory_share` of its memory to weights, activations and KV, and a CPU has CPU_POOL_BYTES for KV.
 
+    `kv_dtype` auto is that of activations; fp8 halves the bytes of bfloat16, with a scale for each token's head.
     Layers with a sliding window have a pool of their own with `window_ratio` times as many pages. Idle sessions' KV
     may take `host_size_bytes` of host memory when the pool is full. `books` is checked after each step: nothing,
     the balance of the running counters, or every page (for tests).
@@ -39,7 +46,9 @@ class CacheSettings:
 
     page_size: int = 16
     num_pages: int | None = None
-    size_bytes: int = 256 * 1024 * 1024
+    size_bytes: int | None = None
+    memory_share: float = 0.9
+    kv_dtype: KVDType = "auto"
     prefix_cache: bool = True
     window_ratio: float = 0.5
     host_size_bytes: int = 0
@@ -80,6 +89,24 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutionSettings:
+    """How steps run.
+
+    `attention` auto is the first that this machine can run of triton and flash on a GPU, torch on a CPU. `graphs`: on a
+    GPU, steps of up to `max_graph_tokens` tokens are replayed as CUDA graphs. `overlap`: on a GPU, the next step is
+    planned and launched while this one runs. `decode_steps` is how many steps are run in one go when nothing waits.
+    `tensor_parallel` processes hold one model between them.
+    """
+
+    attention: AttentionName = "auto"
+    graphs: bool = True
+    max_graph_tokens: int = 256
+    overlap: bool = True
+    decode_steps: int = 1
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Everything the composition root (engine/build.py) needs."""
 
@@ -87,3 +114,4 @@ class EngineSettings:
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+    execution: ExecutionSettings = ExecutionSettings()

@@ -25,11 +25,14 @@ from pydantic import (
 
 from controllers.settings import ClusterSettings
 from engine.settings import (
+    AttentionName,
     BooksCheck,
     CacheSettings,
     DeviceName,
     DTypeName,
     EngineSettings,
+    ExecutionSettings,
+    KVDType,
     LoadFormat,
     ModelSettings,
     SchedulerSettings,
@@ -102,13 +105,16 @@ class ModelArgs(StrictModel):
 class CacheArgs(StrictModel):
     """The KV pool of each replica, in pages of `page_size` tokens or, without `num_pages`, in MiB.
 
+    With neither a GPU gives `memory_share` of its memory to weights, activations and KV together, a CPU 256 MiB to KV.
     Layers with a sliding window have a pool of their own, of `window_ratio` times as many pages. `host_mib` of host
     memory take idle sessions' KV that the pool has no room for. `books` says how the books are checked each step.
     """
 
     page_size: Annotated[int, Field(ge=1, le=256)] = 16
     num_pages: PositiveInt | None = None
-    size_mib: PositiveInt = 256
+    size_mib: PositiveInt | None = None
+    memory_share: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    kv_dtype: KVDType = "auto"
     prefix_cache: bool = True
     window_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5
     host_mib: NotNegative = 512
@@ -118,7 +124,9 @@ class CacheArgs(StrictModel):
         return CacheSettings(
             page_size=self.page_size,
             num_pages=self.num_pages,
-            size_bytes=self.size_mib * _MIB,
+            size_bytes=None if self.size_mib is None else self.size_mib * _MIB,
+            memory_share=self.memory_share,
+            kv_dtype=self.kv_dtype,
             prefix_cache=self.prefix_cache,
             window_ratio=self.window_ratio,
             host_size_bytes=self.host_mib * _MIB,
@@ -169,6 +177,18 @@ class SpeculationArgs(StrictModel):
         )
 
 
+class ExecutionArgs(StrictModel):
+    """How a replica runs its steps, see engine.settings.ExecutionSettings. `tensor_parallel` GPUs (or, on a CPU,
+    processes) hold one model between them."""
+
+    attention: AttentionName = "auto"
+    graphs: bool = True
+    max_graph_tokens: PositiveInt = 256
+    overlap: bool = True
+    decode_steps: Annotated[int, Field(ge=1, le=64)] = 1
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+
+
 class ReplicaArgs(StrictModel):
     """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine."""
 
@@ -217,6 +237,7 @@ class AppArgs(StrictModel):
     cache: CacheArgs = CacheArgs()
     scheduler: SchedulerArgs = SchedulerArgs()
     speculation: SpeculationArgs = SpeculationArgs()
+    execution: ExecutionArgs = ExecutionArgs()
     replicas: ReplicaArgs = ReplicaArgs()
     ingress: IngressArgs = IngressArgs()
     sessions: SessionArgs = SessionArgs()
@@ -229,6 +250,7 @@ class AppArgs(StrictModel):
             cache=self.cache.settings(),
             scheduler=SchedulerSettings(**self.scheduler.model_dump()),
             speculation=self.speculation.settings(),
+            execution=ExecutionSettings(**self.execution.model_dump()),
         )
 
     def cluster_settings(self) -> ClusterSettings:

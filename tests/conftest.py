@@ -1,8 +1,14 @@
-"""For every test: programs started by tests can be interrupted, however pytest itself was started."""
+"""For every test: without a GPU kernels run in Triton's interpreter; programs that tests start can be interrupted."""
 
 from __future__ import annotations
 
+import os
 import signal
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
 def pytest_configure() -> None:

@@ -64,3 +64,40 @@ class AttentionBackend(Protocol):
     def begin(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> AttentionStep:
         """Plans a step. `slots_PN` (int64) is where each of the step's tokens is written in each pool, items one
         after another."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionTables:
+    """A step's items as tensors on the device: what kernels read, at addresses that a CUDA graph may keep.
+
+    Item b's queries are rows query_starts[b] .. query_starts[b + 1] - 1, the last of its kv_lens[b] tokens. Token t
+    of it lies in slot `pages[b, t // page_size] * page_size + t % page_size` of each pool; -1 stands where a page has
+    left the window or never was. Row n is written to `slots_PN[p][n]` of pool p, to none if that is -1. Padding:
+    items without queries at the end (kv_len 0), and rows past the last item, whose output nobody reads. The two
+    lengths are upper bounds known on the host.
+    """
+
+    query_starts_B1: Tensor
+    """int32 [B + 1]"""
+    kv_lens_B: Tensor
+    """int32 [B]"""
+    pages_PBM: tuple[Tensor, ...]
+    """By pool, int32 [B, M]; rows may be strided"""
+    slots_PN: tuple[Tensor, ...]
+    """By pool, int64 [N]"""
+    max_query_len: int
+    max_kv_len: int
+
+
+class TableAttention(Protocol):
+    """Attention that reads its plan on the device. Owns how the pools are read; made once with them."""
+
+    @property
+    def name(self) -> str:
+        """As in the settings: triton, flash, torch."""
+
+    def captures(self, max_query_len: int) -> bool:
+        """Whether a step's launches depend on the tables' shapes alone, so that a CUDA graph of them serves other
+        contents."""
+
+    def plan(self, tables: AttentionTables) -> AttentionStep: ...

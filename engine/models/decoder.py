@@ -12,43 +12,58 @@ from torch.nn import functional as F
 
 from engine.attention.interface import AttentionStep, LayerTraits
 from engine.models.config import ModelSpec
-from engine.models.layers import RmsNorm, RotaryTable, interleave_rotary, rotate_
+from engine.models.layers import RotaryTable, interleave_rotary
 from engine.models.linear import Linear, LinearFactory
+from engine.models.ops import DecoderOps
 from engine.models.weights import WeightSource
+from engine.parallel.ranks import RankGroup
 
 
 class DecoderLayer:
-    """Attention and MLP with their residuals. Query, key and value weights are one matrix, gate and up another."""
+    """Attention and MLP with their residuals. Query, key and value weights are one matrix, gate and up another.
 
-    def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights) -> None:
+    Of several ranks each has its share of the heads and of the MLP; what they add to the residual stream is summed.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, index: int, weights: LayerWeights, ops: DecoderOps, ranks: RankGroup
+    ) -> None:
         self._index = index
+        self._ops = ops
+        self._ranks = ranks
         self._num_heads = spec.num_heads
         self._num_kv_heads = spec.num_kv_heads
         self._head_dim = spec.head_dim
         self._traits = LayerTraits(spec.head_dim**-0.5, spec.windows[index])
-        self._attention_norm = RmsNorm(weights.vector("input_layernorm.weight"), spec.rms_norm_eps)
-        self._mlp_norm = RmsNorm(weights.vector("post_attention_layernorm.weight"), spec.rms_norm_eps)
-        self._qk_norm = RmsNorm(weights.qk_norm(), spec.rms_norm_eps) if spec.qk_norm else None
+        self._attention_norm = ops.norm(weights.vector("input_layernorm.weight"), spec.rms_norm_eps)
+        self._mlp_norm = ops.norm(weights.vector("post_attention_layernorm.weight"), spec.rms_norm_eps)
+        self._qk_norm = ops.norm(weights.qk_norm(), spec.rms_norm_eps) if spec.qk_norm else None
         self._qkv = weights.qkv()
         self._out = weights.linear("self_attn.o_proj", spec.out_bias)
         self._gate_up = weights.gate_up()
         self._down = weights.linear("mlp.down_proj", spec.mlp_bias)
 
-    def __call__(self, x_NE: Tensor, rotations_N1C: Tensor, attend: AttentionStep) -> None:
-        """Adds this layer's work to the residual stream in place."""
+    def __call__(
+        self, x_NE: Tensor, delta_NE: Tensor | None, rotations_N1C: Tensor, attend: AttentionStep
+    ) -> Tensor:
+        """Adds to the residual stream, in place, what the layer before gave (`delta_NE`) and this layer's attention;
+        gives what its MLP would add."""
         heads, kv_heads, rows = self._num_heads, self._num_kv_heads, x_NE.shape[0]
-        qkv = self._qkv(self._attention_norm(x_NE))
+        norm = self._attention_norm
+        qkv = self._qkv(norm(x_NE) if delta_NE is None else norm.add_(x_NE, delta_NE))
         qkv_NHD = qkv.view(rows, heads + 2 * kv_heads, self._head_dim)
         qk_NHD = qkv_NHD[:, : heads + kv_heads]
         if self._qk_norm is not None:
             qk_NHD.copy_(self._qk_norm(qk_NHD))
-        rotate_(qk_NHD, rotations_N1C)
+        self._ops.rotate_(qk_NHD, rotations_N1C)
         kv_N2KD = qkv_NHD[:, heads:].view(rows, 2, kv_heads, self._head_dim)
         attended = attend(self._index, qkv_NHD[:, :heads], kv_N2KD, self._traits)
-        x_NE.add_(self._out(attended))
-        gate_up = self._gate_up(self._mlp_norm(x_NE))
-        gate_NF, up_NF = gate_up.chunk(2, -1)
-        x_NE.add_(self._down(F.silu(gate_NF).mul_(up_NF)))
+        delta_NE = self._out(attended)
+        self._ranks.sum_(delta_NE)
+        gate_up_N2F = self._gate_up(self._mlp_norm.add_(x_NE, delta_NE))
+        delta_NE = self._down(self._ops.silu_mul(gate_up_N2F))
+        self._ranks.sum_(delta_NE)
+        return delta_NE
 
 
 class Decoder:
@@ -61,15 +76,20 @@ class Decoder:
         make_linear: LinearFactory,
         device: torch.device,
         activations: torch.dtype,
+        ops: DecoderOps,
+        ranks: RankGroup,
     ) -> None:
         self._activations = activations
+        self._ranks = ranks
         self._embedding_VE = source.take("model.embed_tokens.weight").to(device)
         self._layers = [
-            DecoderLayer(spec, index, LayerWeights(spec, index, source, make_linear, device, activations))
+            DecoderLayer(
+                spec, index, LayerWeights(spec, index, source, make_linear, device, activations), ops, ranks
+            )
             for index in range(spec.num_layers)
         ]
         norm_E = source.take("model.norm.weight").to(device, activations)
-        self._norm = RmsNorm(norm_E, spec.rms_norm_eps)
+        self._norm = ops.norm(norm_E, spec.rms_norm_eps)
         head_VE = self._embedding_VE if spec.tied_embeddings else source.take("lm_head.weight").to(device)
         self._head = make_linear(head_VE, None)
         self._rotary = RotaryTable(spec.rope, spec.head_dim, spec.max_context_len, device)
@@ -77,12 +97,13 @@ class Decoder:
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep) -> Tensor:
         x_NE = F.embedding(tokens_N, self._embedding_VE).to(self._activations)
         rotations_N1C = self._rotary.rotations(positions_N)
+        delta_NE = None
         for layer in self._layers:
-            layer(x_NE, rotations_N1C, attend)
-        return x_NE
+            delta_NE = layer(x_NE, delta_NE, rotations_N1C, attend)
+        return x_NE if delta_NE is None else x_NE.add_(delta_NE)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._head(self._norm(hidden_RE)).float()
+        return self._ranks.join(self._head(self._norm(hidden_RE))).float()
 
 
 class LayerWeights:

@@ -36,6 +36,10 @@ class RmsNorm:
         normed_NE = wide_NE.div(torch.hypot(length_N1, self._floor)).mul_(self._weight_E)
         return normed_NE if x_NE.dtype == torch.float32 else normed_NE.to(x_NE.dtype)
 
+    def add_(self, x_NE: Tensor, delta_NE: Tensor) -> Tensor:
+        """Adds delta to x in place and gives x normalised."""
+        return self(x_NE.add_(delta_NE))
+
 
 def interleave_rotary(rows: Tensor, head_dim: int) -> Tensor:
     """Reorders the first dimension (heads * D) from (half, half) to interleaved rotary pairs."""

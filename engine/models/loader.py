@@ -15,8 +15,10 @@ from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.linear import LinearFactory, linear_factory
+from engine.models.ops import TorchOps
 from engine.models.protocol import CausalModel
 from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights
+from engine.parallel.ranks import OneRank
 from engine.runner.kv_pool import KVLayout
 from engine.settings import ModelSettings
 
@@ -67,12 +69,11 @@ def _load_native(
     make_linear = make_linear or linear_factory(device, weights_dtype, dtype)
     with torch.inference_mode():
         if settings.load_format == "dummy":
-            model = Decoder(
-                spec, DummyWeights(spec, weights_dtype, settings.seed), make_linear, device, dtype
-            )
+            dummy = DummyWeights(spec, weights_dtype, settings.seed)
+            model = Decoder(spec, dummy, make_linear, device, dtype, TorchOps(), OneRank())
         else:
             with closing(CheckpointWeights(directory, spec, weights_dtype)) as source:
-                model = Decoder(spec, source, make_linear, device, dtype)
+                model = Decoder(spec, source, make_linear, device, dtype, TorchOps(), OneRank())
     return LoadedModel(
         model=model,
         layout=spec.kv_layout,

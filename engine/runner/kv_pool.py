@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.settings import CacheSettings
+from engine.settings import CPU_POOL_BYTES, CacheSettings
+
+FP8 = torch.float8_e4m3fn
+SCALE_BYTES = 4
 
 
 class PoolTooSmall(ValueError):
@@ -41,18 +44,22 @@ class KVLayout:
         return max((window for window in self.windows if window is not None), default=None)
 
     def page_bytes(self, num_layers: int, page_size: int, dtype: torch.dtype) -> int:
-        return 2 * num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize * page_size
+        """`dtype` is that of the pool."""
+        scale = SCALE_BYTES if dtype == FP8 else 0
+        return 2 * num_layers * self.num_kv_heads * (self.head_dim * dtype.itemsize + scale) * page_size
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """Slot s is token `s % page_size` of page `s // page_size`, in every layer.
 
-    `kv_L2KSD` is uninitialised: what was never written must never be read.
+    `kv_L2KSD` is uninitialised: what was never written must never be read. In fp8 (float8_e4m3fn) a token's head is
+    stored divided by its own `scales_L2KS`, float32.
     """
 
     kv_L2KSD: Tensor
     page_size: int
+    scales_L2KS: Tensor | None = None
 
     @property
     def num_pages(self) -> int:
@@ -60,7 +67,8 @@ class PagedKV:
 
     @property
     def page_size_bytes(self) -> int:
-        return self.kv_L2KSD.nbytes // self.num_pages
+        scales = 0 if self.scales_L2KS is None else self.scales_L2KS.nbytes
+        return (self.kv_L2KSD.nbytes + scales) // self.num_pages
 
     def layer(self, index: int) -> Tensor:
         """A view of one layer by slot [S, 2, K, D]."""
@@ -98,20 +106,25 @@ def make_kv_pool(
     dtype: torch.dtype,
     device: torch.device,
     draft_page_bytes: int = 0,
+    room_bytes: int = CPU_POOL_BYTES,
 ) -> KVPool:
-    """Raises PoolTooSmall if `size_bytes` is less than a page. A draft model's KV takes `draft_page_bytes` a page."""
+    """`dtype` is that of activations. Without a size in the settings the pool takes `room_bytes`. A draft model's KV
+    takes `draft_page_bytes` a page. Raises PoolTooSmall if there is no room for a page."""
+    dtype = FP8 if settings.kv_dtype == "fp8" else dtype
     size, num_window = settings.page_size, layout.num_window_layers
     num_full = layout.num_layers - num_window
     ratio = settings.window_ratio if num_window else 0.0
     page_bytes = draft_page_bytes + layout.page_bytes(num_full, size, dtype)
     page_bytes += round(ratio * layout.page_bytes(num_window, size, dtype))
-    num_pages = settings.num_pages if settings.num_pages is not None else settings.size_bytes // page_bytes
+    size_bytes = room_bytes if settings.size_bytes is None else settings.size_bytes
+    num_pages = size_bytes // page_bytes if settings.num_pages is None else settings.num_pages
     if num_pages < 1:
-        raise PoolTooSmall(f"a KV page takes {page_bytes} bytes, the cache has {settings.size_bytes}")
+        raise PoolTooSmall(f"a KV page takes {page_bytes} bytes, the cache has {size_bytes}")
 
     def paged(num_layers: int, pages: int) -> PagedKV:
         shape = (num_layers, 2, layout.num_kv_heads, pages * size, layout.head_dim)
-        return PagedKV(torch.empty(shape, dtype=dtype, device=device), size)
+        scales = torch.empty(shape[:-1], device=device) if dtype == FP8 else None
+        return PagedKV(torch.empty(shape, dtype=dtype, device=device), size, scales)
 
     full = paged(num_full, num_pages)
     window = paged(num_window, max(1, round(num_pages * ratio))) if num_window else None

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cache.tiers import PoolPages
 from engine.api import SamplingParams, TokenLogprob
 from engine.batch import BatchItem, DraftWork, ItemOutput, ModelOutput, ScheduledBatch
+from engine.runner.protocol import Done
 
 EOS_TOKEN_ID = 0
 UNWRITTEN = -1
@@ -92,6 +93,13 @@ class NullRunner:
     @property
     def max_context_len(self) -> int:
         return self._max_context_len
+
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
+    def launch(self, batch: ScheduledBatch) -> Done:
+        return Done(self.execute(batch))
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         """Writes every item's tokens before any item reads, as a real step does layer by layer."""

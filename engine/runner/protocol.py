@@ -9,6 +9,23 @@ from cache.tiers import PoolPages
 from engine.batch import ModelOutput, ScheduledBatch
 
 
+class Launch(Protocol):
+    """A step on its way."""
+
+    def result(self) -> ModelOutput:
+        """Waits for it. Called once, in the order of launches. Raises whatever went wrong in the step."""
+
+
+class Done:
+    """A Launch of a step that ran at once."""
+
+    def __init__(self, output: ModelOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelOutput:
+        return self._output
+
+
 class Runner(Protocol):
     """Owns the model's weights and the KV pools' memory. Called only from the engine's thread."""
 
@@ -39,8 +56,14 @@ class Runner(Protocol):
     @property
     def max_context_len(self) -> int: ...
 
-    def execute(self, batch: ScheduledBatch) -> ModelOutput:
-        """Runs one step: writes the KV of every token in the batch, then samples and verifies where asked."""
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether it pays to launch a batch before the result of the one before is taken. At most two are on their
+        way at any time."""
+
+    def launch(self, batch: ScheduledBatch) -> Launch:
+        """Starts a step: writes the KV of every token in the batch, then samples and verifies where asked. Steps,
+        saves and clones see memory as if each was done before the next was asked for."""
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         """Copies pages to host memory under `key`, beside compute. What earlier steps wrote is in the copy. If the

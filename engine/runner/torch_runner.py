@@ -19,6 +19,7 @@ from engine.runner.draft_model import DraftModel
 from engine.runner.host_copies import HostCopies
 from engine.runner.inputs import make_inputs
 from engine.runner.kv_pool import KVPool
+from engine.runner.protocol import Done
 from engine.runner.sampler import token_logprobs
 from engine.runner.verify import choose_tokens
 
@@ -86,6 +87,13 @@ class TorchRunner:
     @property
     def max_context_len(self) -> int:
         return self._max_context_len
+
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
+    def launch(self, batch: ScheduledBatch) -> Done:
+        return Done(self.execute(batch))
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> ModelOutput:

@@ -1,0 +1,45 @@
+"""The processes that hold one model between them (tensor parallel), as the model sees them.
+
+Legend: N tokens, E hidden size, R rows, V vocabulary, v = V / size of one rank's share.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class RankGroup(Protocol):
+    """Every rank calls the same methods in the same order with tensors of the same shapes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum_(self, x_NE: Tensor) -> None:
+        """Adds up what the ranks have, in place on each."""
+
+    def join(self, x_Rv: Tensor) -> Tensor:
+        """The ranks' columns side by side [R, V], on each rank."""
+
+    def share_(self, x: Tensor) -> None:
+        """Overwrites x with rank 0's."""
+
+
+class OneRank:
+    """A RankGroup of one: the whole model in this process."""
+
+    rank = 0
+    size = 1
+
+    def sum_(self, x_NE: Tensor) -> None:
+        pass
+
+    def join(self, x_Rv: Tensor) -> Tensor:
+        return x_Rv
+
+    def share_(self, x: Tensor) -> None:
+        pass
