@@ -1,0 +1,128 @@
+"""Compiles Triton kernels for GPUs that this machine need not have, and says what they take of one.
+
+Kernels of a process that runs them in the interpreter cannot be compiled there, so this file is also a program: it
+reads requests from standard input and answers on standard output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[4]
+
+SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory that one block may have, by compute capability."""
+
+Constant = int | float | bool | str | None
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel for one card.
+
+    `kernel` is "module:function". `signature` gives every argument's type as Triton writes it ("*bf16", "i32",
+    "fp32"), without those in `constants`; a constant "tl.bfloat16" is that dtype. `divisible` names pointers and
+    integers that are multiples of 16, as the launcher would find them. `capability` is 80 for sm_80.
+    """
+
+    kernel: str
+    signature: Mapping[str, str]
+    constants: Mapping[str, Constant]
+    capability: int
+    divisible: Sequence[str] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    texts: bool = False
+    """Whether the report has PTX and SASS"""
+
+
+@dataclass(frozen=True)
+class Report:
+    """`spilled_bytes` is the stack a thread needs: kernels have no other use for it."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    ptx: str = field(default="", repr=False)
+    sass: str = field(default="", repr=False)
+
+    def fits(self, capability: int) -> bool:
+        return self.shared_bytes <= SHARED_LIMITS[capability]
+
+
+class BuildFailed(RuntimeError):
+    """The compiler refused a kernel; holds what it said."""
+
+
+def build(builds: Sequence[Build], timeout_s: float = 240) -> list[Report]:
+    """Reports in the order of `builds`, made in one process. Raises BuildFailed."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps([dataclasses.asdict(one) for one in builds]),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise BuildFailed(done.stdout[-2000:] + done.stderr[-6000:])
+    return [Report(**report) for report in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _compile(one: Build) -> Report:
+    import triton
+    from triton import language
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, name = one.kernel.partition(":")
+    kernel = getattr(importlib.import_module(module), name)
+    constants: dict[str, Any] = {
+        key: getattr(language, value[3:]) if isinstance(value, str) and value.startswith("tl.") else value
+        for key, value in one.constants.items()
+    }
+    missing = [arg for arg in kernel.arg_names if arg not in one.signature and arg not in constants]
+    unknown = [arg for arg in (*one.signature, *constants) if arg not in kernel.arg_names]
+    if missing or unknown:
+        raise BuildFailed(f"{one.kernel}: missing arguments {missing}, unknown arguments {unknown}")
+    signature = {arg: one.signature.get(arg, "constexpr") for arg in kernel.arg_names}
+    attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in one.divisible}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", one.capability, 32),
+        options={"num_warps": one.num_warps, "num_stages": one.num_stages},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        sass = _tool("nvdisasm", "-c", file.name) if one.texts else ""
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
+    ptx = compiled.asm["ptx"] if one.texts else ""
+    return Report(int(registers), int(stack), int(compiled.metadata.shared), ptx, sass)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    from triton import knobs
+
+    path = getattr(knobs.nvidia, name).path
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    reports = [_compile(Build(**request)) for request in json.load(sys.stdin)]
+    sys.stdout.write("\n" + json.dumps([dataclasses.asdict(report) for report in reports]) + "\n")
