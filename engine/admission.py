@@ -85,4 +85,4 @@ class Admission:
     def _still_owed(self, request: LiveRequest) -> PageNeed:
         """What a running request needs for the tokens it has, and a page more."""
         assert request.kv is not None
-        return self._cache.need(1 + request.kv.pages_missing(len(request.tokens)))
+        return self._cache.need(1 + request.kv.pages_missing(request.total_len))

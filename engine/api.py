@@ -285,6 +285,9 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def describe(self) -> dict[str, str | int | float | bool]:
+        """What it runs on and how: device, attention and why, graphs. Never changes."""
+
     def session_kv_tokens(self) -> Future[dict[str, int]]:
         """Tokens of KV held per idle session, on the device or the host."""
 

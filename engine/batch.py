@@ -58,6 +58,8 @@ class BatchItem:
     ascending run. `window_pages` is the same for the pool of sliding-window layers, -1 where pages have left the
     window; None without such layers. `sample` is None while the prompt is not finished.
 
+    `run` is the scheduler's own: which of the request's runs, between two retractions, the item is of.
+
     With `pending_from` the item's one token is not known yet, and stands as PENDING in `token_ids`: it is the last
     one that the item of that index in the batch launched before picks.
 
@@ -80,6 +82,7 @@ class BatchItem:
     pending_from: int | None = None
     num_drafts: int = 0
     draft: DraftWork | None = None
+    run: int = 0
 
     @property
     def num_tokens(self) -> int:

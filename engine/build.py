@@ -20,10 +20,18 @@ from engine.runner.kv_pool import KVPool, PoolTooSmall, make_kv_pool
 from engine.runner.protocol import Runner
 from engine.runner.torch_runner import TorchRunner
 from engine.scheduler import Scheduler
-from engine.settings import CacheSettings, EngineSettings, SchedulerSettings, SpeculationSettings
+from engine.settings import (
+    CacheSettings,
+    EngineSettings,
+    ExecutionSettings,
+    SchedulerSettings,
+    SpeculationSettings,
+)
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
 from engine.stops import StopCriteria
+
+DEFAULT_EXECUTION = ExecutionSettings()
 
 
 def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
@@ -34,7 +42,13 @@ def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
     loaded = load_model(settings.model)
     runner = build_runner(loaded, settings.cache, _load_draft(loaded, settings.speculation))
     return assemble_engine(
-        runner, settings.cache, settings.scheduler, settings.speculation, loaded.eos_token_ids, sink
+        runner,
+        settings.cache,
+        settings.scheduler,
+        settings.speculation,
+        loaded.eos_token_ids,
+        sink,
+        settings.execution,
     )
 
 
@@ -63,11 +77,13 @@ def assemble_engine(
     speculation: SpeculationSettings,
     eos_token_ids: frozenset[int],
     sink: DeltaSink,
+    execution: ExecutionSettings = DEFAULT_EXECUTION,
 ) -> LocalEngine:
     """An engine around a given runner, not started. The runner sizes the pools."""
     counters = EngineCounters()
     host = HostTier(cache.host_size_bytes, runner.page_size_bytes, runner.window_page_size_bytes)
-    step_tokens = min(scheduler.chunk_size, scheduler.max_batch_tokens) + speculation.max_draft_tokens
+    step_tokens = max(min(scheduler.chunk_size, scheduler.max_batch_tokens), execution.decode_steps)
+    step_tokens = step_tokens * (2 if runner.runs_ahead else 1) + speculation.max_draft_tokens
     window = _window_pool(runner, step_tokens)
     allocator = PageAllocator(runner.num_pages)
     prefixes = RadixPrefixCache(allocator, runner.page_size, enabled=cache.prefix_cache, window=window)
@@ -80,6 +96,7 @@ def assemble_engine(
         counters,
         _proposer(speculation, eos_token_ids),
         mirrors_prompts=speculation.method == "draft",
+        decode_steps=execution.decode_steps,
     )
     return LocalEngine(sessions, planner, runner, counters, scheduler, sink, cache.books)
 

@@ -26,13 +26,9 @@ def resolve_device(name: DeviceName) -> torch.device:
 
 def resolve_dtype(name: DTypeName, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
     """The dtype weights are held in. auto: float32 on a CPU, the checkpoint's own elsewhere."""
-    if name == "float32":
-        return torch.float32
-    if name == "bfloat16":
-        return torch.bfloat16
-    if device.type == "cpu":
-        return torch.float32
-    return checkpoint if checkpoint in (torch.float32, torch.bfloat16) else torch.bfloat16
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return torch.float32 if device.type == "cpu" else checkpoint
 
 
 def activation_dtype(device: torch.device, weights: torch.dtype) -> torch.dtype:
@@ -45,6 +41,15 @@ def use_cpu_threads(count: int | None) -> None:
     """How many threads one CPU operator may use, process-wide; None leaves torch's own choice."""
     if count is not None:
         torch.set_num_threads(count)
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def free_memory_bytes(device: torch.device) -> int | None:

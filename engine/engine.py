@@ -30,9 +30,9 @@ from engine.api import (
     StepFailed,
     TokenDelta,
 )
-from engine.batch import ModelOutput, ScheduledBatch
+from engine.batch import ScheduledBatch
 from engine.counters import EngineCounters
-from engine.runner.protocol import Runner
+from engine.runner.protocol import Launch, Runner
 from engine.scheduler import Scheduler
 from engine.settings import BooksCheck, SchedulerSettings
 
@@ -67,6 +67,7 @@ class LocalEngine:
         self._settings = settings
         self._sink = sink
         self._books = books
+        self._in_flight: tuple[ScheduledBatch, Launch] | None = None
         self._stalled = False  # all that could run waits for copies between device and host
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _accepting against a post racing with the end of the loop
@@ -74,6 +75,7 @@ class LocalEngine:
         self._stopping = False
         self._deltas: list[TokenDelta] = []
         self._thread = threading.Thread(target=self._run, name="kedge-engine", daemon=True)
+        self._about = runner.describe()
         self._stats = self._take_stats()
         self._stats_due_s = 0.0
 
@@ -155,6 +157,9 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def describe(self) -> dict[str, str | int | float | bool]:
+        return self._about
+
     def session_kv_tokens(self) -> Future[dict[str, int]]:
         return self._call(self._cache.held_tokens)
 
@@ -162,29 +167,47 @@ class LocalEngine:
         return self._call(self._cache.books.audit)
 
     def step(self) -> bool:
-        """One turn of the loop's crank: False if there was nothing to run. Only for the step thread and tests."""
+        """One turn of the loop's crank: plans and launches a step, and takes in the result of the one before, or its
+        own if the runner does not run ahead. False if there was nothing to do. Only for the step thread and tests."""
+        before = self._in_flight
         batch = self._scheduler.schedule()
         self._carry_out(self._cache.tiers.take_orders())
-        self._stalled = batch is None and self._cache.tiers.copies_in_flight > 0
-        if batch is not None:
-            output = self._execute(batch)
-            if output is not None:
-                self._deltas.extend(self._scheduler.update(batch, output))
-            self._counters.steps += 1
-            self._cache.books.check(self._books)
-        elif self._scheduler.has_work:
+        self._in_flight = None if batch is None else self._launch(batch)
+        if before is not None:
+            self._take_in(*before)
+        if self._in_flight is not None and not self._runner.runs_ahead:
+            self._take_in(*self._in_flight)
+            self._in_flight = None
+        idle = batch is None and before is None
+        self._stalled = idle and self._cache.tiers.copies_in_flight > 0
+        if idle and self._scheduler.has_work:
             self._emit(self._scheduler.refuse_stuck())
         self._flush_deltas()
-        return batch is not None
+        return not idle
 
-    def _execute(self, batch: ScheduledBatch) -> ModelOutput | None:
+    def _launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, Launch] | None:
+        """None if it failed, which its requests are told."""
         try:
-            return self._runner.launch(batch).result()
+            return batch, self._runner.launch(batch)
         except Exception as error:
-            _logger.exception("model step failed")
-            failure = StepFailed(f"the model step failed: {type(error).__name__}: {error}")
-            self._deltas.extend(self._scheduler.fail([item.request_id for item in batch.items], failure))
+            self._fail(batch, error)
             return None
+
+    def _take_in(self, batch: ScheduledBatch, launch: Launch) -> None:
+        """Waits for a step and lets the scheduler have what came of it."""
+        try:
+            output = launch.result()
+        except Exception as error:
+            self._fail(batch, error)
+        else:
+            self._deltas.extend(self._scheduler.update(batch, output))
+            self._counters.steps += batch.num_steps
+        self._cache.books.check(self._books)
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+        _logger.error("model step failed", exc_info=error)
+        failure = StepFailed(f"the model step failed: {type(error).__name__}: {error}")
+        self._deltas.extend(self._scheduler.fail(batch, failure))
 
     def _carry_out(self, orders: Sequence[CopyOrder]) -> None:
         """Hands orders to the runner, before anything is written to the pages that they read."""
@@ -212,7 +235,8 @@ class LocalEngine:
         reason = EngineStopped("the engine is shut down")
         try:
             while not self._stopping:
-                self._drain_inbox(block=self._stalled or not self._scheduler.has_work)
+                idle = self._stalled or not self._scheduler.has_work
+                self._drain_inbox(block=idle and self._in_flight is None)
                 self.step()
                 self._publish_stats()
         except Exception as error:

@@ -10,7 +10,7 @@ from cache.prefix_cache import token_array
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import SequenceKV
 from engine.api import GenerateRequest
-from engine.batch import PenaltyCounts
+from engine.batch import BatchItem, PenaltyCounts
 
 
 class TokenSequence:
@@ -58,12 +58,14 @@ class Status(Enum):
 class LiveRequest:
     """State of one request, owned by the scheduler (the engine's thread).
 
-    While RUNNING it owns `kv`; otherwise `kv` is None. Between two steps the KV of all tokens but the last is
-    computed once the prompt is done.
+    While RUNNING it owns `kv`; otherwise `kv` is None. `in_flight` of its steps are launched and not yet answered:
+    with them the KV of `launched_len` tokens is computed, and `num_pending` tokens will follow those known. Once the
+    prompt is done that is the KV of all tokens but the last.
     """
 
-    __slots__ = ("accepted_draft_tokens", "arrival", "cached_tokens", "draft_tokens", "kv", "next_input_logprob",
-                 "num_output", "penalties", "prompt_len", "shares_prompt", "spec", "status", "tokens")  # fmt: skip
+    __slots__ = ("accepted_draft_tokens", "arrival", "cached_tokens", "draft_tokens", "in_flight", "kv",
+                 "launched_len", "next_input_logprob", "num_output", "num_pending", "penalties", "place",
+                 "prompt_len", "run", "shares_prompt", "spec", "status", "tokens")  # fmt: skip
 
     def __init__(self, spec: GenerateRequest, arrival: int) -> None:
         self.spec = spec
@@ -72,6 +74,11 @@ class LiveRequest:
         self.prompt_len = spec.prompt_len
         self.status = Status.WAITING
         self.kv: SequenceKV | None = None
+        self.run = 0
+        self.in_flight = 0
+        self.launched_len = 0
+        self.num_pending = 0
+        self.place = 0  # of its item in the batch launched last
         self.num_output = 0
         self.cached_tokens: int | None = None
         self.shares_prompt = False
@@ -96,9 +103,14 @@ class LiveRequest:
         return self.spec.history_len if self.spec.session_id is not None else 0
 
     @property
+    def total_len(self) -> int:
+        """Tokens, those on their way included."""
+        return len(self.tokens) + self.num_pending
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV the next steps must compute."""
-        return len(self.tokens) - (self.kv.committed_len if self.kv is not None else 0)
+        return self.total_len - self.launched_len
 
     @property
     def max_prefix_len(self) -> int:
@@ -108,6 +120,33 @@ class LiveRequest:
         if self.next_input_logprob is not None:
             limit = min(limit, max(self.next_input_logprob - 1, 0))
         return limit
+
+    def begin_run(self, run: int) -> None:
+        """It has its KV and joins those that run."""
+        assert self.kv is not None
+        self.run = run
+        self.launched_len = self.kv.committed_len
+        self.status = Status.RUNNING
+
+    def launch(self, item: BatchItem, place: int, num_steps: int) -> None:
+        """Its item is on its way, at `place` in the batch."""
+        self.in_flight += 1
+        self.place = place
+        self.launched_len = item.start + len(item.token_ids) - item.num_drafts + num_steps - 1
+        self.num_pending += num_steps if item.sample is not None else 0
+
+    def answered(self, item: BatchItem, num_steps: int) -> None:
+        """Its oldest item came back, and `kv` is committed."""
+        assert self.kv is not None
+        self.in_flight -= 1
+        self.num_pending -= num_steps if item.sample is not None else 0
+        if not self.in_flight:
+            self.launched_len = self.kv.committed_len
+
+    def end_run(self) -> None:
+        """It lets go of its KV: what is in flight will not be looked at."""
+        self.kv = None
+        self.in_flight = self.num_pending = self.launched_len = 0
 
     def accept(self, token_id: int) -> None:
         """Appends an output token."""

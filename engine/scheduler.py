@@ -4,12 +4,16 @@ Continuous batching: every step mixes decodes and prompt chunks. Order is by pri
 out cached prefixes go first, then idle sessions' KV, then the last in order among the running is retracted. The
 first in order is never retracted and fits the pool by itself, so something always finishes. While copies between device
 and host are on their way, those who need their outcome sit steps out, and no one is retracted for them.
+
+A step may be planned while the one before is still on its way (schedule, schedule, update, schedule, update ...):
+tokens that it will pick are pending, and their requests go on as if they were known. A request that ends or is
+retracted meanwhile is computed in vain: that result is dropped. Pages it gave back may be given away at once, since
+steps are done in the order in which they were planned.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
 
 from cache.session_cache import Room, SessionAwareCache
 from engine.admission import Admission
@@ -23,19 +27,21 @@ from engine.api import (
     TokenDelta,
     TokenLogprob,
 )
-from engine.batch import BatchItem, DraftWork, ItemOutput, ModelOutput, SampleSpec, ScheduledBatch
+from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
 from engine.counters import EngineCounters
 from engine.deltas import delta_of, refusal
+from engine.items import ItemMaker
 from engine.request import LiveRequest, Status
 from engine.settings import SchedulerSettings
-from engine.speculative.proposers import NOTHING, NoProposer, Proposal, Proposer
+from engine.speculative.proposers import NoProposer, Proposer
 from engine.stops import StopCriteria
 
 
 class Scheduler:
     """Owns every live request. Called only from the engine's thread (`num_waiting` may be read anywhere).
 
-    With `mirrors_prompts` a draft model computes its own KV of every prompt along with the target.
+    With `mirrors_prompts` a draft model computes its own KV of every prompt along with the target. When nothing waits
+    up to `decode_steps` steps are planned in one go.
     """
 
     def __init__(
@@ -47,13 +53,17 @@ class Scheduler:
         proposer: Proposer | None = None,
         *,
         mirrors_prompts: bool = False,
+        decode_steps: int = 1,
     ) -> None:
         self._cache = cache
         self._stops = stops
         self._settings = settings
         self._counters = counters
         self._proposer = proposer or NoProposer()
-        self._mirrors_prompts = mirrors_prompts
+        self._maker = ItemMaker(cache, stops, self._proposer, mirrors_prompts=mirrors_prompts)
+        self._decode_steps = decode_steps
+        self._batches_in_flight = 0
+        self._runs = 0
         self._live: dict[str, LiveRequest] = {}
         self._sessions_in_turn: set[str] = set()
         self._waiting: list[LiveRequest] = []  # both lists in LiveRequest.order
@@ -96,10 +106,11 @@ class Scheduler:
         request = self._live.get(request_id)
         return None if request is None else self._end(request, Finish(FinishReason.ABORT))
 
-    def fail(self, request_ids: Iterable[str], error: EngineError) -> list[TokenDelta]:
-        """Ends requests with an error, rolled back like an abort."""
+    def fail(self, batch: ScheduledBatch, error: EngineError) -> list[TokenDelta]:
+        """A step failed: ends its requests with an error, rolled back like an abort."""
+        self._batches_in_flight -= 1
         finish = Finish(FinishReason.ERROR, message=error.message, error=error)
-        live = [self._live[request_id] for request_id in request_ids if request_id in self._live]
+        live = [request for item in batch.items if (request := self._runner_of(item)) is not None]
         return [self._end(request, finish) for request in live]
 
     def abandon_all(self, error: EngineError) -> list[TokenDelta]:
@@ -133,7 +144,9 @@ class Scheduler:
         self._proposer.forget(session_id)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plans one step; None if there is nothing to run now. May retract running requests."""
+        """Plans one step, which is in flight from then on; None if there is nothing to run now. May retract running
+        requests, unless a step is in flight: then it plans none, since the result may free what is missing."""
+        assert self._batches_in_flight <= 1
         budget = self._settings.max_batch_tokens
         items: list[BatchItem] = []
         short = False
@@ -143,13 +156,15 @@ class Scheduler:
                 if request.status is not Status.RUNNING or (request.num_uncomputed == 1) is not decoding:
                     continue
                 count = min(request.num_uncomputed, self._settings.chunk_size, budget)
-                if count == 0:
+                if count == 0 or not self._maker.can_go_on(request):
                     continue
                 room = self._make_room(request, count)
+                if room is Room.SHORT and self._batches_in_flight:
+                    return None
                 short = short or room is Room.WAIT
                 if room is not Room.READY:
                     continue
-                item = self._item(request, count, budget)
+                item = self._maker.make(request, count, budget)
                 items.append(item)
                 budget -= item.num_tokens
         items = self._without_retracted(items)
@@ -157,12 +172,17 @@ class Scheduler:
         # for its pages would have them wait for ever.
         if self._waiting and not short:
             self._admit_waiting(items, budget)
-        return ScheduledBatch(items) if items else None
+        return self._launch(ScheduledBatch(items, self._num_steps(items, budget))) if items else None
 
     def refuse_stuck(self) -> TokenDelta | None:
         """Ends the first waiting request if it found no room although nothing runs and no copy is on its way: it
         would wait for ever. Admission's limits make that impossible; should they err, it is still answered."""
-        if self._running or not self._waiting or self._cache.tiers.copies_in_flight:
+        if (
+            self._running
+            or not self._waiting
+            or self._batches_in_flight
+            or self._cache.tiers.copies_in_flight
+        ):
             return None
         request = self._waiting[0]
         accounts = self._cache.books.accounts()
@@ -171,14 +191,18 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, output: ModelOutput) -> list[TokenDelta]:
         """Takes in a step's result: commits KV, accepts tokens, ends what is done."""
+        self._batches_in_flight -= 1
         deltas = []
         for item, result in zip(batch.items, output.items, strict=True):
-            request = self._live[item.request_id]
+            request = self._runner_of(item)
+            if request is None:
+                continue
             kv = request.kv
             assert kv is not None
             certain_len = item.start + len(item.token_ids) - item.num_drafts
             committed_len = certain_len + max(len(result.token_ids) - 1, 0)
-            kv.commit(committed_len, self._draft_len(item.draft, kv.draft_len))
+            kv.commit(committed_len, self._maker.draft_len(item.draft, kv.draft_len))
+            request.answered(item, batch.num_steps)
             if request.next_input_logprob is not None:
                 request.next_input_logprob = _following_input_logprob(request, committed_len)
             if request.num_output == 0 and certain_len == request.prompt_len and request.shares_prompt:
@@ -202,7 +226,7 @@ class Scheduler:
         self._counters.generated_tokens += accepted
         if result.num_proposed:
             self._count_drafts(request, result)
-        if item.sample is None and item.next_token is None and request.num_uncomputed == 0:
+        if item.sample is None and item.next_token is None:
             finish = Finish(FinishReason.LENGTH)  # nothing was asked for beyond the prompt
         token_ids, logprobs = result.token_ids[:accepted], result.logprobs[:accepted]
         if finish is not None:
@@ -219,61 +243,6 @@ class Scheduler:
         self._counters.accepted_draft_tokens += agreed
         self._proposer.observe(request, result.num_proposed, agreed)
 
-    def _draft_len(self, work: DraftWork | None, before: int) -> int | None:
-        """How far the draft model's KV goes after a step; None if there is no draft model."""
-        if not self._mirrors_prompts:
-            return None
-        return before if work is None else work.start + len(work.token_ids) + max(work.count - 1, 0)
-
-    def _item(self, request: LiveRequest, count: int, budget: int) -> BatchItem:
-        kv = request.kv
-        assert kv is not None
-        start, end = kv.committed_len, kv.committed_len + count
-        sampling = request.spec.sampling
-        last = end == len(request.tokens)
-        sample = None
-        if last and sampling.max_new_tokens > 0:
-            logprobs = request.spec.logprobs
-            wants = logprobs is not None and logprobs.output
-            top = logprobs.top if logprobs is not None else 0
-            sample = SampleSpec(sampling, end, request.penalties, wants, top)
-        proposal = self._propose(request, budget - count) if count == 1 and sample is not None else NOTHING
-        item = BatchItem(
-            request_id=request.request_id,
-            token_ids=[*request.tokens.slice(start, end), *proposal.token_ids],
-            start=start,
-            pages=kv.pages,
-            contiguous=kv.contiguous,
-            sample=sample,
-            next_token=None if last else request.tokens.at(end),
-            window_pages=kv.window.pages if kv.window is not None else None,
-            num_drafts=len(proposal.token_ids),
-        )
-        if self._mirrors_prompts and (proposal.model_count or count > 1 or not last):
-            missing = request.tokens.slice(kv.draft_len, end)
-            item.draft = DraftWork(kv.draft_len, missing, proposal.model_count)
-        if request.next_input_logprob is not None and request.next_input_logprob <= end:
-            item.input_logprobs_from = request.next_input_logprob
-            item.top_input_logprobs = request.spec.logprobs.top if request.spec.logprobs else 0
-        return item
-
-    def _propose(self, request: LiveRequest, budget: int) -> Proposal:
-        """Drafts for a decode, if there are pages for them: nothing gives way to a guess."""
-        kv = request.kv
-        assert kv is not None
-        if request.num_output == 0 or request.next_input_logprob is not None:
-            return NOTHING
-        end = len(request.tokens)
-        wanted = request.spec.sampling.max_new_tokens - request.num_output
-        limit = min(wanted - 1, self._stops.max_context_len - end - 1, budget)
-        if limit <= 0:
-            return NOTHING
-        proposal = self._proposer.propose(request, limit)
-        count = len(proposal.token_ids) + proposal.model_count
-        if count and not self._cache.extend_if_free(kv, end + count):
-            return NOTHING
-        return proposal
-
     def _admit_waiting(self, items: list[BatchItem], budget: int) -> None:
         """Adds the share of every waiting request that may run now."""
         admission = Admission(self._cache, self._settings, self._running)
@@ -285,7 +254,7 @@ class Scheduler:
                 break
             if verdict.num_tokens:
                 self._start(request)
-                items.append(self._item(request, verdict.num_tokens, budget))
+                items.append(self._maker.make(request, verdict.num_tokens, budget))
                 budget -= items[-1].num_tokens
 
     def _start(self, request: LiveRequest) -> None:
@@ -297,19 +266,46 @@ class Scheduler:
             self._counters.cached_tokens += kv.committed_len
         self._counters.prefill_tokens += len(request.tokens) - kv.committed_len
         self._waiting.remove(request)
-        request.status = Status.RUNNING
+        self._runs += 1
+        request.begin_run(self._runs)
         insort(self._running, request, key=_order)
         if request.spec.session_id is not None:
             self._cache.unexpect(request.spec.session_id)
         self._proposer.begin(request)
 
+    def _num_steps(self, items: list[BatchItem], budget: int) -> int:
+        """How many steps to run in one go: several if everyone decodes, nobody waits, and pages are free."""
+        if self._decode_steps == 1 or self._waiting or any(item.sample is None for item in items):
+            return 1
+        requests = [self._live[item.request_id] for item in items]
+        wanted = min(self._decode_steps, 1 + budget // len(items))
+        for request, item in zip(requests, items, strict=True):
+            wanted = min(wanted, self._maker.steps_left(request) if len(item.token_ids) == 1 else 1)
+        for request in requests if wanted > 1 else ():
+            assert request.kv is not None
+            if not self._cache.extend_if_free(request.kv, request.launched_len + wanted):
+                return 1
+        return max(wanted, 1)
+
+    def _launch(self, batch: ScheduledBatch) -> ScheduledBatch:
+        self._batches_in_flight += 1
+        for place, item in enumerate(batch.items):
+            self._live[item.request_id].launch(item, place, batch.num_steps)
+        return batch
+
+    def _runner_of(self, item: BatchItem) -> LiveRequest | None:
+        """The request that launched the item, if it still runs: others may bear its name by now."""
+        request = self._live.get(item.request_id)
+        return request if request is not None and request.kv is not None and request.run == item.run else None
+
     def _make_room(self, request: LiveRequest, count: int) -> Room:
-        """Gets pages for `count` more tokens, retracting from the end of the order. SHORT: `request` itself went."""
+        """Gets pages for `count` more tokens, retracting from the end of the order. SHORT: `request` itself went, or
+        somebody would have to while a step is in flight."""
         kv = request.kv
         assert kv is not None
         while True:
-            room = self._cache.extend(kv, kv.committed_len + count)
-            if room is not Room.SHORT:
+            room = self._cache.extend(kv, request.launched_len + count)
+            if room is not Room.SHORT or self._batches_in_flight:
                 return room
             victim = self._running[-1]
             self.retract(victim.request_id)
@@ -328,7 +324,7 @@ class Scheduler:
         """Takes the KV of an unfinished request away from it."""
         assert request.kv is not None
         self._cache.give_back(request.kv, request.spec.session_id, request.spec.history_len)
-        request.kv = None
+        request.end_run()
 
     def _end(
         self,
@@ -342,7 +338,7 @@ class Scheduler:
         kv, session_id = request.kv, request.spec.session_id
         done = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if kv is not None and done:
-            request.kv = None
+            request.end_run()
             if session_id is None:
                 self._cache.finish(kv, request.tokens.array())
             else:

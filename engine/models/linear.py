@@ -135,7 +135,7 @@ class SplitLinear:
 
 def linear_factory(device: torch.device, weights: torch.dtype, activations: torch.dtype) -> LinearFactory:
     """The fastest kind of linear for where and how a model is held."""
-    if device.type != "cpu" or not has_onednn():
+    if device.type != "cpu" or not has_onednn() or weights == torch.float16:
         return PlainLinear if weights == activations else CastingLinear
     make = float32_linear if weights == torch.float32 else bfloat16_linear
     return partial(make, kernels=find_half_kernels())

@@ -18,6 +18,7 @@ from cache.tiers import PoolPages
 from engine.api import SamplingParams, TokenLogprob
 from engine.batch import BatchItem, DraftWork, ItemOutput, ModelOutput, ScheduledBatch
 from engine.runner.protocol import Done
+from engine.runner.stepping import StepByStep
 
 EOS_TOKEN_ID = 0
 UNWRITTEN = -1
@@ -46,7 +47,10 @@ class NullRunner:
         num_window_pages: int = 0,
         draft_accuracy: float = 0.7,
         copies_wait: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
+        self._runs_ahead = runs_ahead
+        self._steps = StepByStep(self.execute)
         self._num_pages = num_pages
         self._page_size = page_size
         self._vocab_size = vocab_size
@@ -96,10 +100,13 @@ class NullRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        return False
+        return self._runs_ahead
 
     def launch(self, batch: ScheduledBatch) -> Done:
-        return Done(self.execute(batch))
+        return Done(self._steps.run(batch))
+
+    def describe(self) -> dict[str, str | int | float | bool]:
+        return {"runner": "null"}
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         """Writes every item's tokens before any item reads, as a real step does layer by layer."""

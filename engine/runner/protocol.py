@@ -65,6 +65,9 @@ class Runner(Protocol):
         """Starts a step: writes the KV of every token in the batch, then samples and verifies where asked. Steps,
         saves and clones see memory as if each was done before the next was asked for."""
 
+    def describe(self) -> dict[str, str | int | float | bool]:
+        """What it runs on and how, to be reported at start."""
+
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         """Copies pages to host memory under `key`, beside compute. What earlier steps wrote is in the copy. If the
         pages are written again before the future is done the copy is worth nothing, and the caller drops it."""

@@ -5,6 +5,7 @@ Legend: N tokens, R sampled rows, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import torch
@@ -14,6 +15,7 @@ from cache.tiers import PoolPages
 from engine.api import TokenLogprob
 from engine.attention.interface import AttentionBackend
 from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
+from engine.device import device_name, dtype_name
 from engine.models.protocol import CausalModel
 from engine.runner.draft_model import DraftModel
 from engine.runner.host_copies import HostCopies
@@ -21,6 +23,7 @@ from engine.runner.inputs import make_inputs
 from engine.runner.kv_pool import KVPool
 from engine.runner.protocol import Done
 from engine.runner.sampler import token_logprobs
+from engine.runner.stepping import StepByStep
 from engine.runner.verify import choose_tokens
 
 LOGPROB_ELEMENTS = 16 * 1024 * 1024
@@ -43,6 +46,9 @@ class TorchRunner:
         max_context_len: int,
         draft: DraftModel | None = None,
         copies: HostCopies | None = None,
+        *,
+        runs_ahead: bool = False,
+        about: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -54,6 +60,9 @@ class TorchRunner:
             draft.check_fits(vocab_size, pool.full)
         self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
         self._device = pool.full.kv_L2KSD.device
+        self._runs_ahead = runs_ahead
+        self._about = about or {}
+        self._steps = StepByStep(self.execute)
 
     @property
     def num_pages(self) -> int:
@@ -90,10 +99,18 @@ class TorchRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        return False
+        return self._runs_ahead
 
     def launch(self, batch: ScheduledBatch) -> Done:
-        return Done(self.execute(batch))
+        return Done(self._steps.run(batch))
+
+    def describe(self) -> dict[str, str | int | float | bool]:
+        return {
+            "runner": "torch",
+            "device": device_name(self._device),
+            "dtype": dtype_name(self._pool.full.kv_L2KSD.dtype),
+            **self._about,
+        }
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> ModelOutput:

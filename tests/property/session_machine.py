@@ -36,6 +36,8 @@ SIZES = st.builds(
     st.sampled_from([0, 4, 40]),
     st.sampled_from(["off", "ngram", "draft"]),
     st.sampled_from([VOCAB, VOCAB, 3]),
+    st.booleans(),
+    st.sampled_from([1, 1, 2, 5]),
 )
 
 rules_run: Counter[str] = Counter()

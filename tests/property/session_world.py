@@ -41,13 +41,16 @@ class Sizes:
     host_pages: int = 0
     speculation: SpeculationMethod = "off"
     vocab: int = 97
+    ahead: bool = False
+    decode_steps: int = 1
 
     @property
     def num_window_pages(self) -> int:
         """Little more than one sequence needs: what it sees, what a rollback would see, and a step."""
         if self.window_len is None:
             return 0
-        longest = 2 * (self.window_len + 1) + min(self.chunk_size, self.max_batch_tokens) + DRAFTS
+        step = max(min(self.chunk_size, self.max_batch_tokens), self.decode_steps)
+        longest = 2 * (self.window_len + 1) + (2 if self.ahead else 1) * step + DRAFTS
         return min(pages_for(longest, self.page_size) + 5, self.num_pages)
 
     @property
@@ -93,6 +96,8 @@ class World:
             num_window_pages=sizes.num_window_pages,
             host_pages=sizes.host_pages,
             speculation=sizes.speculation,
+            ahead=sizes.ahead,
+            decode_steps=sizes.decode_steps,
             copies_wait=True,
             vocab=sizes.vocab,
         )
@@ -218,13 +223,8 @@ class World:
 
     def failed_step(self) -> None:
         """The device wrote the step's KV, then raised: its requests end with an error."""
-        batch = self.driver.scheduler.schedule()
-        if batch is not None:
-            self.driver.execute(batch)
-            names = [item.request_id for item in batch.items]
-            for delta in self.driver.scheduler.fail(names, StepFailed("device lost")):
-                self.driver.outcomes[delta.request_id].take(delta)
-            self._settle()
+        self.driver.fail_step(StepFailed("device lost"))
+        self._settle()
 
     def retract(self, name: str) -> None:
         self.events["forced retraction"] += self.driver.scheduler.retract(name)
@@ -281,6 +281,7 @@ class World:
             if self.step() is None:
                 self.end_copies(1)
             self.check()
+        self.driver.settle()
         assert not self.asks, f"never answered: {list(self.asks)}"
         for session_id in list(self.sessions):
             self.close(session_id)

@@ -14,7 +14,15 @@ from cache.sequence_kv import SequenceKV
 from cache.session_cache import SessionAwareCache
 from cache.tiers import CopyKind, HostTier
 from cache.window import WindowPool
-from engine.api import Finish, FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
+from engine.api import (
+    EngineError,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.counters import EngineCounters
 from engine.runner.null import NullRunner, null_generate
@@ -108,13 +116,19 @@ class Driver:
         copies_wait: bool = False,
         vocab: int = VOCAB,
         guesser: Proposer | None = None,
+        ahead: bool = False,
+        decode_steps: int = 1,
     ) -> None:
-        """`guesser` proposes instead of the n-gram proposer."""
+        """`guesser` proposes instead of the n-gram proposer. With `ahead` a step is planned before the result of the
+        one before is taken in."""
+        self.ahead = ahead
+        self.in_flight: tuple[ScheduledBatch, ModelOutput] | None = None
         self.eos_probability = eos_probability
         self.vocab = vocab
         self.runner = NullRunner(
             num_pages, page_size, vocab, context_len, eos_probability=eos_probability,
             window_len=window_len, num_window_pages=num_window_pages, copies_wait=copies_wait,
+            runs_ahead=ahead,
         )  # fmt: skip
         self.allocator = PageAllocator(num_pages)
         self.window = None
@@ -122,13 +136,13 @@ class Driver:
             self.window = WindowPool(PageAllocator(num_window_pages), page_size, window_len)
         self.prefixes = RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache, window=self.window)
         host = HostTier(host_pages * self.runner.page_size_bytes, self.runner.page_size_bytes, 0)
-        self.cache = SessionAwareCache(self.prefixes, host, chunk_size + DRAFTS)
+        self.cache = SessionAwareCache(self.prefixes, host, 2 * max(chunk_size, decode_steps) + DRAFTS)
         self.counters = EngineCounters()
         settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)
         stops = StopCriteria(eos_token_ids, context_len)
         self.scheduler = Scheduler(
             self.cache, stops, settings, self.counters, guesser or proposer(speculation),
-            mirrors_prompts=speculation == "draft",
+            mirrors_prompts=speculation == "draft", decode_steps=decode_steps,
         )  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}
         self.batches: list[ScheduledBatch] = []
@@ -143,26 +157,46 @@ class Driver:
         self.check()
 
     def step(self) -> ScheduledBatch | None:
-        """One step. None if there was nothing to run."""
+        """One step, as LocalEngine does it. None if there was nothing to do."""
+        before = self.in_flight
         batch = self.scheduler.schedule()
         self.copying = self.cache.tiers.copies_in_flight > 0
         self.check()  # copies that end at once do so here, an engine hears of them after its step
-        if batch is None and self.scheduler.has_work and not self.copying:
-            self._take(self.scheduler.refuse_stuck())
+        self.in_flight = None if batch is None else (batch, self.execute(batch))
         if batch is not None:
             self.batches.append(batch)
-            for delta in self.scheduler.update(batch, self.execute(batch)):
+        if before is not None:
+            self._take_in(*before)
+        if not self.ahead:
+            self.settle()
+        if batch is None and before is None and self.scheduler.has_work and not self.copying:
+            self._take(self.scheduler.refuse_stuck())
+        return batch or (before[0] if before is not None else None)
+
+    def settle(self) -> None:
+        """Takes in what is in flight."""
+        before, self.in_flight = self.in_flight, None
+        if before is not None:
+            self._take_in(*before)
+
+    def fail_step(self, error: EngineError) -> None:
+        """The device writes the next step's KV, then raises."""
+        self.settle()
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self.execute(batch)
+            for delta in self.scheduler.fail(batch, error):
                 self._take(delta)
             self.check()
-        return batch
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
-        return self.runner.execute(batch)
+        return self.runner.launch(batch).result()
 
     def run(self, limit: int = 2000) -> None:
         """Steps until every request is answered."""
         for _ in range(limit):
             if not self.scheduler.has_work:
+                self.settle()
                 return
             assert self.step() is not None or self._copied(), "work waits, but no step runs"
         raise AssertionError(f"{limit} steps were not enough")
@@ -212,6 +246,11 @@ class Driver:
             assert self.allocator.num_free == self.allocator.num_pages
             assert self.window is None or self.window.num_free == self.window.num_pages
             assert self.cache.tiers.accounts().used_bytes == 0 or self.cache.tiers.copies_in_flight
+
+    def _take_in(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        for delta in self.scheduler.update(batch, output):
+            self._take(delta)
+        self.check()
 
     def _carry_out(self) -> None:
         """As LocalEngine does it, but for the threads."""

@@ -34,7 +34,8 @@ def test_no_gpu_is_said_plainly() -> None:
 def test_dtypes() -> None:
     assert resolve_dtype("auto", CPU, torch.bfloat16) == torch.float32
     assert resolve_dtype("auto", GPU, torch.bfloat16) == torch.bfloat16
-    assert resolve_dtype("auto", GPU, torch.float16) == torch.bfloat16
+    assert resolve_dtype("auto", GPU, torch.float16) == torch.float16
+    assert resolve_dtype("float16", GPU, torch.bfloat16) == torch.float16
     assert resolve_dtype("bfloat16", CPU, torch.float32) == torch.bfloat16
     assert resolve_dtype("float32", GPU, torch.bfloat16) == torch.float32
     assert activation_dtype(CPU, torch.bfloat16) == torch.float32

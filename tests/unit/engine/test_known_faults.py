@@ -34,9 +34,8 @@ def gap_of_failed_step(driver: Driver, talk: Talk, page_size: int) -> None:
     full_page_history(talk, page_size)
     spec = talk.spec([5, 6], 4)
     driver.add(spec)
-    assert driver.scheduler.schedule() is not None
-    driver.scheduler.fail([spec.request_id], StepFailed("the device is gone"))
-    driver.check()
+    driver.fail_step(StepFailed("the device is gone"))
+    assert driver.outcomes[spec.request_id].finish is not None
 
 
 def gap_of_rewind(_driver: Driver, talk: Talk, page_size: int) -> None:

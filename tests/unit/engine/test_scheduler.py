@@ -213,15 +213,16 @@ def test_a_second_turn_of_a_session_is_refused() -> None:
     talk.turn([4], 4)
 
 
-def test_fail_ends_only_the_named_requests() -> None:
-    driver = Driver()
+def test_fail_ends_only_the_requests_of_the_step() -> None:
+    driver = Driver(max_running=1)
     for name in ("a", "b"):
         driver.add(request(name, [1, 2, 3], 4))
     driver.step()
     error = SessionBusy("because")
-    (delta,) = driver.scheduler.fail(["a", "unknown"], error)
-    assert delta.finish is not None
-    assert (delta.request_id, delta.finish.error) == ("a", error)
+    driver.fail_step(error)
+    finish = driver.outcomes["a"].finish
+    assert finish is not None
+    assert finish.error is error
     driver.run()
     assert driver.outcomes["b"].token_ids == driver.oracle([1, 2, 3], 4)
     driver.assert_empty()

@@ -1,0 +1,38 @@
+"""Launches for runners that run a step when they are asked to: pending tokens filled in, several steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
+
+
+class StepByStep:
+    """Remembers what the last batch picked. `execute` runs one step in which every token is known."""
+
+    def __init__(self, execute: Callable[[ScheduledBatch], ModelOutput]) -> None:
+        self._execute = execute
+        self._last: list[ItemOutput] = []
+
+    def run(self, batch: ScheduledBatch) -> ModelOutput:
+        items = [self._known(item) for item in batch.items]
+        outputs = self._execute(ScheduledBatch(items)).items
+        for _ in range(batch.num_steps - 1):
+            items = [_next(item, output) for item, output in zip(items, outputs, strict=True)]
+            more = self._execute(ScheduledBatch(items)).items
+            outputs = [ItemOutput(a.token_ids + b.token_ids) for a, b in zip(outputs, more, strict=True)]
+        self._last = outputs
+        return ModelOutput(outputs)
+
+    def _known(self, item: BatchItem) -> BatchItem:
+        if item.pending_from is None:
+            return item
+        return replace(item, token_ids=[self._last[item.pending_from].token_ids[-1]])
+
+
+def _next(item: BatchItem, output: ItemOutput) -> BatchItem:
+    """The step after the one that gave `output`."""
+    assert item.sample is not None
+    sample = replace(item.sample, position=item.sample.position + 1)
+    return replace(item, token_ids=[output.token_ids[-1]], start=item.start + 1, sample=sample)
