@@ -1,0 +1,97 @@
+"""Which backend of attention a replica runs, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.errors import AttentionUnavailable
+from engine.attention.interface import AttentionBackend, TableAttention
+from engine.attention.table_torch import TorchTables
+from engine.attention.tables import ItemAttention
+from engine.attention.torch_backend import TorchAttention
+from engine.runner.kv_pool import KVPool
+from engine.settings import AttentionName
+
+GPU_ORDER = ("triton", "flash", "torch")
+"""What auto tries on a GPU, the first first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionChoice:
+    """One backend in its two forms: over a step's items, and over tables on the device. `reason` is a sentence for
+    the log."""
+
+    name: str
+    reason: str
+    items: AttentionBackend
+    tables: TableAttention
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    pool: KVPool
+    device: torch.device
+    sinks: bool
+
+
+def choose_attention(
+    name: AttentionName, pool: KVPool, device: torch.device, sinks: bool = False
+) -> AttentionChoice:
+    """The backend `name` over the pool, which nothing was written to yet; auto is the first that can run.
+
+    `sinks` says that the model has layers with attention sinks. Raises AttentionUnavailable with the reasons if the
+    backend, or with auto every one, cannot run.
+    """
+    place = _Place(pool, device, sinks)
+    if name != "auto":
+        return _choice(name, "it was asked for", place)
+    order = GPU_ORDER if device.type == "cuda" else ("torch",)
+    passed_over: list[str] = []
+    for candidate in order:
+        reason = "; ".join(["the first that can run here", *passed_over])
+        try:
+            return _choice(candidate, reason, place)
+        except AttentionUnavailable as error:
+            passed_over.append(f"not {candidate}: {error.why}")
+    raise AttentionUnavailable("auto", "; ".join(passed_over))
+
+
+def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
+    tables = _MAKERS[name](place)
+    if name == "torch":
+        return AttentionChoice(name, reason, TorchAttention(place.pool), tables)
+    return AttentionChoice(name, reason, ItemAttention(tables, place.device), tables)
+
+
+def _torch(place: _Place) -> TableAttention:
+    return TorchTables(place.pool)
+
+
+def _flash(place: _Place) -> TableAttention:
+    if place.device.type != "cuda":
+        raise AttentionUnavailable("flash", "it needs a GPU")
+    from engine.attention.flash_backend import FlashAttention, find_flash
+
+    return FlashAttention(place.pool, find_flash(), sinks=place.sinks)
+
+
+def _triton(place: _Place) -> TableAttention:
+    if place.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise AttentionUnavailable(
+            "triton", "it needs a GPU, or on a CPU Triton's interpreter (TRITON_INTERPRET=1)"
+        )
+    try:
+        from engine.attention.triton_backend import (  # type: ignore[import-not-found,unused-ignore]
+            TritonAttention,
+        )
+    except ModuleNotFoundError as error:
+        raise AttentionUnavailable("triton", f"{error.name} is not installed") from None
+    tables: TableAttention = TritonAttention(place.pool)
+    return tables
+
+
+_MAKERS: dict[str, Callable[[_Place], TableAttention]] = {"triton": _triton, "flash": _flash, "torch": _torch}

@@ -1,0 +1,230 @@
+"""Attention with the flash-attention kernels that vllm ships, over pages where they lie.
+
+Two builds are known: `vllm.vllm_flash_attn`, inside vllm, and the older package `vllm_flash_attn`. Their function
+`flash_attn_varlen_func` takes paged keys and values with a `block_table`, by different signatures; which arguments it
+is called with follows from the one that is found.
+
+Masked keys are multiplied by weights of zero in blocks of up to BLOCK tokens, so whatever they lie in must be finite:
+the pools are zeroed once, and dead or missing entries of a page table are replaced by the item's own last page.
+
+Legend: P pages of a pool, p tokens of a page, N tokens of the step, B items, M pages of the longest, H query heads,
+K key/value heads, D head size, S slots, A = H * D.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.errors import AttentionUnavailable
+from engine.attention.interface import AttentionStep, AttentionTables, LayerTraits
+from engine.runner.kv_pool import KVPool, PagedKV
+
+MODULES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
+BLOCK = 256
+"""Most keys that a kernel reads as one block: it looks up pages that far past an item's end."""
+
+MAX_HEAD_DIM = 256
+MAX_SINK_HEADS = 64
+_NEEDED = frozenset(("q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "block_table"))
+_NEEDED_TRAITS = frozenset(("softmax_scale", "causal", "window_size", "softcap"))
+
+
+@dataclass(frozen=True, slots=True)
+class FlashFunction:
+    """`flash_attn_varlen_func` of the module `source`. `version` is what it is given as fa_version; None if it has no
+    such argument."""
+
+    call: Callable[..., Any]
+    source: str
+    version: int | None
+    takes: frozenset[str]
+
+    @property
+    def takes_sinks(self) -> bool:
+        """Versions 2 and older have none."""
+        return "s_aux" in self.takes and self.version == 3
+
+
+def find_flash() -> FlashFunction:
+    """The first build that can be imported. Raises AttentionUnavailable if there is none that this GPU can run."""
+    reasons = []
+    for source in MODULES:
+        try:
+            module = importlib.import_module(source)
+        except (ImportError, OSError, RuntimeError) as error:
+            reasons.append(f"{source}: {error}")
+        else:
+            supports = getattr(module, "is_fa_version_supported", None)
+            return read_function(module.flash_attn_varlen_func, source, supports)
+    raise AttentionUnavailable("flash", "; ".join(reasons))
+
+
+def read_function(
+    call: Callable[..., Any], source: str, supports: Callable[[int], bool] | None = None
+) -> FlashFunction:
+    """What the function's signature says. `supports` tells which fa_version runs on this GPU. Raises
+    AttentionUnavailable if the function cannot do what is asked of it here."""
+    takes = frozenset(inspect.signature(call).parameters)
+    missing = sorted((_NEEDED | _NEEDED_TRAITS) - takes)
+    if not takes & {"seqused_k", "cu_seqlens_k"}:
+        missing.append("seqused_k")
+    if missing:
+        raise AttentionUnavailable("flash", f"{source} does not take {', '.join(missing)}")
+    if "fa_version" not in takes:
+        return FlashFunction(call, source, None, takes)
+    versions = [version for version in (3, 2) if supports is None or supports(version)]
+    if not versions:
+        raise AttentionUnavailable("flash", f"{source} has no version for this GPU")
+    return FlashFunction(call, source, versions[0], takes)
+
+
+class FlashAttention:
+    """A TableAttention. Zeroes the pools: nothing may have been written to them.
+
+    Raises AttentionUnavailable if the function does not serve such pools, or has no attention sinks where the model
+    has (`sinks`).
+    """
+
+    name = "flash"
+
+    def __init__(self, pool: KVPool, flash: FlashFunction, sinks: bool = False) -> None:
+        kv, size = pool.full.kv_L2KSD, pool.page_size
+        dim = kv.shape[-1]
+        if kv.dtype not in (torch.float16, torch.bfloat16):
+            raise AttentionUnavailable(self.name, f"it takes float16 and bfloat16, the KV is {kv.dtype}")
+        if size % 16:
+            raise AttentionUnavailable(self.name, f"page_size must be a multiple of 16, it is {size}")
+        if dim % 8 or dim > MAX_HEAD_DIM:
+            raise AttentionUnavailable(
+                self.name, f"heads must be multiples of 8 up to {MAX_HEAD_DIM} numbers, they have {dim}"
+            )
+        if sinks and not flash.takes_sinks:
+            raise AttentionUnavailable(self.name, _no_sinks(flash))
+        self._flash = flash
+        self._page_size = size
+        for paged in (pool.full, pool.window):
+            if paged is not None:
+                paged.kv_L2KSD.zero_()
+        self._layers = [_LayerKV.of(paged, place, int(paged is pool.window)) for paged, place in pool.places]
+
+    def captures(self, max_query_len: int) -> bool:  # noqa: ARG002
+        """Always: launches follow from shapes and the tables' bounds; lengths and pages are read on the device."""
+        return True
+
+    def plan(self, tables: AttentionTables) -> AttentionStep:
+        return _FlashStep(self._flash, self._layers, self._page_size, tables)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKV:
+    """One layer's memory by page, for reading, and by slot, for writing; `row` is its pool's."""
+
+    row: int
+    k_PpKD: Tensor
+    v_PpKD: Tensor
+    slots_S2KD: Tensor
+
+    @staticmethod
+    def of(paged: PagedKV, place: int, row: int) -> _LayerKV:
+        _, kv_heads, _, dim = paged.kv_L2KSD[place].shape
+        shape = (kv_heads, paged.num_pages, paged.page_size, dim)
+        k_PpKD, v_PpKD = (part_KSD.view(shape).permute(1, 2, 0, 3) for part_KSD in paged.kv_L2KSD[place])
+        return _LayerKV(row, k_PpKD, v_PpKD, paged.layer(place))
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """Where a step's rows go in one pool. Rows that go nowhere repeat one that does, so that each slot is written
+    with one content only; if none goes anywhere, a slot is written with what it holds."""
+
+    slots_N: Tensor
+    rows_N: Tensor
+    any_live: Tensor
+
+    @staticmethod
+    def of(slots_N: Tensor) -> _Writes:
+        live_N = slots_N >= 0
+        first_1 = live_N.int().argmax(0, keepdim=True)
+        rows_N = torch.where(live_N, torch.arange(len(slots_N), device=slots_N.device), first_1)
+        return _Writes(slots_N[rows_N].clamp_min(0), rows_N, live_N.any())
+
+    def write(self, slots_S2KD: Tensor, kv_N2KD: Tensor) -> None:
+        kept_N2KD = slots_S2KD.index_select(0, self.slots_N)
+        written_N2KD = torch.where(self.any_live, kv_N2KD.index_select(0, self.rows_N), kept_N2KD)
+        slots_S2KD.index_copy_(0, self.slots_N, written_N2KD)
+
+
+class _FlashStep:
+    """An AttentionStep."""
+
+    def __init__(
+        self, flash: FlashFunction, layers: list[_LayerKV], page_size: int, tables: AttentionTables
+    ) -> None:
+        self._flash = flash
+        self._layers = layers
+        self._tables = tables
+        self._writes = [_Writes.of(slots_N) for slots_N in tables.slots_PN]
+        self._pages = [_whole_table(pages_BM, tables.kv_lens_B, page_size) for pages_BM in tables.pages_PBM]
+        self._lengths: dict[str, Any] = {"seqused_k": tables.kv_lens_B}
+        if "seqused_k" not in flash.takes:
+            starts_B1 = torch.nn.functional.pad(tables.kv_lens_B.cumsum(0, dtype=torch.int32), (1, 0))
+            self._lengths = {"cu_seqlens_k": starts_B1}
+        if flash.version is not None:
+            self._lengths["fa_version"] = flash.version
+
+    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        kv, tables = self._layers[layer], self._tables
+        self._writes[kv.row].write(kv.slots_S2KD, kv_N2KD)
+        out_NHD: Tensor = self._flash.call(
+            q=q_NHD,
+            k=kv.k_PpKD,
+            v=kv.v_PpKD,
+            cu_seqlens_q=tables.query_starts_B1,
+            max_seqlen_q=self._query_bound(len(q_NHD)),
+            max_seqlen_k=tables.max_kv_len,
+            softmax_scale=traits.scale,
+            causal=True,
+            window_size=(-1, -1) if traits.window is None else (traits.window - 1, 0),
+            softcap=traits.softcap or 0.0,
+            block_table=self._pages[kv.row],
+            **self._lengths,
+            **self._sinks(traits.sinks_H),
+        )
+        return out_NHD.flatten(1)
+
+    def _query_bound(self, rows: int) -> int:
+        """With a bound of 1 some versions take row b for item b, whatever the starts say."""
+        bound = self._tables.max_query_len
+        return bound if rows == len(self._tables.kv_lens_B) else max(2, bound)
+
+    def _sinks(self, sinks_H: Tensor | None) -> dict[str, Tensor]:
+        if sinks_H is None:
+            return {}
+        if not self._flash.takes_sinks:
+            raise AttentionUnavailable("flash", _no_sinks(self._flash))
+        if len(sinks_H) > MAX_SINK_HEADS:
+            raise AttentionUnavailable(
+                "flash", f"it has sinks for up to {MAX_SINK_HEADS} heads, not {len(sinks_H)}"
+            )
+        return {"s_aux": sinks_H.to(torch.bfloat16).contiguous()}
+
+
+def _whole_table(pages_BM: Tensor, kv_lens_B: Tensor, page_size: int) -> Tensor:
+    """The table with pages wherever the kernels may look: the item's last one where there is none."""
+    width = pages_BM.shape[1]
+    last_B1 = ((kv_lens_B - 1) // page_size).clamp(0, width - 1)[:, None]
+    own_B1 = pages_BM.gather(1, last_B1.long()).clamp_min(0)
+    return torch.cat(
+        (torch.where(pages_BM < 0, own_B1, pages_BM), own_B1.expand(-1, -(-BLOCK // page_size))), dim=1
+    )
+
+
+def _no_sinks(flash: FlashFunction) -> str:
+    return f"the model has attention sinks, which only version 3 takes; {flash.source} runs {flash.version or 2} here"

@@ -1,0 +1,73 @@
+"""Attention tables served by torch's own operators: the reference on a GPU, and in tests of whatever makes tables.
+
+Reads its plan back to the host at each step, so it neither runs ahead nor is captured.
+
+Legend: P pools, N tokens of the step, H query heads, K key/value heads, D head size, B items, M pages of the longest.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.attention.errors import AttentionUnavailable
+from engine.attention.interface import AttentionItem, AttentionStep, AttentionTables, LayerTraits
+from engine.attention.torch_backend import TorchAttention
+from engine.runner.kv_pool import FP8, KVPool
+
+
+class TorchTables:
+    """A TableAttention. Raises AttentionUnavailable for pools in fp8, which torch's operators cannot multiply."""
+
+    name = "torch"
+
+    def __init__(self, pool: KVPool) -> None:
+        if pool.full.kv_L2KSD.dtype == FP8:
+            raise AttentionUnavailable(self.name, "it has no fp8 KV; triton has")
+        self._pool = pool
+        self._items = TorchAttention(pool)
+
+    def captures(self, max_query_len: int) -> bool:  # noqa: ARG002
+        return False
+
+    def plan(self, tables: AttentionTables) -> AttentionStep:
+        return _TableStep(self._pool, self._items, tables)
+
+
+class _TableStep:
+    """An AttentionStep: that of the items, without the tables' padding."""
+
+    def __init__(self, pool: KVPool, backend: TorchAttention, tables: AttentionTables) -> None:
+        items = _items(tables, pool.page_size)
+        self._rows = sum(item.query_len for item in items)
+        self._windowed = [paged is pool.window for paged, _ in pool.places]
+        self._written_PN = [(slots_N >= 0).nonzero()[:, 0] for slots_N in tables.slots_PN]
+        self._slots_PN = [
+            slots_N[written_N] for slots_N, written_N in zip(tables.slots_PN, self._written_PN, strict=True)
+        ]
+        self._pool = pool
+        self._step = backend.begin(items, self._slots_PN) if items else None
+
+    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        row = int(self._windowed[layer])
+        written_kv_N2KD = kv_N2KD[self._written_PN[row]]
+        if self._step is None:
+            self._pool.layer(layer).index_copy_(0, self._slots_PN[row], written_kv_N2KD)
+            return q_NHD.new_zeros(len(q_NHD), q_NHD[0].numel())
+        attended_NA = self._step(layer, q_NHD[: self._rows], written_kv_N2KD, traits)
+        if self._rows == len(q_NHD):
+            return attended_NA
+        out_NA = attended_NA.new_zeros(len(q_NHD), attended_NA.shape[1])
+        out_NA[: self._rows] = attended_NA
+        return out_NA
+
+
+def _items(tables: AttentionTables, page_size: int) -> list[AttentionItem]:
+    starts, kv_lens = tables.query_starts_B1.tolist(), tables.kv_lens_B.tolist()
+    full_BM, *windows = [pages_BM.cpu().numpy() for pages_BM in tables.pages_PBM]
+    items = []
+    for row, kv_len in enumerate(kv_lens):
+        query_len, count = starts[row + 1] - starts[row], -(-kv_len // page_size)
+        if query_len > 0:
+            window_pages = windows[0][row, :count] if windows else None
+            items.append(AttentionItem(query_len, kv_len, full_BM[row, :count], False, window_pages))
+    return items

@@ -1,0 +1,180 @@
+"""Random sequences over scattered pages, as items for the textbook and as padded tables for a backend.
+
+A step's history is written first, through the backend. Window pages that no query sees are gone from the tables, and
+NaN. Padding is of both kinds: items without queries at the end, rows past the last item.
+
+Legend: N rows, H query heads, K key/value heads, D head size, M pages of the longest item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.interface import AttentionItem, AttentionTables, LayerTraits, TableAttention
+from engine.attention.reference import ReferenceAttention
+from engine.attention.tables import tables_of
+from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
+from engine.settings import CacheSettings
+
+WIDE, NARROW = 40, 19
+WINDOWS = (None, WIDE, None, NARROW)
+"""By layer: two in each pool; the window pool keeps what the wide one needs."""
+LONGEST = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    items: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What each layer gave to the live rows, and what the pools then hold."""
+
+    outputs: list[Tensor]
+    pools: list[Tensor]
+
+
+class TableScene:
+    def __init__(self, seed: int, page_size: int, most_queries: int, dtype: torch.dtype) -> None:
+        self.random = np.random.default_rng(seed)
+        self.torch_random = torch.Generator().manual_seed(seed)
+        self.kv_heads, group = (int(value) for value in self.random.integers(1, 4, 2))
+        self.heads, self.dim = self.kv_heads * group, int(self.random.choice([8, 32]))
+        self.page_size, self.dtype = page_size, dtype
+        count = int(self.random.integers(1, 5))
+        self.lengths = [int(value) for value in self.random.integers(2, LONGEST, count)]
+        self.queries = [int(self.random.integers(1, min(n - 1, most_queries) + 1)) for n in self.lengths]
+        each = -(-LONGEST // page_size)
+        self.num_pages = 2 * count * each
+        self.tables, self.window_tables = (
+            self.random.permutation(self.num_pages).astype(np.int32)[: count * each].reshape(count, each)
+            for _ in range(2)
+        )
+
+    def expected(self, traits: Sequence[LayerTraits]) -> Outcome:
+        pool = self._pool()
+        items = self._items(None)
+        backend = ReferenceAttention(pool)
+        self._fill_history(pool, lambda history, slots_PN: backend.begin(history, slots_PN))
+        step = backend.begin(items, self._slots(items))
+        outputs = [step(layer, *self._draw(layer), each) for layer, each in enumerate(traits)]
+        return Outcome(outputs, _contents(pool))
+
+    def got(
+        self,
+        make: Callable[[KVPool], TableAttention],
+        traits: Sequence[LayerTraits],
+        padding: Padding = Padding(),
+    ) -> Outcome:
+        pool = self._pool()
+        backend = make(pool)
+        device = torch.device("cpu")
+        self._fill_history(pool, lambda items, slots_PN: backend.plan(tables_of(items, slots_PN, device)))
+        items = self._items(None)
+        tables = padded(tables_of(items, self._slots(items), device), padding)
+        step = backend.plan(tables)
+        rows, outputs = sum(self.queries), []
+        for layer, each in enumerate(traits):
+            q_NHD, kv_N2KD = (_pad_rows(part, padding.rows) for part in self._draw(layer))
+            out_NA = step(layer, q_NHD, kv_N2KD, each)
+            assert out_NA.shape == (rows + padding.rows, self.heads * self.dim)
+            outputs.append(out_NA[:rows])
+        return Outcome(outputs, _contents(pool))
+
+    def traits(self, kind: str) -> list[LayerTraits]:
+        random = torch.Generator().manual_seed(5)
+        cap = 3.0 if "cap" in kind else None
+        sinks = torch.randn(self.heads, generator=random).bfloat16() if "sinks" in kind else None
+        return [LayerTraits(0.3, window, cap, sinks) for window in WINDOWS]
+
+    def _pool(self) -> KVPool:
+        settings = CacheSettings(self.page_size, self.num_pages, window_ratio=1.0)
+        layout = KVLayout(self.kv_heads, self.dim, WINDOWS)
+        pool = make_kv_pool(layout, settings, self.dtype, torch.device("cpu"))
+        for paged in (pool.full, pool.window):
+            assert paged is not None
+            paged.kv_L2KSD.fill_(torch.nan)
+        return pool
+
+    def _history(self) -> list[int]:
+        return [length - query for length, query in zip(self.lengths, self.queries, strict=True)]
+
+    def _items(self, history: list[int] | None) -> list[AttentionItem]:
+        """The step's items, window pages gone; or with `history` lengths the items that write it."""
+        if history is not None:
+            rows = zip(history, self.tables, self.window_tables, strict=True)
+            return [AttentionItem(length, length, table, False, window) for length, table, window in rows]
+        items = []
+        for row, (length, query) in enumerate(zip(self.lengths, self.queries, strict=True)):
+            count = -(-length // self.page_size)
+            window_pages = self.window_tables[row, :count].copy()
+            window_pages[: max(0, length - query - WIDE + 1) // self.page_size] = -1
+            items.append(AttentionItem(query, length, self.tables[row, :count], False, window_pages))
+        return items
+
+    def _fill_history(self, pool: KVPool, begin: Callable[..., Callable[..., Tensor]]) -> None:
+        """Then what lies in window pages that are gone is NaN."""
+        history = self._history()
+        items = self._items(history)
+        step = begin(items, self._slots(items))
+        random = torch.Generator().manual_seed(11)
+        for layer in range(len(WINDOWS)):
+            kv_N2KD = torch.randn(sum(history), 2, self.kv_heads, self.dim, generator=random)
+            step(
+                layer,
+                torch.zeros(sum(history), self.heads, self.dim, dtype=self.dtype),
+                kv_N2KD.to(self.dtype),
+                LayerTraits(1.0),
+            )
+        assert pool.window is not None
+        for length, table in zip(history, self.window_tables, strict=True):
+            for page in table[: max(0, length - WIDE + 1) // self.page_size].tolist():
+                pool.window.kv_L2KSD[:, :, :, page * self.page_size :][:, :, :, : self.page_size] = torch.nan
+
+    def _slots(self, items: Sequence[AttentionItem]) -> list[Tensor]:
+        def slots(item: AttentionItem, pages: NDArray[np.int32] | None) -> list[int]:
+            assert pages is not None
+            size, first = self.page_size, item.kv_len - item.query_len
+            return [int(pages[t // size]) * size + t % size for t in range(first, item.kv_len)]
+
+        full = [slot for item in items for slot in slots(item, item.pages)]
+        window = [slot for item in items for slot in slots(item, item.window_pages)]
+        return [torch.tensor(full), torch.tensor(window)]
+
+    def _draw(self, layer: int) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(100 + layer)
+        rows = sum(self.queries)
+        q_NHD = 2 * torch.randn(rows, self.heads, self.dim, generator=random)
+        kv_N2KD = torch.randn(rows, 2, self.kv_heads, self.dim, generator=random)
+        return q_NHD.to(self.dtype), kv_N2KD.to(self.dtype)
+
+
+def padded(tables: AttentionTables, padding: Padding) -> AttentionTables:
+    """With items without queries, and rows that go nowhere."""
+    items, rows = padding.items, padding.rows
+    starts_B1 = tables.query_starts_B1
+    return AttentionTables(
+        torch.cat((starts_B1, starts_B1[-1:].expand(items))),
+        torch.nn.functional.pad(tables.kv_lens_B, (0, items)),
+        tuple(torch.nn.functional.pad(pages, (0, 0, 0, items), value=-1) for pages in tables.pages_PBM),
+        tuple(torch.nn.functional.pad(slots, (0, rows), value=-1) for slots in tables.slots_PN),
+        tables.max_query_len,
+        tables.max_kv_len,
+    )
+
+
+def _pad_rows(part: Tensor, rows: int) -> Tensor:
+    return torch.cat((part, part.new_full((rows, *part.shape[1:]), torch.nan)))
+
+
+def _contents(pool: KVPool) -> list[Tensor]:
+    assert pool.window is not None
+    return [paged.kv_L2KSD.clone() for paged in (pool.full, pool.window)]

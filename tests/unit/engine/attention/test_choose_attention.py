@@ -1,0 +1,148 @@
+"""Which backend is chosen, and what is said about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from engine.attention import flash_backend
+from engine.attention.choose import choose_attention
+from engine.attention.errors import AttentionUnavailable
+from engine.attention.flash_backend import FlashFunction
+from engine.attention.table_torch import TorchTables
+from engine.attention.tables import ItemAttention
+from engine.attention.torch_backend import TorchAttention
+from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
+from engine.settings import CacheSettings, KVDType
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def pool(dtype: torch.dtype = torch.bfloat16, page_size: int = 16, kv_dtype: KVDType = "auto") -> KVPool:
+    """In host memory: only the choice is tested."""
+    settings = CacheSettings(page_size, 2, kv_dtype=kv_dtype)
+    return make_kv_pool(KVLayout(2, 64, (None,)), settings, dtype, CPU)
+
+
+class AnyTriton:
+    name = "triton"
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+
+
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("engine.attention.triton_backend")
+    module.TritonAttention = AnyTriton  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "engine.attention.triton_backend", None)
+
+
+def with_flash(monkeypatch: pytest.MonkeyPatch, version: int | None = 3) -> None:
+    takes = frozenset({"seqused_k", "s_aux", "fa_version"})
+    function = FlashFunction(lambda: None, "a stand-in", version, takes)
+    monkeypatch.setattr(flash_backend, "find_flash", lambda: function)
+
+
+def without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in flash_backend.MODULES:
+        monkeypatch.setitem(sys.modules, source, None)
+
+
+def test_a_cpu_has_torch() -> None:
+    for name in ("auto", "torch"):
+        choice = choose_attention(name, pool(torch.float32), CPU)  # type: ignore[arg-type]
+        assert choice.name == choice.tables.name == "torch"
+        assert isinstance(choice.items, TorchAttention)
+        assert isinstance(choice.tables, TorchTables)
+    assert "asked for" in choice.reason
+
+
+def test_a_gpu_takes_triton_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_triton(monkeypatch)
+    with_flash(monkeypatch)
+    choice = choose_attention("auto", pool(), GPU)
+    assert isinstance(choice.tables, AnyTriton)
+    assert isinstance(choice.items, ItemAttention)
+    assert choice.reason == "the first that can run here"
+
+
+def test_then_flash_then_torch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    with_flash(monkeypatch)
+    choice = choose_attention("auto", pool(), GPU)
+    assert choice.name == choice.tables.name == "flash"
+    assert "not triton: " in choice.reason
+    odd = choose_attention("auto", pool(page_size=4), GPU)
+    assert odd.name == "torch"
+    assert "not flash: page_size must be a multiple of 16, it is 4" in odd.reason
+
+
+def test_without_any_kernels_a_gpu_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    without_flash(monkeypatch)
+    choice = choose_attention("auto", pool(), GPU)
+    assert choice.name == "torch"
+    assert "vllm.vllm_flash_attn" in choice.reason
+    assert "vllm_flash_attn" in choice.reason
+
+
+def test_what_is_asked_for_by_name_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_flash(monkeypatch)
+    with pytest.raises(AttentionUnavailable, match=r"attention 'flash' cannot run: vllm\.vllm_flash_attn: "):
+        choose_attention("flash", pool(), GPU)
+    with pytest.raises(AttentionUnavailable, match="attention 'flash' cannot run: it needs a GPU"):
+        choose_attention("flash", pool(), CPU)
+    without_triton(monkeypatch)
+    with pytest.raises(AttentionUnavailable, match="triton_backend is not installed"):
+        choose_attention("triton", pool(), GPU)
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_triton(monkeypatch)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_attention("triton", pool(), CPU).name == "triton"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(AttentionUnavailable, match="TRITON_INTERPRET=1"):
+        choose_attention("triton", pool(), CPU)
+
+
+def test_fp8_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_triton(monkeypatch)
+    with_flash(monkeypatch)
+    assert choose_attention("auto", pool(kv_dtype="fp8"), GPU).name == "triton"
+    for name in ("flash", "torch"):
+        with pytest.raises(AttentionUnavailable, match=f"attention '{name}' cannot run: .*(fp8|float8)"):
+            choose_attention(name, pool(kv_dtype="fp8"), GPU)  # type: ignore[arg-type]
+    without_triton(monkeypatch)
+    with pytest.raises(
+        AttentionUnavailable, match=r"'auto' cannot run: not triton: .*not flash: .*not torch: "
+    ):
+        choose_attention("auto", pool(kv_dtype="fp8"), GPU)
+
+
+def test_sinks_need_version_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    with_flash(monkeypatch, version=2)
+    choice = choose_attention("auto", pool(), GPU, sinks=True)
+    assert choice.name == "torch"
+    assert "only version 3 takes" in choice.reason
+    with_flash(monkeypatch, version=3)
+    assert choose_attention("auto", pool(), GPU, sinks=True).name == "flash"
+
+
+def test_choosing_for_a_cpu_imports_no_kernels() -> None:
+    """A machine without Triton must be able to serve."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import engine.build, engine.attention.choose\n"
+        "assert 'engine.attention.triton_backend' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
