@@ -72,6 +72,16 @@ class ItemMaker:
             item.top_input_logprobs = request.spec.logprobs.top if request.spec.logprobs else 0
         return item
 
+    def cover(self, request: LiveRequest, item: BatchItem, num_steps: int) -> bool:
+        """Adds pages for so many steps of a decode, if nothing has to give way for them."""
+        kv = request.kv
+        assert kv is not None
+        if not self._cache.extend_if_free(kv, item.start + num_steps):
+            return False
+        item.pages, item.contiguous = kv.pages, kv.contiguous
+        item.window_pages = kv.window.pages if kv.window is not None else None
+        return True
+
     def draft_len(self, work: DraftWork | None, before: int) -> int | None:
         """How far the draft model's KV goes after a step; None if there is no draft model."""
         if not self._mirrors_prompts:

@@ -14,6 +14,7 @@ steps are done in the order in which they were planned.
 from __future__ import annotations
 
 from bisect import insort
+from itertools import repeat
 
 from cache.session_cache import Room, SessionAwareCache
 from engine.admission import Admission
@@ -281,11 +282,9 @@ class Scheduler:
         wanted = min(self._decode_steps, 1 + budget // len(items))
         for request, item in zip(requests, items, strict=True):
             wanted = min(wanted, self._maker.steps_left(request) if len(item.token_ids) == 1 else 1)
-        for request in requests if wanted > 1 else ():
-            assert request.kv is not None
-            if not self._cache.extend_if_free(request.kv, request.launched_len + wanted):
-                return 1
-        return max(wanted, 1)
+        if wanted < 2 or not all(map(self._maker.cover, requests, items, repeat(wanted))):
+            return 1
+        return wanted
 
     def _launch(self, batch: ScheduledBatch) -> ScheduledBatch:
         self._batches_in_flight += 1

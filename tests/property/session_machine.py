@@ -104,6 +104,11 @@ class SessionMachine(RuleBasedStateMachine):
             events_seen["page evicted under pressure"] += self.world.driver.cache.num_evicted_pages
             events_seen["draft token"] += counters.draft_tokens
             events_seen["accepted draft token"] += counters.accepted_draft_tokens
+            batches = self.world.driver.batches
+            events_seen["pending token"] += sum(
+                i.pending_from is not None for batch in batches for i in batch.items
+            )
+            events_seen["several steps in one go"] += sum(batch.num_steps > 1 for batch in batches)
             events_seen[f"speculation: {self.world.sizes.speculation}"] += 1
             events_seen["windowed world"] += self.world.sizes.window_len is not None
 
