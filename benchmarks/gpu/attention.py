@@ -1,0 +1,111 @@
+"""Our paged attention against its floors: bytes of KV over the copy bandwidth for decode, the rate of torch's flash
+attention for extend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.gpu.attention_scene import Case, Heads, Scene
+from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
+from benchmarks.gpu.sdpa import cudnn_rate, flash_rate
+from benchmarks.gpu.stage import Stage
+from engine.attention.triton_backend import TritonAttention
+
+DECODE_TARGET = 0.85
+EXTEND_TARGET = 0.60
+
+
+def decode_case(batch: int, length: int, heads: Heads) -> Case:
+    return Case(f"decode {batch} × {length:,}", (1,) * batch, (length,) * batch, heads)
+
+
+def extend_case(batch: int, new: int, length: int, heads: Heads) -> Case:
+    history = f" on {length - new:,}" if length > new else ""
+    return Case(f"extend {batch} × {new:,}{history}", (new,) * batch, (length,) * batch, heads)
+
+
+def decode_cases(dry: bool) -> list[Case]:
+    """The first is the one that has a target."""
+    if dry:
+        return [decode_case(2, 40, Heads(4, 2, 16))]
+    return [decode_case(batch, length, Heads()) for batch, length in ((64, 8192), (8, 32_768), (1, 131_072))]
+
+
+def extend_cases(dry: bool) -> list[Case]:
+    if dry:
+        return [extend_case(2, 12, 12, Heads(4, 2, 16)), extend_case(1, 5, 25, Heads(4, 2, 16))]
+    shapes = ((8, 2048, 2048), (1, 8192, 8192), (1, 512, 8704), (8, 512, 8704))
+    return [extend_case(*shape, Heads()) for shape in shapes]
+
+
+def mixed_case(dry: bool) -> Case:
+    if dry:
+        return Case("mixed 2 + 1", (1, 1, 6), (20, 30, 16), Heads(4, 2, 16))
+    return Case(
+        "mixed: 60 decodes at 4,096, 4 × 512 new on 2,048", (1,) * 60 + (512,) * 4, (4096,) * 60 + (2560,) * 4
+    )
+
+
+def verify_case(dry: bool) -> Case:
+    """Steps of speculation: a few tokens of each sequence."""
+    if dry:
+        return Case("verify 2 × 4", (4,) * 2, (33,) * 2, Heads(4, 2, 16))
+    return Case("verify 64 × 8 on 4,096", (8,) * 64, (4104,) * 64)
+
+
+def run(stage: Stage) -> None:
+    ceilings = measure_ceilings(stage)
+    for number, case in enumerate(decode_cases(stage.dry)):
+        for kv_dtype in ("auto", "fp8"):
+            chosen = replace(case, kv_dtype=kv_dtype)
+            target = DECODE_TARGET if number == 0 else None
+            stage.attempt(_name(chosen), lambda chosen=chosen, target=target: decode(  # type: ignore[misc]
+                stage, chosen, ceilings, target
+            ))  # fmt: skip
+    for case in extend_cases(stage.dry):
+        stage.attempt(_name(case), lambda case=case: extend(stage, case))  # type: ignore[misc]
+    fp8 = replace(extend_cases(stage.dry)[0], kv_dtype="fp8")
+    stage.attempt(_name(fp8), lambda: extend(stage, fp8, None))
+    for case in (mixed_case(stage.dry), verify_case(stage.dry)):
+        stage.attempt(_name(case), lambda case=case: together(stage, case, ceilings))  # type: ignore[misc]
+
+
+def decode(stage: Stage, case: Case, ceilings: Ceilings, target: float | None) -> None:
+    scene = Scene(stage, case)
+    timing = scene.time(TritonAttention)
+    rate = case.kv_bytes / timing.median_s
+    stage.row(
+        _name(case), rate / 1e9, "GB/s", limit=ceilings.copy / 1e9, share=rate / ceilings.copy, target=target,
+        note=f"{timing.median_s * 1e6:,.0f} us by {timing.by}, error {scene.error:.1e}",
+        details={"bytes": case.kv_bytes, "seconds": timing.median_s, "best_s": timing.best_s, "error": scene.error},
+    )  # fmt: skip
+
+
+def extend(stage: Stage, case: Case, target: float | None = EXTEND_TARGET) -> None:
+    scene = Scene(stage, case)
+    timing = scene.time(TritonAttention)
+    flash, cudnn = flash_rate(stage, case), cudnn_rate(stage, case)
+    rate = case.operations / timing.median_s
+    note = f"{timing.median_s * 1e6:,.0f} us by {timing.by}, error {scene.error:.1e}, limit is torch's flash"
+    if cudnn is not None:
+        note += f"; cuDNN {cudnn / 1e12:.0f} TFLOP/s"
+    stage.row(
+        _name(case), rate / 1e12, "TFLOP/s", limit=flash / 1e12, share=rate / flash, target=target, note=note,
+        details={"operations": case.operations, "seconds": timing.median_s, "error": scene.error, "cudnn": cudnn},
+    )  # fmt: skip
+
+
+def together(stage: Stage, case: Case, ceilings: Ceilings) -> None:
+    """The floor is the longer of reading all KV once and doing all operations at the matrix rate."""
+    scene = Scene(stage, case)
+    timing = scene.time(TritonAttention)
+    floor_s = max(case.kv_bytes / ceilings.copy, case.operations / ceilings.bf16)
+    stage.row(
+        _name(case), timing.median_s * 1e6, "us", limit=floor_s * 1e6, share=floor_s / timing.median_s,
+        note=f"by {timing.by}, error {scene.error:.1e}; limit is the floor",
+        details={"bytes": case.kv_bytes, "operations": case.operations, "error": scene.error},
+    )  # fmt: skip
+
+
+def _name(case: Case) -> str:
+    return f"{case.name}, {'fp8' if case.kv_dtype == 'fp8' else 'bf16'} KV"

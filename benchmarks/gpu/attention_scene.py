@@ -1,0 +1,165 @@
+"""Paged attention cases: a pool of random keys and values in scattered pages, and the textbook to check against.
+
+Legend: N rows of the step, B items, T one item's tokens, H query heads, K key/value heads, D head size, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.stage import Stage, Timing, time_device
+from engine.attention.interface import AttentionItem, LayerTraits, TableAttention
+from engine.attention.tables import tables_of
+from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
+from engine.settings import CacheSettings, KVDType
+
+LAYERS = 2
+"""Timed in turn."""
+
+TOLERANCE = 0.01
+"""Of bfloat16 products, as a share of the reference's norm."""
+
+ITEMS_CHECKED, ROWS_CHECKED = 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    query: int = 64
+    kv: int = 8
+    dim: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Each item's new tokens and its length with them."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    heads: Heads = Heads()
+    kv_dtype: KVDType = "auto"
+    page_size: int = 16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that must be read, each once."""
+        width = self.heads.dim + 4 if self.kv_dtype == "fp8" else 2 * self.heads.dim
+        return sum(self.kv_lens) * 2 * self.heads.kv * width
+
+    @property
+    def operations(self) -> int:
+        """Of both products under a causal mask, a multiplication and an addition counted as two."""
+        pairs = sum(q * kv - q * (q - 1) // 2 for q, kv in zip(self.query_lens, self.kv_lens, strict=True))
+        return 4 * self.heads.query * self.heads.dim * pairs
+
+
+class WrongResult(RuntimeError):
+    """What was timed did not compute attention."""
+
+
+class Scene:
+    """One case on the card. The step's own keys and values are written by the step."""
+
+    def __init__(self, stage: Stage, case: Case, seed: int = 11) -> None:
+        self.stage, self.case = stage, case
+        heads, size, device = case.heads, case.page_size, stage.device
+        pages_each = [-(-length // size) for length in case.kv_lens]
+        order = np.random.default_rng(seed).permutation(sum(pages_each)).astype(np.int32)
+        self.pages = np.split(order, np.cumsum(pages_each)[:-1])
+        settings = CacheSettings(page_size=size, num_pages=len(order), kv_dtype=case.kv_dtype)
+        layout = KVLayout(heads.kv, heads.dim, (None,) * LAYERS)
+        self.pool = make_kv_pool(layout, settings, torch.bfloat16, device)
+        generator = stage.generator(seed)
+        _fill(self.pool, generator)
+        rows = sum(case.query_lens)
+        width = heads.query + 2 * heads.kv
+        qkv = torch.randn(LAYERS, rows, width, heads.dim, device=device, generator=generator).bfloat16()
+        self.q_LNHD = qkv[:, :, : heads.query]
+        self.kv_LN2KD = qkv[:, :, heads.query :].view(LAYERS, rows, 2, heads.kv, heads.dim)
+        slots = [self._slots(b)[kv - q : kv] for b, (q, kv) in enumerate(self._lens())]
+        items = [
+            AttentionItem(q, kv, pages, False)
+            for (q, kv), pages in zip(self._lens(), self.pages, strict=True)
+        ]
+        slots_N = torch.from_numpy(np.concatenate(slots)).to(device)
+        self.tables = tables_of(items, [slots_N], device)
+        self.traits = LayerTraits(heads.dim**-0.5)
+        self.error = float("nan")
+
+    def time(self, make: Callable[[KVPool], TableAttention], repeats: int = 11) -> Timing:
+        """Raises WrongResult if an output is not written, or is wrong; leaves the error in `error`."""
+        step = make(self.pool).plan(self.tables)
+        outputs: dict[int, Tensor] = {}
+
+        def call(layer: int) -> None:
+            outputs[layer] = step(layer, self.q_LNHD[layer], self.kv_LN2KD[layer], self.traits)
+
+        def check(run: Callable[[], object]) -> None:
+            for out_NA in outputs.values():
+                out_NA.fill_(torch.nan)
+            run()
+            self.stage.synchronize()
+            self.error = max(self._error(layer, out_NA) for layer, out_NA in outputs.items())
+
+        timing = time_device(self.stage, call, LAYERS, repeats, check)
+        if not self.error < TOLERANCE:
+            raise WrongResult(f"{self.case.name}: error {self.error:.3g}")
+        return timing
+
+    def _error(self, layer: int, out_NA: Tensor) -> float:
+        """Of a few rows, beside float64; NaN if any row at all has one."""
+        if not bool(torch.isfinite(out_NA).all()):
+            return float("nan")
+        starts = np.concatenate([[0], np.cumsum(self.case.query_lens)])
+        chosen = np.unique(np.linspace(0, len(self.case.kv_lens) - 1, ITEMS_CHECKED).astype(int))
+        wrong, right = 0.0, 0.0
+        for b in chosen.tolist():
+            query_len, kv_len = self.case.query_lens[b], self.case.kv_lens[b]
+            kv_T2KD = self._gathered(layer, b)
+            for offset in np.unique(np.linspace(0, query_len - 1, ROWS_CHECKED).astype(int)).tolist():
+                row = int(starts[b]) + offset
+                expected = self._attend(self.q_LNHD[layer][row], kv_T2KD[: kv_len - query_len + offset + 1])
+                wrong += float((out_NA[row].double() - expected).norm() ** 2)
+                right += float(expected.norm() ** 2)
+        return float((wrong / right) ** 0.5)
+
+    def _attend(self, q_HD: Tensor, kv_T2KD: Tensor) -> Tensor:
+        """Textbook attention of one row in float64: [H * D]."""
+        group = self.case.heads.query // self.case.heads.kv
+        keys_KTD, values_KTD = kv_T2KD.permute(1, 2, 0, 3)
+        q_KGD = q_HD.double().unflatten(0, (-1, group))
+        shares_KGT = torch.softmax(q_KGD @ keys_KTD.mT * self.traits.scale, -1)
+        return (shares_KGT @ values_KTD).flatten()
+
+    def _gathered(self, layer: int, b: int) -> Tensor:
+        """One item's keys and values [T, 2, K, D], float64."""
+        slots = torch.from_numpy(self._slots(b)[: self.case.kv_lens[b]]).to(self.stage.device)
+        paged, place = self.pool.places[layer]
+        kv_2KTD = paged.kv_L2KSD[place].view(torch.uint8).unflatten(-1, (self.case.heads.dim, -1))
+        picked = kv_2KTD[:, :, slots].flatten(3).contiguous().view(paged.kv_L2KSD.dtype).double()
+        if paged.scales_L2KS is not None:
+            picked *= paged.scales_L2KS[place][:, :, slots, None]
+        return picked.permute(2, 0, 1, 3)
+
+    def _slots(self, b: int) -> np.ndarray:
+        size = self.case.page_size
+        return (self.pages[b].astype(np.int64)[:, None] * size + np.arange(size)).ravel()
+
+    def _lens(self) -> list[tuple[int, int]]:
+        return list(zip(self.case.query_lens, self.case.kv_lens, strict=True))
+
+
+def _fill(pool: KVPool, generator: torch.Generator) -> None:
+    """Random contents, part by part; fp8 with random scales."""
+    paged = pool.full
+    for part in paged.kv_L2KSD.flatten(0, 1):
+        shape = part.shape
+        drawn = torch.randn(shape, device=part.device, generator=generator, dtype=torch.bfloat16)
+        part.copy_((drawn * 64).to(FP8) if part.dtype == FP8 else drawn)
+    if paged.scales_L2KS is not None:
+        paged.scales_L2KS.uniform_(0.5 / 64, 1.5 / 64, generator=generator)

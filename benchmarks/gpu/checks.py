@@ -1,0 +1,117 @@
+"""The test suites of kernels, attention, engine and parity, on the card: counts and the first failures."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from benchmarks.gpu.rows import failed, skipped
+from benchmarks.gpu.stage import Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITES = (
+    "tests/unit/engine/kernels",
+    "tests/unit/engine/attention",
+    "tests/unit/engine/models",
+    "tests/unit/engine/runner",
+    "tests/unit/engine",
+    "tests/parity",
+    "tests/property",
+)
+"""Kernels and attention first: what is cut off by the time limit matters least. The fifth runs what is not in a
+folder above."""
+
+DRY_SUITES = ("tests/unit/engine/test_device.py",)
+FAILURES_SHOWN = 4
+TAIL_CHARACTERS = 1500
+ONE_TEST_S = 240
+
+
+class Counts(NamedTuple):
+    passed: int
+    failed: int
+    skipped: int
+    failures: list[str]
+
+
+def run(stage: Stage) -> None:
+    given = [name for name in stage.options.tests.split(",") if name]
+    suites = given or (DRY_SUITES if stage.dry else SUITES)
+    done: list[str] = []
+    for suite in suites:
+        path = ROOT / suite.partition("::")[0]
+        if not path.exists():
+            stage.out.add(skipped(stage.section, suite, "no such path"))
+            continue
+        run_suite(stage, suite, [name for name in done if name.startswith(f"{suite}/")])
+        done.append(suite)
+
+
+def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
+    if stage.left_s < 1:
+        stage.out.add(skipped(stage.section, suite, "no time left"))
+        return
+    begin_s = time.monotonic()
+    file = stage.out.path.with_suffix(f".{suite.replace('/', '_')}.xml")
+    command = [sys.executable, "-m", "pytest", suite, "-p", "no:cacheprovider", "-q", "--maxfail=20"]
+    command += [f"--ignore={name}" for name in without] + [f"--junit-xml={file}", "-o", "addopts="]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        command += [f"--timeout={ONE_TEST_S}"]
+    if importlib.util.find_spec("pytest_asyncio") is None:
+        command += ["-W", "ignore::pytest.PytestConfigWarning"]
+    environment = {**os.environ, "KEDGE_TEST_DEVICE": "cpu" if stage.dry else "cuda"}
+    try:
+        answer = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=stage.left_s,
+            check=False,
+        )
+        status, output = answer.returncode, answer.stdout + answer.stderr
+    except subprocess.TimeoutExpired as cut:
+        status, output = None, (cut.stdout or b"").decode(errors="replace")
+    print(output[-TAIL_CHARACTERS:], flush=True)
+    spent_s = time.monotonic() - begin_s
+    if status is None:
+        stage.out.add(failed(stage.section, suite, f"not done after {spent_s:.0f} s: {_last_line(output)}"))
+        return
+    counts = read_counts(file)
+    if counts is None or status not in (0, 1):
+        stage.out.add(failed(stage.section, suite, f"status {status}: {_last_line(output)}"))
+        return
+    total = counts.passed + counts.failed
+    note = f"{counts.skipped} skipped, {spent_s:.0f} s" + "".join(f"; {name}" for name in counts.failures)
+    stage.row(
+        suite, counts.passed, "passed", limit=total, share=counts.passed / total if total else None,
+        target=1.0, note=note, details={"failed": counts.failed, "output": output[-6000:]},
+    )  # fmt: skip
+
+
+def read_counts(path: Path) -> Counts | None:
+    """From pytest's own JUnit file; None if it wrote none."""
+    try:
+        suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
+    except (OSError, ElementTree.ParseError, StopIteration):
+        return None
+    total, missed = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+    wrong = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    failures = []
+    for case in suite.iter("testcase"):
+        for kind in ("failure", "error"):
+            if (problem := case.find(kind)) is not None and len(failures) < FAILURES_SHOWN:
+                failures.append(f"{case.get('name')}: {(problem.get('message') or '')[:120]}")
+    return Counts(total - missed - wrong, wrong, missed, failures)
+
+
+def _last_line(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"

@@ -1,0 +1,227 @@
+"""Engines over one random model: its shape, its weights made on the card once, and a sink that keeps the times."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from engine.api import DeltaSink, FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from engine.build import build_engine
+from engine.engine import LocalEngine
+from engine.models import loader
+from engine.models.config import ModelSpec, read_spec
+from engine.models.weights import DUMMY_SCALE, tensor_shapes
+from engine.settings import (
+    CacheSettings,
+    DTypeName,
+    EngineSettings,
+    ExecutionSettings,
+    ModelSettings,
+    SchedulerSettings,
+)
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "1b": {
+        "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    },
+    "tiny": {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+"""Of published Llama models: 3.1 with 8 B and 3.2 with 1 B parameters (here without tied embeddings)."""
+
+PAGE_SIZE = 16
+STOP_S = 30.0
+
+
+def config_of(shape: str, dtype: torch.dtype) -> dict[str, Any]:
+    name = str(dtype).removeprefix("torch.")
+    return {
+        **LLAMA,
+        **SHAPES[shape],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": name,
+        "torch_dtype": name,
+    }
+
+
+class CardWeights:
+    """A WeightSource of seeded random weights, made on the device: 8 B of them on one CPU thread take most of a
+    minute. Norms are one."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, seed: int, device: torch.device) -> None:
+        self._shapes = tensor_shapes(spec)
+        self._index = {name: index for index, name in enumerate(self._shapes)}
+        self._dtype, self._seed, self._device = dtype, seed, device
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def take(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + self._index[name])
+        empty = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return empty.normal_(0.0, DUMMY_SCALE, generator=generator)
+
+
+@dataclass
+class Watch:
+    """A DeltaSink that notes when tokens of each request came. Times are of time.perf_counter."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    times_s: dict[str, list[float]] = field(default_factory=dict)
+    """One for each token; those of one delta have the same."""
+    cached: dict[str, int] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    finished: set[str] = field(default_factory=set)
+
+    def __call__(self, deltas: Sequence[TokenDelta]) -> None:
+        now_s = time.perf_counter()
+        with self.changed:
+            for delta in deltas:
+                self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+                self.times_s.setdefault(delta.request_id, []).extend([now_s] * len(delta.token_ids))
+                self.cached[delta.request_id] = delta.cached_tokens
+                if delta.finish is not None:
+                    self.finished.add(delta.request_id)
+                    if delta.finish.reason is FinishReason.ERROR:
+                        self.errors.append(f"{delta.request_id}: {delta.finish}")
+            self.changed.notify_all()
+
+    def wait(self, names: Sequence[str], limit_s: float) -> None:
+        """Until all have finished. Raises RuntimeError for one that ended with an error, TimeoutError."""
+        with self.changed:
+            done = self.changed.wait_for(lambda: bool(self.errors) or self.finished >= set(names), limit_s)
+        if self.errors:
+            raise RuntimeError(self.errors[0])
+        if not done:
+            raise TimeoutError(f"{len(set(names) - self.finished)} requests not done after {limit_s:.0f} s")
+
+
+class Bench:
+    """Builds engines over one random model, whose weights they share."""
+
+    def __init__(self, shape: str, device: torch.device, folder: Path, seed: int = 1) -> None:
+        self.device, self.seed, self.shape = device, seed, shape
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.config = config_of(shape, self.dtype)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        self.folder = folder
+        self.spec = read_spec(folder)
+        self._loads: dict[str, Any] = {}
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads of the weights: all but the table of embeddings, of which it reads a row a token."""
+        sizes = (torch.Size(shape).numel() for shape in tensor_shapes(self.spec).values())
+        return (sum(sizes) - self.spec.vocab_size * self.spec.hidden_size) * self.dtype.itemsize
+
+    @property
+    def kv_token_bytes(self) -> int:
+        layout = self.spec.kv_layout
+        return layout.page_bytes(layout.num_layers, 1, self.dtype)
+
+    def weights(self) -> CardWeights:
+        return CardWeights(self.spec, self.dtype, self.seed, self.device)
+
+    @contextlib.contextmanager
+    def engine(
+        self,
+        watch: DeltaSink,
+        kv_tokens: int,
+        execution: ExecutionSettings,
+        scheduler: SchedulerSettings,
+        kv_dtype: Any = "auto",
+    ) -> Iterator[LocalEngine]:
+        """A started engine with a KV pool of `kv_tokens`; at the end its memory is given back."""
+        dtype: DTypeName = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+        settings = EngineSettings(
+            model=ModelSettings(
+                str(self.folder), load_format="dummy", dtype=dtype, device=self._device_name()
+            ),
+            cache=CacheSettings(page_size=PAGE_SIZE, num_pages=-(-kv_tokens // PAGE_SIZE), kv_dtype=kv_dtype),
+            scheduler=scheduler,
+            execution=execution,
+        )
+        with self._shared_weights():
+            engine = build_engine(settings, watch)
+        engine.start()
+        try:
+            yield engine
+        finally:
+            engine.stop(STOP_S)
+            del engine
+            self._clear()
+
+    def close(self) -> None:
+        self._loads.clear()
+        self._clear()
+
+    @contextlib.contextmanager
+    def _shared_weights(self) -> Iterator[None]:
+        """Engines built inside get the same loaded model wherever they ask for it with the same arguments."""
+
+        def make(spec: ModelSpec, dtype: torch.dtype, seed: int, *_: Any, **__: Any) -> CardWeights:
+            return CardWeights(spec, dtype, self.seed + seed, self.device)
+
+        real = loader.load_model
+
+        def load(*arguments: Any, **options: Any) -> Any:
+            key = repr((arguments, sorted(options.items())))
+            if key not in self._loads:
+                self._loads[key] = real(*arguments, **options)
+            return self._loads[key]
+
+        with mock.patch.object(loader, "DummyWeights", make), mock.patch("engine.build.load_model", load):
+            yield
+
+    def _device_name(self) -> Any:
+        return self.device.type
+
+    def _clear(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def greedy(max_new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+
+
+def request(name: str, prompt: Sequence[int], new_tokens: int) -> GenerateRequest:
+    return GenerateRequest(name, list(prompt), greedy(new_tokens))

@@ -1,0 +1,194 @@
+"""Where a section runs: on a card, or dry on the CPU with tiny shapes and kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.rows import Row, RowFile, failed
+from benchmarks.measure import machine
+
+SETTLE_CALLS = 3
+"""Before a graph is captured: kernels compile, handles are made."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`dry` is a run without a card: it proves the paths, and its times mean nothing.
+
+    `options` are those of the command line; `deadline_s` is on time.monotonic's clock.
+    """
+
+    section: str
+    dry: bool
+    device: torch.device
+    out: RowFile
+    deadline_s: float
+    options: Any
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline_s - time.monotonic()
+
+    def row(self, item: str, measured: float | None = None, unit: str = "", **more: Any) -> None:
+        row = Row(self.section, item, measured, unit, **more)
+        self.out.add(row)
+        print(
+            f"[{self.section}] {row.item}: {row.measured} {row.unit} share {row.share} {row.note}", flush=True
+        )
+
+    def attempt(self, item: str, call: Callable[[], object]) -> bool:
+        """Runs one part of a section; what it raises is a row, and the section goes on."""
+        if self.left_s <= 0:
+            self.out.add(failed(self.section, item, "no time left"))
+            return False
+        try:
+            call()
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            self.out.add(failed(self.section, item, f"{type(error).__name__}: {error}"))
+            return False
+        return True
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call: the median of `repeats` timed runs of `calls` calls each, with the best and the worst.
+    `by` says how it was timed."""
+
+    median_s: float
+    best_s: float
+    worst_s: float
+    repeats: int
+    calls: int
+    by: str
+
+
+def time_device(
+    stage: Stage,
+    call: Callable[[int], object],
+    inputs: int,
+    repeats: int = 11,
+    after: Callable[[Callable[[], object]], None] | None = None,
+) -> Timing:
+    """Times `call(i)` for i in range(inputs) as one CUDA graph, so that gaps between launches are small; by events
+    around plain calls where that cannot be captured. Inputs together should be larger than the L2 cache. `after` is
+    given what was timed, to run once more: a graph writes where it wrote before, so outputs can be poisoned first."""
+    if stage.device.type != "cuda":
+        return _time_host(call, inputs, after)
+    for index in range(max(SETTLE_CALLS, inputs)):
+        call(index % inputs)
+    torch.cuda.synchronize()
+    run, by = _captured(call, inputs)
+    times_s = []
+    for _ in range(repeats + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times_s.append(begin.elapsed_time(end) / 1e3 / inputs)
+    if after is not None:
+        after(run)
+    ordered = sorted(times_s[1:])
+    return Timing(ordered[len(ordered) // 2], ordered[0], ordered[-1], repeats, inputs, by)
+
+
+def _captured(call: Callable[[int], object], inputs: int) -> tuple[Callable[[], object], str]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            call(0)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for index in range(inputs):
+                call(index)
+    except Exception as error:
+        torch.cuda.synchronize()
+        print(f"not captured, timed by events: {error}", flush=True)
+
+        def plain() -> None:
+            for index in range(inputs):
+                call(index)
+
+        return plain, "events"
+    return graph.replay, "graph"
+
+
+def _time_host(
+    call: Callable[[int], object], inputs: int, after: Callable[[Callable[[], object]], None] | None
+) -> Timing:
+    def run() -> None:
+        for index in range(inputs):
+            call(index)
+
+    begin_s = time.perf_counter()
+    run()
+    spent_s = (time.perf_counter() - begin_s) / inputs
+    if after is not None:
+        after(run)
+    return Timing(spent_s, spent_s, spent_s, 1, inputs, "host clock")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The machine, the card and the versions; every figure is read, none assumed."""
+    import transformers
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "triton": None}
+    try:
+        import triton
+
+        versions["triton"] = triton.__version__
+    except ImportError:
+        pass
+    found: dict[str, Any] = {
+        "card": None,
+        "python": platform.python_version(),
+        "cpu_count": os.cpu_count(),
+        **versions,
+        "machine": machine(),
+    }
+    if device.type == "cuda":
+        traits = torch.cuda.get_device_properties(device)
+        found |= {
+            "card": traits.name,
+            "multiprocessors": traits.multi_processor_count,
+            "memory_bytes": traits.total_memory,
+            "l2_bytes": getattr(traits, "L2_cache_size", None),
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "state": _card_state(),
+        }
+    return found
+
+
+def _card_state() -> str | None:
+    """Driver, clocks and load as the driver's tool reads them; None without it."""
+    query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,utilization.gpu"
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv"],
+            capture_output=True, text=True, timeout=20, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None

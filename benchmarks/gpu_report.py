@@ -1,0 +1,185 @@
+"""Checks and times everything on one card, and prints one table.
+
+    python -m benchmarks.gpu_report                         # all sections; from the repository root
+    python -m benchmarks.gpu_report --sections ceilings,decode --limit-s 500
+    python -m benchmarks.gpu_report --dry                   # without a card: proves the paths, measures nothing
+
+Each section runs in a process of its own with a time limit, so that one that fails, hangs or spoils the card's context
+costs its own rows only. Figures go to benchmarks/results/gpu_<card>.json; a dry run writes only where --json says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.rows import Row, RowFile, failed, markdown, skipped
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_S = 10.0
+"""From the end that a section knows of to the end of its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`entry` is module:function, a function of one Stage; `limit_s` on a card."""
+
+    entry: str
+    limit_s: float
+    by_default: bool = True
+
+
+SECTIONS = {
+    "environment": Section("benchmarks.gpu.ceilings:run_environment", 60),
+    "ceilings": Section("benchmarks.gpu.ceilings:run_ceilings", 90),
+    "checks": Section("benchmarks.gpu.checks:run", 420),
+    "attention": Section("benchmarks.gpu.attention:run", 240),
+    "operators": Section("benchmarks.gpu.operators:run", 120),
+    "tune": Section("benchmarks.gpu.tune:run", 480, by_default=False),
+    "decode": Section("benchmarks.gpu.decode:run", 480),
+    "sessions": Section("benchmarks.gpu.sessions:run", 540),
+}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--sections", default=",".join(name for name in SECTIONS if SECTIONS[name].by_default)
+    )
+    parser.add_argument("--tune", action="store_true", help="also try the attention kernels' tile sizes")
+    parser.add_argument("--dry", action="store_true", help="on the CPU with tiny shapes")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<card>.json")
+    parser.add_argument("--limit-s", type=float, help="for all sections together")
+    parser.add_argument("--tests", default="", help="checks: paths instead of the usual ones, by commas")
+    parser.add_argument(
+        "--model", choices=["8b", "1b", "tiny"], help="decode and sessions; default 8b, dry tiny"
+    )
+    parser.add_argument("--sessions", type=int, help="sessions at a time; default 64")
+    parser.add_argument("--turns", type=int, help="of a session; default 20")
+    parser.add_argument("--shared-tokens", type=int, help="of the history that sessions share; default 8192")
+    parser.add_argument(
+        "--peers", default="", help="of: torch-flash, sdpa, flash_attention_2; default by machine"
+    )
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline-s", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    names = [name for name in options.sections.split(",") if name] + ["tune"] * options.tune
+    unknown = sorted(set(names) - set(SECTIONS))
+    if unknown:
+        parser.error(f"unknown sections {unknown}; there are {sorted(SECTIONS)}")
+    options.names = list(dict.fromkeys(names))
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.section is not None:
+        run_section(options)
+        return
+    begin_s = time.monotonic()
+    given = list(arguments) if arguments is not None else sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        rows: list[Row] = []
+        for name in options.names:
+            left_s = None if options.limit_s is None else options.limit_s - (time.monotonic() - begin_s)
+            rows += in_own_process(name, given, Path(folder), left_s)
+            write(rows, options, time.monotonic() - begin_s)
+    title = f"{_card(rows) or 'no card'}, {time.monotonic() - begin_s:.0f} s"
+    if options.dry:
+        title = f"DRY RUN: not a measurement ({title})"
+    print(markdown(rows, title, options.dry), flush=True)
+
+
+def in_own_process(name: str, arguments: list[str], folder: Path, left_s: float | None) -> list[Row]:
+    """The rows of one section, with one more if it failed or did not end in time."""
+    limit_s = SECTIONS[name].limit_s if left_s is None else min(SECTIONS[name].limit_s, left_s)
+    if limit_s < 2 * GRACE_S:
+        return [skipped(name, "section", "no time left")]
+    file = RowFile(folder / f"{name}.jsonl")
+    command = [sys.executable, "-m", "benchmarks.gpu_report", *arguments, "--section", name]
+    command += ["--rows", str(folder / f"{name}.jsonl"), "--deadline-s", str(limit_s - GRACE_S)]
+    begin_s = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        status = process.wait(limit_s)
+        rows = file.read()
+        if status != 0:
+            rows.append(failed(name, "section", f"ended with status {status}; its output has more"))
+    except subprocess.TimeoutExpired:
+        rows = [*file.read(), failed(name, "section", f"was ended after {limit_s:.0f} s")]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+        process.wait()
+    print(f"[{name}] took {time.monotonic() - begin_s:.1f} s", flush=True)
+    return rows
+
+
+def run_section(options: argparse.Namespace) -> None:
+    """In the section's own process."""
+    begin_s = time.monotonic()
+    if options.dry:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    import torch
+
+    from benchmarks.gpu.stage import Stage
+
+    file = RowFile(options.rows)
+    if not options.dry and not torch.cuda.is_available():
+        file.add(skipped(options.section, "section", "torch sees no card; --dry runs without one"))
+        return
+    device = torch.device("cpu") if options.dry else torch.device("cuda", torch.cuda.current_device())
+    stage = Stage(options.section, options.dry, device, file, begin_s + options.deadline_s, options)
+    module, _, function = SECTIONS[options.section].entry.partition(":")
+    getattr(importlib.import_module(module), function)(stage)
+
+
+def write(rows: list[Row], options: argparse.Namespace, spent_s: float) -> None:
+    """After every section, so that a run that is cut off leaves what it found."""
+    card, path = _card(rows), options.json
+    if path is None and card is not None and not options.dry:
+        path = (
+            ROOT
+            / "benchmarks"
+            / "results"
+            / f"gpu_{re.sub(r'[^a-z0-9]+', '_', card.lower()).strip('_')}.json"
+        )
+    if path is not None:
+        path.write_text(json.dumps(_as_json(rows, options, card, spent_s), indent=1, default=str) + "\n")
+
+
+def _card(rows: list[Row]) -> str | None:
+    return next((row.details["card"] for row in rows if row.details.get("card")), None)
+
+
+def _as_json(
+    rows: list[Row], options: argparse.Namespace, card: str | None, spent_s: float
+) -> dict[str, Any]:
+    settings = {
+        name: str(value) for name, value in vars(options).items() if value and name not in ("rows", "json")
+    }
+    return {
+        "card": card,
+        "dry_run": options.dry,
+        "settings": settings,
+        "seconds": spent_s,
+        "rows": [{**asdict(row), "verdict": row.verdict(options.dry)} for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    main()
