@@ -1,7 +1,7 @@
 """Random sequences over scattered pages, as items for the textbook and as padded tables for a backend.
 
-A step's history is written first, through the backend. Window pages that no query sees are gone from the tables, and
-NaN. Padding is of both kinds: items without queries at the end, rows past the last item.
+A step's history is written first, through the backend. Window pages that no query sees are gone from the tables. Every
+page that is in no table is NaN. Padding is of both kinds: items without queries at the end, rows past the last item.
 
 Legend: N rows, H query heads, K key/value heads, D head size, M pages of the longest item.
 """
@@ -43,12 +43,18 @@ class Outcome:
 
 
 class TableScene:
-    def __init__(self, seed: int, page_size: int, most_queries: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        seed: int,
+        page_size: int,
+        most_queries: int,
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
         self.random = np.random.default_rng(seed)
-        self.torch_random = torch.Generator().manual_seed(seed)
         self.kv_heads, group = (int(value) for value in self.random.integers(1, 4, 2))
         self.heads, self.dim = self.kv_heads * group, int(self.random.choice([8, 32]))
-        self.page_size, self.dtype = page_size, dtype
+        self.page_size, self.dtype, self.device = page_size, dtype, device
         count = int(self.random.integers(1, 5))
         self.lengths = [int(value) for value in self.random.integers(2, LONGEST, count)]
         self.queries = [int(self.random.integers(1, min(n - 1, most_queries) + 1)) for n in self.lengths]
@@ -61,7 +67,7 @@ class TableScene:
 
     def expected(self, traits: Sequence[LayerTraits]) -> Outcome:
         pool = self._pool()
-        items = self._items(None)
+        items = self._items()
         backend = ReferenceAttention(pool)
         self._fill_history(pool, lambda history, slots_PN: backend.begin(history, slots_PN))
         step = backend.begin(items, self._slots(items))
@@ -76,9 +82,9 @@ class TableScene:
     ) -> Outcome:
         pool = self._pool()
         backend = make(pool)
-        device = torch.device("cpu")
+        device = self.device
         self._fill_history(pool, lambda items, slots_PN: backend.plan(tables_of(items, slots_PN, device)))
-        items = self._items(None)
+        items = self._items()
         tables = padded(tables_of(items, self._slots(items), device), padding)
         step = backend.plan(tables)
         rows, outputs = sum(self.queries), []
@@ -92,26 +98,27 @@ class TableScene:
     def traits(self, kind: str) -> list[LayerTraits]:
         random = torch.Generator().manual_seed(5)
         cap = 3.0 if "cap" in kind else None
-        sinks = torch.randn(self.heads, generator=random).bfloat16() if "sinks" in kind else None
+        sinks = (
+            torch.randn(self.heads, generator=random).bfloat16().to(self.device) if "sinks" in kind else None
+        )
         return [LayerTraits(0.3, window, cap, sinks) for window in WINDOWS]
 
     def _pool(self) -> KVPool:
         settings = CacheSettings(self.page_size, self.num_pages, window_ratio=1.0)
         layout = KVLayout(self.kv_heads, self.dim, WINDOWS)
-        pool = make_kv_pool(layout, settings, self.dtype, torch.device("cpu"))
+        pool = make_kv_pool(layout, settings, self.dtype, self.device)
         for paged in (pool.full, pool.window):
             assert paged is not None
             paged.kv_L2KSD.fill_(torch.nan)
         return pool
 
-    def _history(self) -> list[int]:
-        return [length - query for length, query in zip(self.lengths, self.queries, strict=True)]
+    def _history_items(self) -> list[AttentionItem]:
+        lengths = [length - query for length, query in zip(self.lengths, self.queries, strict=True)]
+        rows = zip(lengths, self.tables, self.window_tables, strict=True)
+        return [AttentionItem(length, length, table, False, window) for length, table, window in rows]
 
-    def _items(self, history: list[int] | None) -> list[AttentionItem]:
-        """The step's items, window pages gone; or with `history` lengths the items that write it."""
-        if history is not None:
-            rows = zip(history, self.tables, self.window_tables, strict=True)
-            return [AttentionItem(length, length, table, False, window) for length, table, window in rows]
+    def _items(self) -> list[AttentionItem]:
+        """The step's, window pages gone."""
         items = []
         for row, (length, query) in enumerate(zip(self.lengths, self.queries, strict=True)):
             count = -(-length // self.page_size)
@@ -121,40 +128,40 @@ class TableScene:
         return items
 
     def _fill_history(self, pool: KVPool, begin: Callable[..., Callable[..., Tensor]]) -> None:
-        """Then what lies in window pages that are gone is NaN."""
-        history = self._history()
-        items = self._items(history)
+        """Then every page that the step has no use for is NaN."""
+        items = self._history_items()
+        rows = sum(item.query_len for item in items)
         step = begin(items, self._slots(items))
         random = torch.Generator().manual_seed(11)
         for layer in range(len(WINDOWS)):
-            kv_N2KD = torch.randn(sum(history), 2, self.kv_heads, self.dim, generator=random)
-            step(
-                layer,
-                torch.zeros(sum(history), self.heads, self.dim, dtype=self.dtype),
-                kv_N2KD.to(self.dtype),
-                LayerTraits(1.0),
-            )
+            q_NHD = torch.zeros(rows, self.heads, self.dim, dtype=self.dtype, device=self.device)
+            kv_N2KD = torch.randn(rows, 2, self.kv_heads, self.dim, generator=random)
+            step(layer, q_NHD, kv_N2KD.to(self.device, self.dtype), LayerTraits(1.0))
         assert pool.window is not None
-        for length, table in zip(history, self.window_tables, strict=True):
-            for page in table[: max(0, length - WIDE + 1) // self.page_size].tolist():
-                pool.window.kv_L2KSD[:, :, :, page * self.page_size :][:, :, :, : self.page_size] = torch.nan
+        for paged, tables in (
+            (pool.full, [item.pages for item in self._items()]),
+            (pool.window, [item.window_pages for item in self._items()]),
+        ):
+            used = {int(page) for table in tables if table is not None for page in table}
+            for page in set(range(self.num_pages)) - used:
+                paged.kv_L2KSD[..., page * self.page_size : (page + 1) * self.page_size, :] = torch.nan
 
     def _slots(self, items: Sequence[AttentionItem]) -> list[Tensor]:
-        def slots(item: AttentionItem, pages: NDArray[np.int32] | None) -> list[int]:
+        def slots_of(item: AttentionItem, pages: NDArray[np.int32] | None) -> list[int]:
             assert pages is not None
             size, first = self.page_size, item.kv_len - item.query_len
             return [int(pages[t // size]) * size + t % size for t in range(first, item.kv_len)]
 
-        full = [slot for item in items for slot in slots(item, item.pages)]
-        window = [slot for item in items for slot in slots(item, item.window_pages)]
-        return [torch.tensor(full), torch.tensor(window)]
+        full = [slot for item in items for slot in slots_of(item, item.pages)]
+        window = [slot for item in items for slot in slots_of(item, item.window_pages)]
+        return [torch.tensor(slots, device=self.device) for slots in (full, window)]
 
     def _draw(self, layer: int) -> tuple[Tensor, Tensor]:
         random = torch.Generator().manual_seed(100 + layer)
         rows = sum(self.queries)
         q_NHD = 2 * torch.randn(rows, self.heads, self.dim, generator=random)
         kv_N2KD = torch.randn(rows, 2, self.kv_heads, self.dim, generator=random)
-        return q_NHD.to(self.dtype), kv_N2KD.to(self.dtype)
+        return q_NHD.to(self.device, self.dtype), kv_N2KD.to(self.device, self.dtype)
 
 
 def padded(tables: AttentionTables, padding: Padding) -> AttentionTables:
