@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.settings import DeviceName, DTypeName
+
+FENCE_POLL_S = 20e-6
 
 
 class DeviceUnavailable(RuntimeError):
@@ -66,6 +69,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """How many blocks of a kernel can run at once without sharing; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def compute_capability(device: torch.device) -> int | None:
+    """90 for sm_90; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 class CopyStream:
     """Orders copies of one thread after steps that another thread issued. On a CPU there is nothing to order."""
 
@@ -100,3 +118,28 @@ class CopyStream:
         if self._stream is None:
             return part
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+
+
+def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory [size] that copies to and from the device need not wait for."""
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class Fence:
+    """A point in the work issued to the device. On a CPU all work before it is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self, timeout_s: float) -> None:
+        """Raises TimeoutError if the device does not get there in time."""
+        if self._event is None:
+            return
+        deadline_s = time.monotonic() + timeout_s
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the device did not finish a step within {timeout_s} s")
+            time.sleep(FENCE_POLL_S)

@@ -67,11 +67,11 @@ def sample_row(
     if params.greedy:
         return int(logits_V.argmax())
     probs_C, ids_C = candidates(logits_V, params)
-    pick = _inverse_cdf(probs_C, uniform(params.seed, position))
+    pick = inverse_cdf(probs_C, uniform(params.seed, position))
     return pick if ids_C is None else int(ids_C[pick])
 
 
-def _inverse_cdf(probs_C: Tensor, point: float) -> int:
+def inverse_cdf(probs_C: Tensor, point: float) -> int:
     """The first index whose cumulative mass exceeds `point` of the whole mass."""
     cumulative_C = probs_C.cumsum(0, dtype=torch.float64)
     index = int(torch.searchsorted(cumulative_C, point * float(cumulative_C[-1]), right=True))

@@ -112,10 +112,19 @@ class TorchRunner:
             **self._about,
         }
 
-    @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
-        if self._draft is not None:
-            batch = ScheduledBatch(self._draft.propose(batch.items))
+        return self.run(self.with_drafts(batch))
+
+    @torch.inference_mode()
+    def with_drafts(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch with what the draft model proposes for it, computed now."""
+        if self._draft is None:
+            return batch
+        return ScheduledBatch(self._draft.propose(batch.items), batch.num_steps)
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> ModelOutput:
+        """One step of a batch whose tokens are all known, proposals included."""
         inputs = make_inputs(batch, self._pool.page_size, self._device)
         attend = self._attention.begin(inputs.attention, inputs.slots_PN)
         hidden_NE = self._model.forward(inputs.tokens_N, inputs.positions_N, attend)

@@ -31,11 +31,11 @@ def choose_tokens(logits_RV: Tensor, items: Sequence[BatchItem]) -> list[ItemOut
     outputs, firsts = [], []
     row = 0
     for item, is_plain in zip(items, plain, strict=True):
-        tokens = _agreed(item, picks_R, row) if is_plain else _sampled(item, logits_RV, row)
+        tokens = agreed(item, picks_R, row) if is_plain else _sampled(item, logits_RV, row)
         outputs.append(ItemOutput(tokens, num_proposed=item.num_drafts))
         firsts.append(row)
         row += 1 + item.num_drafts
-    _add_logprobs(logits_RV, items, firsts, outputs)
+    add_logprobs(logits_RV, items, firsts, outputs)
     return outputs
 
 
@@ -43,7 +43,8 @@ def _drafts(item: BatchItem) -> Sequence[int]:
     return item.token_ids[len(item.token_ids) - item.num_drafts :]
 
 
-def _agreed(item: BatchItem, picks_R: list[int], first: int) -> tuple[int, ...]:
+def agreed(item: BatchItem, picks_R: Sequence[int], first: int) -> tuple[int, ...]:
+    """What an item accepts of the picks of its rows, the first of which is `first`."""
     if item.num_drafts == 0:
         return (picks_R[first],)
     kept = 0
@@ -73,7 +74,7 @@ def _sampled(item: BatchItem, logits_RV: Tensor, first: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _add_logprobs(
+def add_logprobs(
     logits_RV: Tensor, items: Sequence[BatchItem], firsts: list[int], outputs: list[ItemOutput]
 ) -> None:
     """Scores every accepted token of the items that ask for it, all at once."""

@@ -1,0 +1,312 @@
+"""The Runner of a GPU: steps read from fixed buffers, replayed as CUDA graphs, launched without waiting for picks.
+
+A step is two functions of fixed memory: the body, from tokens to the hidden states of the sampled rows, and the head,
+from those to picks. Each is captured for a ladder of sizes and run eagerly beyond it. What needs the host between the
+two (scores of input tokens, drafts under penalties) is left to the TorchRunner, which waits.
+
+Legend: N rows of the step, B items, R sampled rows, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cache.tiers import PoolPages
+from engine.attention.interface import AttentionStep, TableAttention
+from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
+from engine.device import Fence, pinned
+from engine.models.protocol import CausalModel
+from engine.parallel.ranks import RankGroup
+from engine.runner.graphs import Graphs
+from engine.runner.protocol import Done, Launch
+from engine.runner.sample_table import RowPicker
+from engine.runner.sampler import edit_logits
+from engine.runner.step_buffers import StepBuffers, StepShape, StepTensors
+from engine.runner.torch_runner import TorchRunner
+from engine.runner.verify import add_logprobs, agreed
+
+STEP_TIMEOUT_S = 120.0
+
+
+class DeviceLaunch:
+    """A Launch whose picks are on their way to host memory, [num_steps, R]."""
+
+    def __init__(
+        self, batch: ScheduledBatch, picks_SR: Tensor, fence: Fence, logits_RV: Tensor | None
+    ) -> None:
+        self._batch = batch
+        self._picks_SR = picks_SR
+        self._fence = fence
+        self._logits_RV = logits_RV
+
+    def result(self) -> ModelOutput:
+        self._fence.wait(STEP_TIMEOUT_S)
+        picks_SR: list[list[int]] = self._picks_SR.tolist()
+        outputs: list[ItemOutput] = []
+        sampling: list[BatchItem] = []
+        firsts: list[int] = []
+        row = 0
+        for item in self._batch.items:
+            if item.sample is None:
+                outputs.append(ItemOutput(()))
+                continue
+            tokens = agreed(item, picks_SR[0], row) + tuple(later_R[row] for later_R in picks_SR[1:])
+            outputs.append(ItemOutput(tokens, num_proposed=item.num_drafts))
+            sampling.append(item)
+            firsts.append(row)
+            row += 1 + item.num_drafts
+        if self._logits_RV is not None:
+            sampled = [output for output in outputs if output.token_ids]
+            add_logprobs(self._logits_RV, sampling, firsts, sampled)
+        return ModelOutput(outputs)
+
+
+class DeviceRunner:
+    """A Runner around a TorchRunner, whose model, pools and copies it uses. Composed by engine/build.py.
+
+    `sizes` is the ladder that is padded to, ascending; beyond its end, and without it, steps are of their own size.
+    """
+
+    def __init__(
+        self,
+        careful: TorchRunner,
+        model: CausalModel,
+        attention: TableAttention,
+        buffers: StepBuffers,
+        picker: RowPicker,
+        graphs: Graphs,
+        sizes: tuple[int, ...],
+        max_sampled: int,
+        max_steps: int,
+        ranks: RankGroup,
+        *,
+        runs_ahead: bool,
+    ) -> None:
+        self._careful = careful
+        self._model = model
+        self._attention = attention
+        self._buffers = buffers
+        self._picker = picker
+        self._graphs = graphs
+        self._sizes = sizes
+        self._max_sampled = max_sampled
+        self._max_steps = max_steps
+        self._ranks = ranks
+        self._runs_ahead = runs_ahead
+        self._plans: dict[StepShape, tuple[StepTensors, AttentionStep]] = {}
+        self._device = buffers.picks_R.device
+        self._sampled_RE: Tensor | None = None
+        self._last_rows: list[int] = []
+        self._picks = [pinned(max_steps * max_sampled, torch.int64, self._device) for _ in range(2)]
+        self._count = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self._careful.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self._careful.page_size
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self._careful.page_size_bytes
+
+    @property
+    def window_len(self) -> int | None:
+        return self._careful.window_len
+
+    @property
+    def num_window_pages(self) -> int:
+        return self._careful.num_window_pages
+
+    @property
+    def window_page_size_bytes(self) -> int:
+        return self._careful.window_page_size_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return self._careful.vocab_size
+
+    @property
+    def max_context_len(self) -> int:
+        return self._careful.max_context_len
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._runs_ahead
+
+    def describe(self) -> dict[str, str | int | float | bool]:
+        graphs = ",".join(map(str, self._sizes)) if self._graphs.replays else "off"
+        about = self._careful.describe()
+        return {**about, "runner": "device", "graphs": graphs, "runs_ahead": self._runs_ahead}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures every size of the ladder, the largest first so that the others fit its memory."""
+        for size in reversed(self._sizes):
+            for decode in (True, False):
+                shape = StepShape(size, size, decode)
+                if self._attention.captures(1 if decode else size):
+                    for name, function in self._parts(shape).items():
+                        self._graphs.capture((name, shape), function)
+            if size <= self._max_sampled:
+                self._graphs.capture(("head", size), partial(self._head, size))
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch) -> Launch:
+        batch = self._careful.with_drafts(batch)
+        if any(map(_needs_host, batch.items)):
+            return self._launch_carefully(batch)
+        num_sampled = sum(1 + item.num_drafts for item in batch.items if item.sample is not None)
+        shape, padded = self._shape(batch), self._padded(num_sampled)
+        self._buffers.fill(batch, shape, padded, self._last_rows)
+        parts = self._parts(shape, max(len(item.token_ids) for item in batch.items), padded)
+        for name in ("unpack", "body"):
+            self._graphs.run((name, shape), parts[name])
+        logits_RV = self._pick(batch, padded) if num_sampled else None
+        self._count += 1
+        host_SR = self._picks[self._count % 2][: batch.num_steps * num_sampled]
+        host_SR = host_SR.view(batch.num_steps, num_sampled)
+        picks_R = self._buffers.picks_R[:num_sampled]
+        host_SR[0].copy_(picks_R, non_blocking=True)
+        for step in range(1, batch.num_steps):
+            for name in ("advance", "body"):
+                self._graphs.run((name, shape), parts[name])
+            self._buffers.next_points(padded, step)
+            self._graphs.run(("head", padded), partial(self._head, padded))
+            host_SR[step].copy_(picks_R, non_blocking=True)
+        self._last_rows = _last_rows(batch.items)
+        return DeviceLaunch(batch, host_SR, Fence(self._device), logits_RV)
+
+    def save(self, key: int, pages: PoolPages) -> Future[None]:
+        return self._careful.save(key, pages)
+
+    def load(self, key: int, pages: PoolPages) -> Future[None]:
+        return self._careful.load(key, pages)
+
+    def drop(self, key: int) -> None:
+        self._careful.drop(key)
+
+    def clone(self, source: PoolPages, target: PoolPages) -> None:
+        self._careful.clone(source, target)
+
+    def close(self) -> None:
+        """Waits for copies that run. Nothing may be called afterwards."""
+        self._careful.close()
+
+    def _shape(self, batch: ScheduledBatch) -> StepShape:
+        items = len(batch.items)
+        rows = sum(len(item.token_ids) for item in batch.items)
+        padded = self._padded(rows)
+        on_ladder = bool(self._sizes) and rows <= self._sizes[-1]
+        return StepShape(padded, padded if on_ladder else items, rows == items)
+
+    def _padded(self, rows: int) -> int:
+        index = bisect_left(self._sizes, rows)
+        return self._sizes[index] if rows and index < len(self._sizes) else rows
+
+    def _parts(
+        self, shape: StepShape, longest: int | None = None, num_sampled: int | None = None
+    ) -> dict[str, Callable[[], None]]:
+        """What a step of a shape does before its head: unpack, then body; for a decode that follows one without the
+        host, advance in place of unpack. On the ladder nothing else about the step matters."""
+        plan = self._plans.get(shape)
+        if plan is None:
+            captured = shape.rows in self._sizes
+            tensors = self._buffers.tensors(shape, None if captured else longest)
+            plan = tensors, self._attention.plan(tensors.tables)
+            if captured:
+                self._plans[shape] = plan
+        tensors, attend = plan
+        rows = shape.rows if shape.rows in self._sizes or num_sampled is None else num_sampled
+        picks_R = self._buffers.picks_R
+        parts: dict[str, Callable[[], None]] = {
+            "unpack": partial(tensors.unpack, picks_R),
+            "body": partial(self._body, tensors, attend, rows),
+        }
+        if shape.decode and self._max_steps > 1:
+            parts["advance"] = partial(tensors.advance, picks_R, self.page_size)
+        return parts
+
+    def _body(self, step: StepTensors, attend: AttentionStep, num_sampled: int) -> None:
+        hidden_NE = self._model.forward(step.tokens_N, step.positions_N, attend)
+        if self._sampled_RE is None:
+            most = max(self._max_sampled, *self._sizes, 1)
+            self._sampled_RE = hidden_NE.new_zeros((most, hidden_NE.shape[1]))
+        rows_R = step.sampled_N[:num_sampled]
+        torch.index_select(hidden_NE, 0, rows_R, out=self._sampled_RE[:num_sampled])
+
+    def _head(self, num_sampled: int) -> None:
+        self._choose(self._logits(num_sampled), num_sampled)
+
+    def _logits(self, num_sampled: int) -> Tensor:
+        assert self._sampled_RE is not None
+        return self._model.logits(self._sampled_RE[:num_sampled])
+
+    def _choose(self, logits_RV: Tensor, num_sampled: int) -> None:
+        self._buffers.unpack_samples(num_sampled)
+        picks_R = self._buffers.picks_R[:num_sampled]
+        self._picker(logits_RV, self._buffers.sample_table(num_sampled), picks_R)
+        self._ranks.share_(picks_R)
+
+    def _pick(self, batch: ScheduledBatch, num_sampled: int) -> Tensor | None:
+        """Runs the head. Gives the logits if some of them are to be scored."""
+        specs = [item.sample for item in batch.items if item.sample is not None]
+        scored = any(spec.logprobs for spec in specs)
+        if not scored and not any(spec.params.edits_logits for spec in specs):
+            self._graphs.run(("head", num_sampled), partial(self._head, num_sampled))
+            return None
+        raw_RV = self._logits(num_sampled)
+        edited_RV = raw_RV.clone()
+        row = 0
+        for item in batch.items:
+            spec = item.sample
+            for _ in range(1 + item.num_drafts) if spec is not None else ():
+                assert spec is not None
+                if spec.params.edits_logits:
+                    edited_RV[row] = edit_logits(raw_RV[row], spec.params, spec.penalties)
+                row += 1
+        self._choose(edited_RV, num_sampled)
+        return raw_RV if scored else None
+
+    def _launch_carefully(self, batch: ScheduledBatch) -> Launch:
+        """Runs the batch at once, and leaves its picks where the next one looks for them."""
+        assert batch.num_steps == 1
+        if any(item.pending_from is not None for item in batch.items):
+            picks = self._buffers.picks_R.tolist()
+            batch = ScheduledBatch([self._known(item, picks) for item in batch.items])
+        output = self._careful.run(batch)
+        last = torch.tensor([entry.token_ids[-1] if entry.token_ids else 0 for entry in output.items])
+        self._buffers.picks_R[: len(last)].copy_(last)
+        self._ranks.share_(self._buffers.picks_R[: len(last)])
+        self._last_rows = list(range(len(last)))
+        return Done(output)
+
+    def _known(self, item: BatchItem, picks: list[int]) -> BatchItem:
+        if item.pending_from is None:
+            return item
+        return replace(item, token_ids=[picks[self._last_rows[item.pending_from]]])
+
+
+def _needs_host(item: BatchItem) -> bool:
+    """Scores of input tokens, and drafts whose picks depend on those before them."""
+    penalties = item.sample.penalties if item.sample is not None else None
+    return item.input_logprobs_from is not None or (item.num_drafts > 0 and penalties is not None)
+
+
+def _last_rows(items: list[BatchItem]) -> list[int]:
+    """The row of picks in which each item's last is; any for those that do not sample."""
+    rows, end = [], 0
+    for item in items:
+        if item.sample is not None:
+            end += 1 + item.num_drafts
+        rows.append(end - 1)
+    return rows

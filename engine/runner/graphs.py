@@ -1,0 +1,79 @@
+"""CUDA graphs of steps, by size: a launch replays what was captured instead of issuing it kernel by kernel."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+
+LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Rows that graphs are captured for; a step is padded to the next."""
+
+WARM_UPS = 2
+"""Runs before a capture: kernels are compiled and libraries set themselves up in them."""
+
+
+class Graphs(Protocol):
+    """Runs functions of fixed memory: all they read and write lies where it lay when they were captured."""
+
+    @property
+    def replays(self) -> bool: ...
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None: ...
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Replays what was captured under `key`, or calls `function`, which does the same."""
+
+
+class NoGraphs:
+    """Calls the functions: for a CPU, or to see what graphs are worth."""
+
+    replays = False
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None: ...
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002
+        function()
+
+
+class CudaGraphs:
+    """Owns the captured graphs, which share one pool of memory: only one runs at a time, and none leaves results
+    in it."""
+
+    replays = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                function()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        gc.disable()  # a collection would free memory in the middle of a capture
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                function()
+        finally:
+            gc.enable()
+        self._graphs[key] = graph
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
+        if graph is None:
+            function()
+        else:
+            graph.replay()
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """The sizes up to `most`, which is one of them."""
+    return (*(size for size in LADDER if size < most), most)

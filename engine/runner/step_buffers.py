@@ -1,0 +1,245 @@
+"""The device memory that steps are read from, at fixed addresses, and how a batch gets there.
+
+A step of n rows has its integers in one block of n numbers a field, which is one copy. Blocks of all sizes begin at the
+same address, so a CUDA graph captured for n rows finds its fields where the next batch of n rows will put them.
+
+Legend: N rows of the step (n: as many as there is room for), B items, R rows whose token is picked, M pages of the
+longest sequence, P pools, F fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.interface import AttentionTables
+from engine.batch import BatchItem, ScheduledBatch
+from engine.device import pinned
+from engine.runner.draw_points import DrawPoints
+from engine.runner.sample_table import SampleTable
+
+TOKEN, SOURCE, POSITION, END, KV_LEN, SAMPLED, SLOT = range(7)
+"""Fields of the integers: by row its token, or the row of the last picks that it is in (else -1), and its position; by
+item the row after its last and its KV's length; rows to sample; then each pool's slots by row."""
+
+TEMPERATURE, TOP_K, TOP_P, MIN_P, POINT = range(5)
+"""Fields of the floats, by sampled row; points go on for every step of several."""
+
+LARGEST_POINT = 1.0 - 2.0**-24
+"""Below 1 in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """`rows` and `items` of the buffers in use, padding included; `decode`: row b is item b."""
+
+    rows: int
+    items: int
+    decode: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTensors:
+    """One shape's view of the buffers. `tokens_N`, `positions_N`, `sampled_N` and the tables' int64 slots are made
+    from `ints_FN` by `unpack`."""
+
+    shape: StepShape
+    ints_FN: Tensor
+    tokens_N: Tensor
+    positions_N: Tensor
+    sampled_N: Tensor
+    tables: AttentionTables
+
+    def unpack(self, picks_R: Tensor) -> None:
+        """Fills in pending tokens, and gives every field the type that operators take."""
+        ints_FN, rows = self.ints_FN, self.shape.rows
+        source_N = ints_FN[SOURCE].long()
+        picked_N = picks_R.index_select(0, source_N.clamp(min=0))
+        torch.where(source_N < 0, ints_FN[TOKEN].long(), picked_N, out=self.tokens_N)
+        self.positions_N.copy_(ints_FN[POSITION])
+        self.sampled_N.copy_(ints_FN[SAMPLED])
+        self.tables.query_starts_B1[1:].copy_(ints_FN[END, : self.shape.items])
+        self.tables.kv_lens_B.copy_(ints_FN[KV_LEN, : self.shape.items])
+        for pool, slots_N in enumerate(self.tables.slots_PN):
+            slots_N.copy_(ints_FN[SLOT + pool, :rows])
+
+    def advance(self, picks_R: Tensor, page_size: int) -> None:
+        """A decode goes on by a token, without the host: padding stays padding."""
+        assert self.shape.decode
+        rows, tables = self.shape.rows, self.tables
+        self.tokens_N.copy_(picks_R[:rows])
+        self.positions_N.add_(1)
+        tables.kv_lens_B.add_((tables.kv_lens_B > 0).int())
+        page_B1 = (self.positions_N // page_size)[:, None]
+        for slots_N, pages_BM in zip(tables.slots_PN, tables.pages_PBM, strict=True):
+            inside_B1 = page_B1.clamp(max=pages_BM.shape[1] - 1)
+            first_B = pages_BM.gather(1, inside_B1)[:, 0].long() * page_size
+            torch.where(slots_N < 0, slots_N, first_B + self.positions_N % page_size, out=slots_N)
+
+
+class StepBuffers:
+    """Owns the buffers and the pinned memory beside them, of which there are two sets: the copy of a step may still
+    be on its way while the next is written, never the one after that.
+
+    Sizes are the most of each that a step ever has; `num_pools` is 1 or 2.
+    """
+
+    def __init__(
+        self, max_rows: int, max_items: int, max_sampled: int, max_pages: int, num_pools: int,
+        max_steps: int, page_size: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._num_fields = SLOT + num_pools
+        self._page_size = page_size
+        self._max_pages = max_pages
+        self._max_kv_len = max_pages * page_size
+        self._device = device
+        self._num_pools = num_pools
+        self._ints = torch.zeros(self._num_fields * max_rows, dtype=torch.int32, device=device)
+        self._longs_XN = torch.zeros((3 + num_pools, max_rows), dtype=torch.int64, device=device)
+        self._starts_B1 = torch.zeros(max_items + 1, dtype=torch.int32, device=device)
+        self._kv_lens_B = torch.zeros(max_items, dtype=torch.int32, device=device)
+        pages_shape = (num_pools, max_items, max_pages)
+        self._pages_PBM = torch.full(pages_shape, -1, dtype=torch.int32, device=device)
+        self._packed_pages = torch.zeros(self._pages_PBM.numel(), dtype=torch.int32, device=device)
+        self._floats = torch.zeros((POINT + max_steps) * max_sampled, device=device)
+        self._top_k_R = torch.zeros(max_sampled, dtype=torch.int32, device=device)
+        self.picks_R = torch.zeros(max(max_sampled, max_items), dtype=torch.int64, device=device)
+        sizes = self._ints.numel(), self._packed_pages.numel(), self._floats.numel()
+        self._staging = [_Staging(*sizes, device) for _ in range(2)]
+        self._points = DrawPoints()
+        self._count = 0
+
+    def tensors(self, shape: StepShape, max_query_len: int | None = None) -> StepTensors:
+        """Views; nothing is copied. Without `max_query_len` one item may have all rows, as a graph must allow for."""
+        rows, items = shape.rows, shape.items
+        tables = AttentionTables(
+            self._starts_B1[: items + 1],
+            self._kv_lens_B[:items],
+            tuple(pages_BM[:items] for pages_BM in self._pages_PBM.unbind(0)),
+            tuple(self._longs_XN[3:, :rows].unbind(0)),
+            1 if shape.decode else max_query_len or rows,
+            self._max_kv_len,
+        )
+        ints_FN = self._ints[: self._num_fields * rows].view(self._num_fields, rows)
+        tokens_N, positions_N, sampled_N = self._longs_XN[:3, :rows].unbind(0)
+        return StepTensors(shape, ints_FN, tokens_N, positions_N, sampled_N, tables)
+
+    def sample_table(self, num_sampled: int) -> SampleTable:
+        floats_FR = self._floats[: (POINT + 1) * num_sampled].view(-1, num_sampled)
+        top_k_R = self._top_k_R[:num_sampled]
+        return SampleTable(
+            floats_FR[TEMPERATURE], top_k_R, floats_FR[TOP_P], floats_FR[MIN_P], floats_FR[POINT]
+        )
+
+    def unpack_samples(self, num_sampled: int) -> None:
+        """Gives the sample table the types it has; part of what a graph replays."""
+        self._top_k_R[:num_sampled].copy_(self._floats[TOP_K * num_sampled : (TOP_K + 1) * num_sampled])
+
+    def next_points(self, num_sampled: int, step: int) -> None:
+        """The sample table draws for a later one of several steps."""
+        points_SR = self._floats[POINT * num_sampled :]
+        later_R = points_SR[step * num_sampled : (step + 1) * num_sampled]
+        points_SR[:num_sampled].copy_(later_R)
+
+    def fill(self, batch: ScheduledBatch, shape: StepShape, num_sampled: int, last_rows: list[int]) -> None:
+        """Starts copying a batch to the device. `num_sampled` includes padding; `last_rows` has the row of the last
+        picks for each item of the batch before."""
+        self._count += 1
+        staging = self._staging[self._count % 2]
+        ints = staging.ints[: self._num_fields * shape.rows]
+        self._write_rows(ints.numpy().reshape(self._num_fields, shape.rows), batch.items, shape, last_rows)
+        self._ints[: len(ints)].copy_(ints, non_blocking=True)
+        self._fill_pages(staging, batch)
+        floats = staging.floats[: (POINT + batch.num_steps) * num_sampled]
+        self._write_samples(floats.numpy().reshape(-1, num_sampled), batch)
+        self._floats[: len(floats)].copy_(floats, non_blocking=True)
+
+    def _write_rows(
+        self, ints_FN: NDArray[np.int32], items: list[BatchItem], shape: StepShape, last_rows: list[int]
+    ) -> None:
+        size, row, sampled = self._page_size, 0, 0
+        ints_FN[KV_LEN] = 0
+        ints_FN[SOURCE] = -1
+        for index, item in enumerate(items):
+            count = len(item.token_ids)
+            end = row + count
+            ints_FN[END, index] = end
+            ints_FN[KV_LEN, index] = item.start + count
+            if item.pending_from is not None:
+                ints_FN[SOURCE, row] = last_rows[item.pending_from]
+            if count == 1:  # plain integers beat arrays
+                page, offset = divmod(item.start, size)
+                ints_FN[TOKEN, row] = item.token_ids[0]
+                ints_FN[POSITION, row] = item.start
+                for pool, pages in enumerate(_tables(item)):
+                    ints_FN[SLOT + pool, row] = int(pages[page]) * size + offset
+            else:
+                positions = np.arange(item.start, item.start + count)
+                ints_FN[TOKEN, row:end] = item.token_ids
+                ints_FN[POSITION, row:end] = positions
+                for pool, pages in enumerate(_tables(item)):
+                    ints_FN[SLOT + pool, row:end] = pages[positions // size] * size + positions % size
+            if item.sample is not None:
+                first = end - 1 - item.num_drafts
+                ints_FN[SAMPLED, sampled : sampled + end - first] = np.arange(first, end)
+                sampled += end - first
+            row = end
+        ints_FN[END, len(items) : shape.items] = row
+        ints_FN[SAMPLED, sampled:] = 0
+        ints_FN[TOKEN, row:] = 0
+        ints_FN[POSITION, row:] = 0
+        ints_FN[SLOT:, row:] = -1
+
+    def _fill_pages(self, staging: _Staging, batch: ScheduledBatch) -> None:
+        """Only as many columns as the longest item needs."""
+        items, size = batch.items, self._page_size
+        ends = [item.start + len(item.token_ids) + batch.num_steps - 1 for item in items]
+        width = -(-max(ends) // size)
+        shape = (self._num_pools, len(items), width)
+        packed = staging.pages[: self._num_pools * len(items) * width]
+        pages_PBM = packed.numpy().reshape(shape)
+        for index, item in enumerate(items):
+            for pool, pages in enumerate(_tables(item)):
+                count = min(len(pages), width)
+                pages_PBM[pool, index, :count] = pages[:count]
+                pages_PBM[pool, index, count:] = -1
+        target = self._packed_pages[: len(packed)]
+        target.copy_(packed, non_blocking=True)
+        self._pages_PBM[:, : len(items), :width].copy_(target.view(shape))
+
+    def _write_samples(self, floats_FR: NDArray[np.float32], batch: ScheduledBatch) -> None:
+        floats_FR[:] = 0.0
+        row = 0
+        for item in batch.items:
+            spec = item.sample
+            if spec is None:
+                continue
+            count = 1 + item.num_drafts
+            if not spec.params.greedy:
+                params, rows = spec.params, slice(row, row + count)
+                floats_FR[TEMPERATURE, rows] = params.temperature
+                floats_FR[TOP_K, rows] = params.top_k
+                floats_FR[TOP_P, rows] = params.top_p
+                floats_FR[MIN_P, rows] = params.min_p
+                for draft in range(count):
+                    for step in range(batch.num_steps):
+                        point = self._points.point(params.seed, spec.position + draft + step)
+                        floats_FR[POINT + step, row + draft] = min(point, LARGEST_POINT)
+            row += count
+
+
+class _Staging:
+    """Host memory that copies to the device start from."""
+
+    def __init__(self, num_ints: int, num_pages: int, num_floats: int, device: torch.device) -> None:
+        self.ints = pinned(num_ints, torch.int32, device)
+        self.pages = pinned(num_pages, torch.int32, device)
+        self.floats = pinned(num_floats, torch.float32, device)
+
+
+def _tables(item: BatchItem) -> tuple[NDArray[np.int32], ...]:
+    return (item.pages,) if item.window_pages is None else (item.pages, item.window_pages)
