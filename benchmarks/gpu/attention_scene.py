@@ -132,16 +132,16 @@ class Scene:
         """Textbook attention of one row in float64: [H * D]."""
         group = self.case.heads.query // self.case.heads.kv
         keys_KTD, values_KTD = kv_T2KD.permute(1, 2, 0, 3)
-        q_KGD = q_HD.double().unflatten(0, (-1, group))
+        q_KGD = q_HD.double().view(-1, group, self.case.heads.dim)
         shares_KGT = torch.softmax(q_KGD @ keys_KTD.mT * self.traits.scale, -1)
-        return (shares_KGT @ values_KTD).flatten()
+        return torch.matmul(shares_KGT, values_KTD).flatten()
 
     def _gathered(self, layer: int, b: int) -> Tensor:
         """One item's keys and values [T, 2, K, D], float64."""
         slots = torch.from_numpy(self._slots(b)[: self.case.kv_lens[b]]).to(self.stage.device)
         paged, place = self.pool.places[layer]
-        kv_2KTD = paged.kv_L2KSD[place].view(torch.uint8).unflatten(-1, (self.case.heads.dim, -1))
-        picked = kv_2KTD[:, :, slots].flatten(3).contiguous().view(paged.kv_L2KSD.dtype).double()
+        kv_2KSD = paged.kv_L2KSD[place]
+        picked = kv_2KSD.view(torch.uint8)[:, :, slots].view(kv_2KSD.dtype).double()  # no indexing of fp8
         if paged.scales_L2KS is not None:
             picked *= paged.scales_L2KS[place][:, :, slots, None]
         return picked.permute(2, 0, 1, 3)

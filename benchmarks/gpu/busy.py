@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +50,14 @@ def record_busy(device: torch.device, seconds: float) -> Busy:
 
 def read_busy(events: Iterable[dict[str, object]], kinds: set[str]) -> Busy:
     """`events` as in a Chrome trace, times in microseconds. Raises ValueError if none is of `kinds`."""
-    spans, by_name = [], Counter[str]()
+    spans: list[tuple[float, float]] = []
+    by_name: dict[str, float] = {}
     for event in events:
         if event.get("cat") in kinds and event.get("ph") == "X":
             begin, length = float(event["ts"]), float(event["dur"])  # type: ignore[arg-type]
             spans.append((begin, begin + length))
-            by_name[str(event["name"])] += length / 1e6  # type: ignore[assignment]
+            name = str(event["name"])
+            by_name[name] = by_name.get(name, 0.0) + length / 1e6
     if not spans:
         raise ValueError("the profiler recorded no work")
     spans.sort()
@@ -64,5 +65,5 @@ def read_busy(events: Iterable[dict[str, object]], kinds: set[str]) -> Busy:
     for begin, end in spans:
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
-    slowest = dict(by_name.most_common(NAMES_KEPT))
+    slowest = dict(sorted(by_name.items(), key=lambda entry: -entry[1])[:NAMES_KEPT])
     return Busy((reached - spans[0][0]) / 1e6, busy / 1e6, len(spans), slowest)

@@ -104,7 +104,7 @@ def read_counts(path: Path) -> Counts | None:
         return None
     total, missed = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
     wrong = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-    failures = []
+    failures: list[str] = []
     for case in suite.iter("testcase"):
         for kind in ("failure", "error"):
             if (problem := case.find(kind)) is not None and len(failures) < FAILURES_SHOWN:

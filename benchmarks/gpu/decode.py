@@ -21,7 +21,7 @@ from benchmarks.gpu.stage import Stage
 from engine.build import assemble_engine
 from engine.engine import LocalEngine
 from engine.runner.null import NullRunner
-from engine.settings import CacheSettings, ExecutionSettings, SchedulerSettings, SpeculationSettings
+from engine.settings import CacheSettings, ExecutionSettings, KVDType, SchedulerSettings, SpeculationSettings
 
 SECTION_TARGETS = {1: 0.80, 64: 0.70}
 IDLE_TARGET = 0.05
@@ -94,7 +94,7 @@ def one_way(
     execution: ExecutionSettings,
     loads: Sequence[Load],
     copied: float,
-    kv_dtype: str = "auto",
+    kv_dtype: KVDType = "auto",
 ) -> None:
     watch = Watch()
     most = max(load.kv_tokens for load in loads)
@@ -102,7 +102,7 @@ def one_way(
     scheduler = SchedulerSettings(max_batch_tokens=8192, chunk_size=2048, max_running=widest)
     with bench.engine(watch, most, execution, scheduler, kv_dtype) as engine:
         if name == "default":
-            about = getattr(engine, "describe", dict)()
+            about = dict(engine.describe())
             stage.row(
                 "engine", note=", ".join(f"{key} {value}" for key, value in about.items()), details=about
             )

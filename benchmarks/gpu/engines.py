@@ -14,19 +14,20 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from engine.api import DeltaSink, FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from engine.build import build_engine
 from engine.engine import LocalEngine
-from engine.models import loader
-from engine.models.config import ModelSpec, read_spec
-from engine.models.weights import DUMMY_SCALE, tensor_shapes
+from engine.models.config import read_spec
+from engine.models.loader import load_model
+from engine.models.weights import DummyWeights, tensor_shapes
 from engine.settings import (
     CacheSettings,
+    DeviceName,
     DTypeName,
     EngineSettings,
     ExecutionSettings,
+    KVDType,
     ModelSettings,
     SchedulerSettings,
 )
@@ -73,28 +74,6 @@ def config_of(shape: str, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": name,
         "torch_dtype": name,
     }
-
-
-class CardWeights:
-    """A WeightSource of seeded random weights, made on the device: 8 B of them on one CPU thread take most of a
-    minute. Norms are one."""
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, seed: int, device: torch.device) -> None:
-        self._shapes = tensor_shapes(spec)
-        self._index = {name: index for index, name in enumerate(self._shapes)}
-        self._dtype, self._seed, self._device = dtype, seed, device
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def take(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + self._index[name])
-        empty = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return empty.normal_(0.0, DUMMY_SCALE, generator=generator)
 
 
 @dataclass
@@ -155,8 +134,9 @@ class Bench:
         layout = self.spec.kv_layout
         return layout.page_bytes(layout.num_layers, 1, self.dtype)
 
-    def weights(self) -> CardWeights:
-        return CardWeights(self.spec, self.dtype, self.seed, self.device)
+    def weights(self) -> DummyWeights:
+        """Those that every engine of this bench has."""
+        return DummyWeights(self.spec, self.dtype, self.seed, self.device)
 
     @contextlib.contextmanager
     def engine(
@@ -165,14 +145,16 @@ class Bench:
         kv_tokens: int,
         execution: ExecutionSettings,
         scheduler: SchedulerSettings,
-        kv_dtype: Any = "auto",
+        kv_dtype: KVDType = "auto",
     ) -> Iterator[LocalEngine]:
         """A started engine with a KV pool of `kv_tokens`; at the end its memory is given back."""
         dtype: DTypeName = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+        device: DeviceName = "cuda" if self.device.type == "cuda" else "cpu"
+        model = ModelSettings(
+            str(self.folder), load_format="dummy", dtype=dtype, device=device, seed=self.seed
+        )
         settings = EngineSettings(
-            model=ModelSettings(
-                str(self.folder), load_format="dummy", dtype=dtype, device=self._device_name()
-            ),
+            model=model,
             cache=CacheSettings(page_size=PAGE_SIZE, num_pages=-(-kv_tokens // PAGE_SIZE), kv_dtype=kv_dtype),
             scheduler=scheduler,
             execution=execution,
@@ -195,10 +177,7 @@ class Bench:
     def _shared_weights(self) -> Iterator[None]:
         """Engines built inside get the same loaded model wherever they ask for it with the same arguments."""
 
-        def make(spec: ModelSpec, dtype: torch.dtype, seed: int, *_: Any, **__: Any) -> CardWeights:
-            return CardWeights(spec, dtype, self.seed + seed, self.device)
-
-        real = loader.load_model
+        real = load_model
 
         def load(*arguments: Any, **options: Any) -> Any:
             key = repr((arguments, sorted(options.items())))
@@ -206,11 +185,8 @@ class Bench:
                 self._loads[key] = real(*arguments, **options)
             return self._loads[key]
 
-        with mock.patch.object(loader, "DummyWeights", make), mock.patch("engine.build.load_model", load):
+        with mock.patch("engine.build.load_model", load):
             yield
-
-    def _device_name(self) -> Any:
-        return self.device.type
 
     def _clear(self) -> None:
         gc.collect()

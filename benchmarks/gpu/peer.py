@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from benchmarks.gpu.engines import Bench
 from benchmarks.gpu.turns import Event, Plan
+from engine.models.weights import tensor_shapes
 
 FLASH_NAME = "paged|torch_flash"
 PAGE_TOKENS = 64
@@ -37,8 +39,7 @@ def ways(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return ["sdpa", "torch-flash"]
     with contextlib.suppress(ImportError):
-        import flash_attn  # noqa: F401
-
+        import_module("flash_attn")
         return ["flash_attention_2"]
     return ["torch-flash", "torch-flash without graphs"]
 
@@ -127,8 +128,8 @@ class Peer:
         with torch.device(self._bench.device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=self._bench.dtype).eval()
         source, parameters = self._bench.weights(), dict(model.named_parameters())
-        if set(parameters) != set(source.names):
-            raise RuntimeError(f"weights differ in names: {sorted(set(parameters) ^ set(source.names))[:3]}")
+        if odd := set(parameters) ^ set(tensor_shapes(self._bench.spec)):
+            raise RuntimeError(f"weights differ in names: {sorted(odd)[:3]}")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(source.take(name))

@@ -153,8 +153,7 @@ class Kedge:
         scheduler = SchedulerSettings(max_batch_tokens=8192, chunk_size=2048, max_running=plan.sessions)
         with self._bench.engine(self._take, 2 * tokens, ExecutionSettings(), scheduler) as engine:
             self._engine = engine
-            about = getattr(engine, "describe", dict)()
-            yield ", ".join(f"{key} {value}" for key, value in about.items())
+            yield ", ".join(f"{key} {value}" for key, value in engine.describe().items())
         self._engine = None
 
     def submit(self, name: str, history: Sequence[int], new: Sequence[int], count: int) -> None:

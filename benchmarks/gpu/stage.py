@@ -98,7 +98,7 @@ def time_device(
     run, by = _captured(call, inputs)
     times_s = []
     for _ in range(repeats + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()
@@ -111,7 +111,7 @@ def time_device(
 
 
 def _captured(call: Callable[[int], object], inputs: int) -> tuple[Callable[[], object], str]:
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     try:
@@ -175,7 +175,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "l2_bytes": getattr(traits, "L2_cache_size", None),
             "capability": list(torch.cuda.get_device_capability(device)),
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "state": _card_state(),
         }
     return found
