@@ -1,4 +1,8 @@
-"""Attention as the textbook writes it, token by token, in float64. The yardstick for every backend."""
+"""Attention as the textbook writes it, token by token, in float64. The yardstick for every backend.
+
+Legend: N tokens of the step, n of a request, T keys that a query sees, H query heads, K key/value heads, D head size,
+S pool slots.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.interface import AttentionItem, LayerTraits
-from engine.runner.kv_pool import KVPool
+from engine.runner.kv_pool import FP8, KVPool
+
+FP8_LARGEST = torch.finfo(FP8).max
 
 
 class ReferenceAttention:
@@ -28,18 +34,38 @@ class ReferenceStep:
         self._slots_PN = slots_PN
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
-        pool_S2KD = self._pool.layer(layer)
         windowed = self._pool.places[layer][0] is self._pool.window
         for row, slot in enumerate(self._slots_PN[int(windowed)].tolist()):
-            pool_S2KD[slot] = kv_N2KD[row]
+            if slot >= 0:
+                self._write(layer, slot, kv_N2KD[row])
         rows, row = [], 0
         for item in self._items:
             for offset in range(item.query_len):
                 position = item.kv_len - item.query_len + offset
-                kv_T2KD = pool_S2KD[self._visible_slots(item, position, windowed, traits.window)].double()
+                kv_T2KD = self._read(layer, self._visible_slots(item, position, windowed, traits.window))
                 rows.append(_attend(q_NHD[row].double(), kv_T2KD, traits))
                 row += 1
         return torch.stack(rows).view(len(q_NHD), -1).to(q_NHD.dtype)
+
+    def _write(self, layer: int, slot: int, kv_2KD: Tensor) -> None:
+        paged, place = self._pool.places[layer]
+        pool_2KD = paged.kv_L2KSD[place, :, :, slot]
+        if paged.scales_L2KS is None:
+            pool_2KD.copy_(kv_2KD)
+            return
+        kv_2KD = kv_2KD.float()
+        scales_2K = kv_2KD.abs().amax(-1) / FP8_LARGEST
+        scales_2K[scales_2K == 0] = 1
+        pool_2KD.copy_((kv_2KD / scales_2K[..., None]).clamp(-FP8_LARGEST, FP8_LARGEST))
+        paged.scales_L2KS[place, :, :, slot] = scales_2K
+
+    def _read(self, layer: int, slots: list[int]) -> Tensor:
+        """[T, 2, K, D] in float64."""
+        paged, place = self._pool.places[layer]
+        kv_T2KD = paged.layer(place).view(_bits(paged.kv_L2KSD.dtype))[slots].view(paged.kv_L2KSD.dtype)
+        if paged.scales_L2KS is None:
+            return kv_T2KD.double()
+        return kv_T2KD.double() * paged.scales_L2KS[place][:, :, slots].permute(2, 0, 1)[..., None].double()
 
     def _visible_slots(
         self, item: AttentionItem, position: int, windowed: bool, window: int | None
@@ -48,6 +74,11 @@ class ReferenceStep:
         assert pages is not None
         first = 0 if window is None else max(0, position - window + 1)
         return [int(pages[t // size]) * size + t % size for t in range(first, position + 1)]
+
+
+def _bits(dtype: torch.dtype) -> torch.dtype:
+    """torch does not gather float8."""
+    return torch.uint8 if dtype == FP8 else dtype
 
 
 def _attend(q_HD: Tensor, kv_T2KD: Tensor, traits: LayerTraits) -> Tensor:

@@ -1,0 +1,67 @@
+"""How attention is cut into programs: the constants that a benchmark may sweep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LARGE_SHARED = (80, 90, 100)
+"""Capabilities whose blocks may have 163 KiB of shared memory and more; others have about 99."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """One variant of the kernel. A tile is `block_m` rows (queries times the heads that share a key head), which take
+    `block_n` keys at a time; both are powers of two from 16. While there are fewer than `programs` programs a
+    multiprocessor, long tiles are split along their keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """`shapes` ascend in block_m: a step takes the first that holds all rows of its longest item, else the last.
+
+    A split is of at least `min_split` tokens; there are at most `max_splits`, a power of two.
+    """
+
+    shapes: tuple[TileShape, ...]
+    min_split: int = 512
+    max_splits: int = 32
+
+    def __post_init__(self) -> None:
+        sizes = [shape.block_m for shape in self.shapes]
+        powers = [*sizes, *(shape.block_n for shape in self.shapes)]
+        if not sizes or sizes != sorted(sizes) or any(size < 16 or size & (size - 1) for size in powers):
+            raise ValueError(f"tiles must be powers of two from 16 and ascend in block_m: {self.shapes}")
+        if self.max_splits < 1 or self.max_splits & (self.max_splits - 1):
+            raise ValueError(f"max_splits is a power of two, not {self.max_splits}")
+
+    def shape(self, rows: int) -> TileShape:
+        """For steps whose longest item has so many rows."""
+        return next((shape for shape in self.shapes if rows <= shape.block_m), self.shapes[-1])
+
+
+def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) -> AttentionTiles:
+    """For a pool of `kv_dtype` on a card (None: the interpreter)."""
+    if kv_dtype == torch.float32:
+        return AttentionTiles((TileShape(16, 32, 4, 2, 4), TileShape(32, 32, 4, 2, 2)))
+    large = capability is None or capability in LARGE_SHARED
+    if head_dim <= 64:
+        return AttentionTiles(
+            (TileShape(16, 128, 4, 3, 8), TileShape(64, 64, 4, 3, 2), TileShape(128, 64, 8, 3, 1))
+        )
+    if head_dim <= 128:
+        return AttentionTiles(
+            (
+                TileShape(16, 64, 4, 3 if large else 2, 8),
+                TileShape(64, 64, 4, 3 if large else 2, 2),
+                TileShape(128, 64, 8, 3 if large else 2, 1),
+            )
+        )
+    return AttentionTiles((TileShape(16, 32, 4, 3 if large else 2, 8), TileShape(64, 32, 4, 2, 2)))

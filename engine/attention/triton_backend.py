@@ -1,0 +1,205 @@
+"""Attention with Triton kernels of our own: one launch writes a layer's keys and values, one attends.
+
+Legend: N rows of the step, B items, M pages of the longest, H query heads, K key/value heads, D head size, S slots,
+A = H * D.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.attention.errors import AttentionUnavailable
+from engine.attention.interface import AttentionStep, AttentionTables, LayerTraits
+from engine.attention.tiles import AttentionTiles, TileShape, default_tiles
+from engine.device import compute_capability, num_multiprocessors
+from engine.kernels.kv_write import write_kv
+from engine.kernels.paged_attention import paged_attention
+from engine.runner.kv_pool import FP8, KVPool, PagedKV
+
+MAX_HEAD_DIM = 256
+FIRST_WITH_FP8 = 89
+"""The first capability whose float8_e4m3fn Triton can convert."""
+
+LOG2_E = math.log2(math.e)
+WRITE_ELEMENTS = 2048
+"""Of one program that writes to the pool."""
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class TritonAttention:
+    """A TableAttention. Steps of one object run one after another on one stream: they share its workspace.
+
+    `multiprocessors` of the card decide how far long contexts are split; the default is the card's own. Raises
+    AttentionUnavailable for pools that the kernels cannot read.
+    """
+
+    def __init__(
+        self, pool: KVPool, tiles: AttentionTiles | None = None, multiprocessors: int | None = None
+    ) -> None:
+        kv_L2KSD = pool.full.kv_L2KSD
+        self.device = kv_L2KSD.device
+        self.head_dim = kv_L2KSD.shape[4]
+        capability = compute_capability(self.device)
+        _check(self.head_dim, kv_L2KSD.dtype, capability)
+        self.pool = pool
+        self.block_d = max(16, triton.next_power_of_2(self.head_dim))
+        self.tiles = tiles or default_tiles(self.head_dim, kv_L2KSD.dtype, capability)
+        self.multiprocessors = multiprocessors or num_multiprocessors(self.device)
+        # A step is split only while its tiles are fewer than these programs, so twice as many parts are enough.
+        programs = [self.multiprocessors * shape.programs for shape in self.tiles.shapes]
+        rows = [2 * n * shape.block_m for n, shape in zip(programs, self.tiles.shapes, strict=True)]
+        self.partials = torch.empty(max(rows) * self.block_d, device=self.device)
+        self.sums = torch.empty(2 * max(rows), device=self.device)
+        self.counters = torch.zeros(max(programs), dtype=torch.int32, device=self.device)
+
+    @property
+    def name(self) -> str:
+        return "triton"
+
+    def captures(self, max_query_len: int) -> bool:  # noqa: ARG002
+        return True
+
+    def plan(self, tables: AttentionTables) -> AttentionStep:
+        return TritonStep(self, tables)
+
+
+class TritonStep:
+    """An AttentionStep."""
+
+    def __init__(self, attention: TritonAttention, tables: AttentionTables) -> None:
+        self._attention = attention
+        self._tables = tables
+
+    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        pool = self._attention.pool
+        paged, place = pool.places[layer]
+        row = int(paged is pool.window)
+        self._write(paged, place, kv_N2KD, self._tables.slots_PN[row])
+        return self._attend(paged, place, q_NHD, self._tables.pages_PBM[row], traits)
+
+    def _write(self, paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor) -> None:
+        kv_N2KD = kv_N2KD if kv_N2KD.stride(3) == 1 else kv_N2KD.contiguous()
+        pool_2KSD = paged.kv_L2KSD[place]
+        rows, _, kv_heads, dim = kv_N2KD.shape
+        block_d = self._attention.block_d
+        block_rows = min(triton.next_power_of_2(2 * kv_heads), max(1, WRITE_ELEMENTS // block_d))
+        scales = paged.scales_L2KS
+        write_kv[(rows, triton.cdiv(2 * kv_heads, block_rows))](
+            pool_2KSD,
+            pool_2KSD if scales is None else scales[place],
+            kv_N2KD,
+            slots_N,
+            kv_N2KD.stride(0),
+            kv_N2KD.stride(1),
+            kv_N2KD.stride(2),
+            pool_2KSD.stride(1),
+            NUM_HEADS=kv_heads,
+            DIM=dim,
+            BLOCK_D=block_d,
+            ROWS=block_rows,
+            HAS_SCALES=scales is not None,
+        )
+
+    def _attend(
+        self, paged: PagedKV, place: int, q_NHD: Tensor, pages_BM: Tensor, traits: LayerTraits
+    ) -> Tensor:
+        attention, tables = self._attention, self._tables
+        q_NHD = q_NHD if q_NHD.stride(2) == 1 else q_NHD.contiguous()
+        pages_BM = pages_BM if pages_BM.stride(1) == 1 else pages_BM.contiguous()
+        rows, heads, dim = q_NHD.shape
+        out_NA = torch.empty((rows, heads * dim), dtype=q_NHD.dtype, device=q_NHD.device)
+        kv_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
+        kv_heads, num_slots = kv_2KSD.shape[1], kv_2KSD.shape[2]
+        group = heads // kv_heads
+        shape = attention.tiles.shape(tables.max_query_len * group)
+        items = len(tables.kv_lens_B)
+        tile_per_item = tables.max_query_len * group <= shape.block_m
+        num_tiles = items if tile_per_item else rows * group // shape.block_m + items
+        splits = self._splits(shape, num_tiles * kv_heads, pages_BM.shape[1] * paged.page_size)
+        score_scale, cap, factor = _score_constants(traits)
+        paged_attention[(num_tiles, kv_heads, splits)](
+            out_NA,
+            q_NHD,
+            kv_2KSD,
+            kv_2KSD if scales is None else scales[place],
+            pages_BM,
+            tables.query_starts_B1,
+            tables.kv_lens_B,
+            q_NHD if traits.sinks_H is None else traits.sinks_H,
+            attention.partials,
+            attention.sums,
+            attention.counters,
+            items,
+            q_NHD.stride(0),
+            q_NHD.stride(1),
+            kv_2KSD.stride(0),
+            kv_2KSD.stride(1),
+            pages_BM.stride(0),
+            score_scale,
+            cap,
+            traits.window or 0,
+            GROUP=group,
+            DIM=dim,
+            BLOCK_D=attention.block_d,
+            PAGE_SIZE=paged.page_size,
+            BLOCK_M=shape.block_m,
+            BLOCK_N=shape.block_n,
+            MAX_SPLITS=1 if splits == 1 else attention.tiles.max_splits,
+            MIN_BLOCKS=triton.cdiv(attention.tiles.min_split, shape.block_n),
+            TILE_PER_ITEM=tile_per_item,
+            Q_FACTOR=factor,
+            COMPUTE=_compute_dtype(q_NHD, kv_2KSD),
+            HAS_SCALES=scales is not None,
+            HAS_CAP=traits.softcap is not None,
+            HAS_WINDOW=traits.window is not None,
+            HAS_SINKS=traits.sinks_H is not None,
+            WIDE=num_slots * dim >= 2**31,
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
+        )
+        return out_NA
+
+    def _splits(self, shape: TileShape, programs: int, most_keys: int) -> int:
+        """Of shapes alone: how many there are for each tile and key head; a tile uses as many as its keys fill."""
+        tiles = self._attention.tiles
+        wanted = triton.cdiv(self._attention.multiprocessors * shape.programs, max(1, programs))
+        return max(1, min(int(wanted), tiles.max_splits, -(-most_keys // tiles.min_split)))
+
+
+def _check(head_dim: int, dtype: torch.dtype, capability: int | None) -> None:
+    if head_dim > MAX_HEAD_DIM:
+        raise AttentionUnavailable("triton", f"heads of {head_dim} are larger than {MAX_HEAD_DIM}")
+    if dtype == FP8 and capability is not None and capability < FIRST_WITH_FP8:
+        raise AttentionUnavailable(
+            "triton",
+            f"a KV cache in fp8 needs compute capability {FIRST_WITH_FP8 / 10}, not {capability / 10}",
+        )
+    if dtype != FP8 and dtype not in _DTYPES:
+        raise AttentionUnavailable("triton", f"it has no kernels for a KV cache in {dtype}")
+
+
+def _score_constants(traits: LayerTraits) -> tuple[float, float, int]:
+    """The kernel's score_scale, cap and Q_FACTOR: its scale is positive, the sign goes to the queries."""
+    factor = (traits.scale > 0) - (traits.scale < 0)
+    scale = abs(traits.scale) if factor else 1.0
+    if traits.softcap is None:
+        return scale * LOG2_E, 0.0, factor
+    return 2 * scale / traits.softcap * LOG2_E, traits.softcap * LOG2_E, factor
+
+
+def _compute_dtype(q_NHD: Tensor, kv_2KSD: Tensor) -> Any:
+    """Of products. Keys in fp8 become bfloat16, in whose range every scale fits; the interpreter multiplies bfloat16
+    in float32."""
+    dtype = q_NHD.dtype
+    if dtype != torch.float32 and kv_2KSD.dtype == FP8:
+        dtype = torch.bfloat16
+    if dtype == torch.bfloat16 and q_NHD.device.type == "cpu":
+        dtype = torch.float32
+    return _DTYPES[dtype]

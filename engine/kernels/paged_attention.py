@@ -1,0 +1,330 @@
+"""Attention of a whole step over the paged KV pool in one launch: extends, decodes and verifies mixed.
+
+The queries of an item that share a key head are packed into tiles of BLOCK_M rows: row r is query r // GROUP, head
+r % GROUP of the group. Grid: tiles, key heads, splits. Keys are taken in blocks of BLOCK_N with a running maximum
+(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). A tile
+with many keys is cut into splits that run side by side ("Flash-Decoding", Dao et al., 2023); the last of them to end
+joins their partial sums.
+
+Legend: M rows of a tile, N keys of a block, D head size padded to a power of two, S splits. Scores and their maxima
+are in units of log 2.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1.0e30)
+"""Where maxima begin: below every score, and finite, so that no difference of two is NaN."""
+
+
+@triton.jit
+def _find_item(query_starts, num_items, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The item that owns a tile, and which of its tiles it is. Item b's begin at query_starts[b] * GROUP // BLOCK_M
+    + b: room for a part-filled tile each."""
+    low = 0
+    high = num_items
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) * GROUP // BLOCK_M + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low, tile - (tl.load(query_starts + low) * GROUP // BLOCK_M + low)
+
+
+@triton.jit
+def _load_pages(pages, block, last_key, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of each key of a block, or of the whole block where it lies in one page. Past the end: the last key's."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(pages + tl.minimum(block * BLOCK_N, last_key) // PAGE_SIZE)
+    keys_N = tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), last_key)
+    return tl.load(pages + keys_N // PAGE_SIZE)
+
+
+@triton.jit
+def _load_rows(rows_ND, alive_N, offsets_D, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(rows_ND, mask=alive_N[:, None] & (offsets_D[None, :] < DIM), other=0.0)
+    if BLOCK_D != DIM:
+        return tl.load(rows_ND, mask=offsets_D[None, :] < DIM, other=0.0)
+    return tl.load(rows_ND)
+
+
+@triton.jit
+def _load_scales(scales_N, alive_N, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(scales_N, mask=alive_N, other=0.0)
+    return tl.load(scales_N)
+
+
+@triton.jit
+def _attend_block(
+    acc_MD,
+    max_M,
+    sum_M,
+    q_MD,
+    position_M,
+    page,
+    block,
+    first_key,
+    last_key,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    score_scale,
+    cap,
+    window,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds one block of keys to the running sums. Unmasked, every row sees every key of it."""
+    offsets_N = tl.arange(0, BLOCK_N)
+    offsets_D = tl.arange(0, BLOCK_D)
+    key_N = block * BLOCK_N + offsets_N
+    if PAGE_SIZE % BLOCK_N == 0:
+        start = page.to(tl.int64) * PAGE_SIZE + block * BLOCK_N % PAGE_SIZE
+        keys += start * DIM
+        values += start * DIM
+        slot_N = offsets_N
+        if HAS_SCALES:
+            key_scales += start
+            value_scales += start
+    else:
+        slot_N = page * PAGE_SIZE + key_N % PAGE_SIZE
+        if WIDE:
+            slot_N = page.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
+    offsets_ND = slot_N[:, None] * DIM + offsets_D[None, :]
+    alive_N = (key_N >= first_key) & (key_N <= last_key)
+    k_ND = _load_rows(keys + offsets_ND, alive_N, offsets_D, DIM, BLOCK_D, MASKED)
+    scores_MN = tl.dot(q_MD, tl.trans(k_ND.to(COMPUTE)), input_precision="ieee")
+    if HAS_SCALES:
+        key_scale_N = _load_scales(key_scales + slot_N, alive_N, MASKED)
+        scores_MN *= key_scale_N[None, :]
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (1 + e^2x); score_scale holds scale / cap * 2 * log2(e), cap is in units of log 2.
+        scores_MN = cap - 2.0 * cap / (1.0 + tl.exp2(scores_MN * score_scale))
+    if MASKED:
+        seen_MN = (key_N[None, :] <= position_M[:, None]) & alive_N[None, :]
+        if HAS_WINDOW:
+            seen_MN &= key_N[None, :] > position_M[:, None] - window
+        scores_MN = tl.where(seen_MN, scores_MN, float("-inf"))
+    if HAS_CAP:
+        new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
+        p_MN = tl.exp2(scores_MN - new_max_M[:, None])
+    else:
+        new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1) * score_scale)
+        p_MN = tl.exp2(scores_MN * score_scale - new_max_M[:, None])
+    decay_M = tl.exp2(max_M - new_max_M)
+    sum_M = sum_M * decay_M + tl.sum(p_MN, 1)
+    acc_MD = acc_MD * decay_M[:, None]
+    v_ND = _load_rows(values + offsets_ND, alive_N, offsets_D, DIM, BLOCK_D, MASKED)
+    if HAS_SCALES:
+        value_scale_N = _load_scales(value_scales + slot_N, alive_N, MASKED)
+        p_MN *= value_scale_N[None, :]
+    acc_MD = tl.dot(p_MN.to(COMPUTE), v_ND.to(COMPUTE), acc_MD, input_precision="ieee")
+    return acc_MD, new_max_M, sum_M
+
+
+@triton.jit
+def _join_splits(
+    partials,
+    sums,
+    first_part,
+    num_used,
+    alive_M,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """The weighted mean of a tile's partial outputs, each of its own softmax. Read past the first-level cache, which
+    knows nothing of what other programs wrote."""
+    rows_M = tl.arange(0, BLOCK_M)
+    offsets_D = tl.arange(0, BLOCK_D)
+    splits_S = tl.arange(0, MAX_SPLITS)
+    at_SM = (first_part + splits_S)[:, None] * (2 * BLOCK_M) + rows_M[None, :]
+    used_SM = (splits_S < num_used)[:, None]
+    max_SM = tl.load(sums + at_SM, mask=used_SM, other=LOWEST, cache_modifier=".cg")
+    sum_SM = tl.load(sums + at_SM + BLOCK_M, mask=used_SM, other=0.0, cache_modifier=".cg")
+    max_M = tl.max(max_SM, 0)
+    sum_M = tl.sum(sum_SM * tl.exp2(max_SM - max_M[None, :]), 0)
+    acc_MD = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for split in tl.range(0, num_used, loop_unroll_factor=4):
+        part = first_part + split
+        weight_M = tl.load(
+            sums + part * 2 * BLOCK_M + rows_M, mask=alive_M, other=LOWEST, cache_modifier=".cg"
+        )
+        at_MD = (part * BLOCK_M + rows_M)[:, None] * BLOCK_D + offsets_D[None, :]
+        part_MD = tl.load(partials + at_MD, mask=alive_M[:, None], other=0.0, cache_modifier=".cg")
+        acc_MD += tl.exp2(weight_M - max_M)[:, None] * part_MD
+    return acc_MD, sum_M
+
+
+@triton.jit(do_not_specialize=["num_items", "pages_stride", "window"])
+def paged_attention(
+    out,
+    q,
+    kv,
+    scales,
+    pages,
+    query_starts,
+    kv_lens,
+    sinks,
+    partials,
+    sums,
+    counters,
+    num_items,
+    q_stride_row,
+    q_stride_head,
+    kv_stride_part,
+    kv_stride_head,
+    pages_stride,
+    score_scale,
+    cap,
+    window,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    TILE_PER_ITEM: tl.constexpr,
+    Q_FACTOR: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Writes `out`, dense [rows, heads, DIM]; rows of no item are left as they are.
+
+    `kv` is one layer of the pool [2, K, slots, DIM] and `scales` [2, K, slots] of it. A split has at least MIN_BLOCKS
+    blocks, and one that is alone writes the output itself. Otherwise `partials` [parts, M, D] and `sums`
+    [parts, 2, M] hold what each found, and `counters`, zero before and after, how many of a tile's are done.
+    MAX_SPLITS, a power of two, is the most the grid may have. With TILE_PER_ITEM item b is tile b, else items are found
+    by search. Q_FACTOR is -1 or 0 if the scores' scale is; COMPUTE is the dtype of products; WIDE: a head's offsets
+    need 64 bits. score_scale and cap hold log2(e), see _attend_block.
+    """
+    tile = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # what sees most keys comes last in an item: begin with it
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    item = tile
+    tile_of_item = 0
+    if not TILE_PER_ITEM:
+        item, tile_of_item = _find_item(query_starts, num_items, tile, GROUP, BLOCK_M)
+    first_row = tl.load(query_starts + item)
+    num_queries = tl.load(query_starts + item + 1) - first_row
+    if tile_of_item * BLOCK_M >= num_queries * GROUP:
+        return
+    kv_len = tl.load(kv_lens + item)
+    history = kv_len - num_queries
+
+    # The keys that any row sees, and among their blocks those that every row sees in full.
+    first_position = history + tile_of_item * BLOCK_M // GROUP
+    last_position = tl.minimum(history + (tile_of_item * BLOCK_M + BLOCK_M - 1) // GROUP, kv_len - 1)
+    last_key = last_position
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(0, first_position - window + 1)
+    begin = first_key // BLOCK_N
+    end = last_key // BLOCK_N + 1
+    num_used = 1
+    if MAX_SPLITS > 1:
+        share = tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), MIN_BLOCKS)
+        num_used = tl.cdiv(end - begin, share)
+        if split >= num_used:
+            return
+        begin += split * share
+        end = tl.minimum(end, begin + share)
+    full_end = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, begin), end)
+    full_begin = begin
+    if HAS_WINDOW:
+        full_begin = tl.maximum(tl.cdiv(tl.maximum(0, last_position - window + 1), BLOCK_N), begin)
+        full_begin = tl.minimum(full_begin, full_end)
+
+    rows_M = tile_of_item * BLOCK_M + tl.arange(0, BLOCK_M)
+    offsets_D = tl.arange(0, BLOCK_D)
+    alive_M = rows_M < num_queries * GROUP
+    head_M = kv_head * GROUP + rows_M % GROUP
+    row_M = (first_row + rows_M // GROUP).to(tl.int64)
+    position_M = tl.minimum(history + rows_M // GROUP, kv_len - 1)
+    q_M1 = (row_M * q_stride_row + head_M * q_stride_head)[:, None]
+    inside_MD = alive_M[:, None] & (offsets_D[None, :] < DIM)
+    q_MD = tl.load(q + q_M1 + offsets_D[None, :], mask=inside_MD, other=0.0).to(COMPUTE)
+    if Q_FACTOR != 1:
+        q_MD = (q_MD.to(tl.float32) * Q_FACTOR).to(COMPUTE)
+
+    acc_MD = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    max_M = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    sum_M = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SINKS and split == 0:
+        sink_M = tl.load(sinks + head_M, mask=alive_M, other=0.0).to(tl.float32)
+        max_M = tl.maximum(sink_M * 1.4426950408889634, LOWEST)
+        sum_M += 1.0
+
+    pages += item.to(tl.int64) * pages_stride
+    keys = kv + kv_head.to(tl.int64) * kv_stride_head
+    values = keys + kv_stride_part
+    key_scales = scales
+    value_scales = scales
+    if HAS_SCALES:
+        key_scales = scales + kv_head.to(tl.int64) * (kv_stride_head // DIM)
+        value_scales = key_scales + kv_stride_part // DIM
+    page = _load_pages(pages, full_begin, last_key, PAGE_SIZE, BLOCK_N)
+    for block in tl.range(full_begin, full_end):
+        next_page = _load_pages(pages, block + 1, last_key, PAGE_SIZE, BLOCK_N)
+        acc_MD, max_M, sum_M = _attend_block(
+            acc_MD, max_M, sum_M, q_MD, position_M, page, block, first_key, last_key,
+            keys, values, key_scales, value_scales, score_scale, cap, window,
+            DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, False,
+        )  # fmt: skip
+        page = next_page
+    for index in tl.range(0, end - begin - (full_end - full_begin)):
+        block = begin + index
+        if block >= full_begin:
+            block += full_end - full_begin
+        page = _load_pages(pages, block, last_key, PAGE_SIZE, BLOCK_N)
+        acc_MD, max_M, sum_M = _attend_block(
+            acc_MD, max_M, sum_M, q_MD, position_M, page, block, first_key, last_key,
+            keys, values, key_scales, value_scales, score_scale, cap, window,
+            DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, True,
+        )  # fmt: skip
+
+    heads = tl.num_programs(1) * GROUP
+    out_M1 = ((row_M * heads + head_M) * DIM)[:, None]
+    if MAX_SPLITS > 1 and num_used > 1:
+        tile_and_head = tl.program_id(0) * tl.num_programs(1) + kv_head
+        first_part = (tile_and_head * tl.num_programs(2)).to(tl.int64)
+        part = first_part + split
+        part_M = tl.arange(0, BLOCK_M)
+        tl.store(sums + part * 2 * BLOCK_M + part_M, max_M)
+        tl.store(sums + part * 2 * BLOCK_M + BLOCK_M + part_M, sum_M)
+        at_MD = (part * BLOCK_M + part_M)[:, None] * BLOCK_D + offsets_D[None, :]
+        tl.store(partials + at_MD, acc_MD, mask=alive_M[:, None])
+        # Every thread's stores are done before one thread releases them; whoever counts last acquires all.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile_and_head, 1, sem="acq_rel", scope="gpu") != num_used - 1:
+            return
+        tl.debug_barrier()
+        acc_MD, sum_M = _join_splits(
+            partials, sums, first_part, num_used, alive_M, BLOCK_M, BLOCK_D, MAX_SPLITS
+        )
+        tl.store(counters + tile_and_head, 0)
+    acc_MD = acc_MD / sum_M[:, None]
+    tl.store(out + out_M1 + offsets_D[None, :], acc_MD.to(out.dtype.element_ty), mask=inside_MD)
