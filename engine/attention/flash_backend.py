@@ -161,27 +161,46 @@ class _Writes:
         slots_S2KD.index_copy_(0, self.slots_N, written_N2KD)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What all layers of one pass share, derived from the tables on the device."""
+
+    writes: list[_Writes]
+    pages: list[Tensor]
+    lengths: dict[str, Tensor]
+
+    @staticmethod
+    def of(tables: AttentionTables, page_size: int, takes: frozenset[str]) -> _Pass:
+        lengths = {"seqused_k": tables.kv_lens_B}
+        if "seqused_k" not in takes:
+            starts_B1 = torch.nn.functional.pad(tables.kv_lens_B.cumsum(0, dtype=torch.int32), (1, 0))
+            lengths = {"cu_seqlens_k": starts_B1}
+        return _Pass(
+            [_Writes.of(slots_N) for slots_N in tables.slots_PN],
+            [_whole_table(pages_BM, tables.kv_lens_B, page_size) for pages_BM in tables.pages_PBM],
+            lengths,
+        )
+
+
 class _FlashStep:
-    """An AttentionStep."""
+    """An AttentionStep. A pass is derived anew at its first layer: the tables may hold something else by then."""
 
     def __init__(
         self, flash: FlashFunction, layers: list[_LayerKV], page_size: int, tables: AttentionTables
     ) -> None:
         self._flash = flash
         self._layers = layers
+        self._page_size = page_size
         self._tables = tables
-        self._writes = [_Writes.of(slots_N) for slots_N in tables.slots_PN]
-        self._pages = [_whole_table(pages_BM, tables.kv_lens_B, page_size) for pages_BM in tables.pages_PBM]
-        self._lengths: dict[str, Any] = {"seqused_k": tables.kv_lens_B}
-        if "seqused_k" not in flash.takes:
-            starts_B1 = torch.nn.functional.pad(tables.kv_lens_B.cumsum(0, dtype=torch.int32), (1, 0))
-            self._lengths = {"cu_seqlens_k": starts_B1}
-        if flash.version is not None:
-            self._lengths["fa_version"] = flash.version
+        self._version = {} if flash.version is None else {"fa_version": flash.version}
+        self._last_layer = len(layers)
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
         kv, tables = self._layers[layer], self._tables
-        self._writes[kv.row].write(kv.slots_S2KD, kv_N2KD)
+        if layer <= self._last_layer:
+            self._pass = _Pass.of(tables, self._page_size, self._flash.takes)
+        self._last_layer = layer
+        self._pass.writes[kv.row].write(kv.slots_S2KD, kv_N2KD)
         out_NHD: Tensor = self._flash.call(
             q=q_NHD,
             k=kv.k_PpKD,
@@ -193,8 +212,9 @@ class _FlashStep:
             causal=True,
             window_size=(-1, -1) if traits.window is None else (traits.window - 1, 0),
             softcap=traits.softcap or 0.0,
-            block_table=self._pages[kv.row],
-            **self._lengths,
+            block_table=self._pass.pages[kv.row],
+            **self._pass.lengths,
+            **self._version,
             **self._sinks(traits.sinks_H),
         )
         return out_NHD.flatten(1)

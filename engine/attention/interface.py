@@ -100,4 +100,6 @@ class TableAttention(Protocol):
         """Whether a step's launches depend on the tables' shapes alone, so that a CUDA graph of them serves other
         contents."""
 
-    def plan(self, tables: AttentionTables) -> AttentionStep: ...
+    def plan(self, tables: AttentionTables) -> AttentionStep:
+        """The step reads the tables when its first layer is called: they may be filled after this, and again for each
+        pass over the layers."""

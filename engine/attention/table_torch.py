@@ -34,20 +34,20 @@ class TorchTables:
 
 
 class _TableStep:
-    """An AttentionStep: that of the items, without the tables' padding."""
+    """An AttentionStep: that of the items, without the tables' padding. The tables are read at the first layer of each
+    pass."""
 
     def __init__(self, pool: KVPool, backend: TorchAttention, tables: AttentionTables) -> None:
-        items = _items(tables, pool.page_size)
-        self._rows = sum(item.query_len for item in items)
-        self._windowed = [paged is pool.window for paged, _ in pool.places]
-        self._written_PN = [(slots_N >= 0).nonzero()[:, 0] for slots_N in tables.slots_PN]
-        self._slots_PN = [
-            slots_N[written_N] for slots_N, written_N in zip(tables.slots_PN, self._written_PN, strict=True)
-        ]
         self._pool = pool
-        self._step = backend.begin(items, self._slots_PN) if items else None
+        self._backend = backend
+        self._tables = tables
+        self._windowed = [paged is pool.window for paged, _ in pool.places]
+        self._last_layer = len(pool.places)
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        if layer <= self._last_layer:
+            self._read_tables()
+        self._last_layer = layer
         row = int(self._windowed[layer])
         written_kv_N2KD = kv_N2KD[self._written_PN[row]]
         if self._step is None:
@@ -59,6 +59,16 @@ class _TableStep:
         out_NA = attended_NA.new_zeros(len(q_NHD), attended_NA.shape[1])
         out_NA[: self._rows] = attended_NA
         return out_NA
+
+    def _read_tables(self) -> None:
+        items = _items(self._tables, self._pool.page_size)
+        self._rows = sum(item.query_len for item in items)
+        slots_PN = self._tables.slots_PN
+        self._written_PN = [(slots_N >= 0).nonzero()[:, 0] for slots_N in slots_PN]
+        self._slots_PN = [
+            slots_N[written_N] for slots_N, written_N in zip(slots_PN, self._written_PN, strict=True)
+        ]
+        self._step = self._backend.begin(items, self._slots_PN) if items else None
 
 
 def _items(tables: AttentionTables, page_size: int) -> list[AttentionItem]:

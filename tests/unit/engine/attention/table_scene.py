@@ -1,7 +1,8 @@
 """Random sequences over scattered pages, as items for the textbook and as padded tables for a backend.
 
 A step's history is written first, through the backend. Window pages that no query sees are gone from the tables. Every
-page that is in no table is NaN. Padding is of both kinds: items without queries at the end, rows past the last item.
+page that is in no table is NaN. Padding is of both kinds: items without queries at the end, rows past the last item. A
+step is planned, and passed once, while its tables hold nothing but padding.
 
 Legend: N rows, H query heads, K key/value heads, D head size, M pages of the longest item.
 """
@@ -16,7 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.interface import AttentionItem, AttentionTables, LayerTraits, TableAttention
+from engine.attention.interface import (
+    AttentionItem,
+    AttentionStep,
+    AttentionTables,
+    LayerTraits,
+    TableAttention,
+)
 from engine.attention.reference import ReferenceAttention
 from engine.attention.tables import tables_of
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
@@ -86,14 +93,24 @@ class TableScene:
         self._fill_history(pool, lambda items, slots_PN: backend.plan(tables_of(items, slots_PN, device)))
         items = self._items()
         tables = padded(tables_of(items, self._slots(items), device), padding)
+        parts = [tables.query_starts_B1, tables.kv_lens_B, *tables.pages_PBM, *tables.slots_PN]
+        contents = [part.clone() for part in parts]
+        for part in parts:
+            part.fill_(0 if part.dim() == 1 and part.dtype == torch.int32 else -1)
         step = backend.plan(tables)
+        self._pass(step, traits, padding)
+        for part, content in zip(parts, contents, strict=True):
+            part.copy_(content)
+        return Outcome(self._pass(step, traits, padding), _contents(pool))
+
+    def _pass(self, step: AttentionStep, traits: Sequence[LayerTraits], padding: Padding) -> list[Tensor]:
         rows, outputs = sum(self.queries), []
         for layer, each in enumerate(traits):
             q_NHD, kv_N2KD = (_pad_rows(part, padding.rows) for part in self._draw(layer))
             out_NA = step(layer, q_NHD, kv_N2KD, each)
             assert out_NA.shape == (rows + padding.rows, self.heads * self.dim)
             outputs.append(out_NA[:rows])
-        return Outcome(outputs, _contents(pool))
+        return outputs
 
     def traits(self, kind: str) -> list[LayerTraits]:
         random = torch.Generator().manual_seed(5)
