@@ -26,7 +26,8 @@ from rich.table import Table
 
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.build import assemble_engine, build_engine, build_runner
+from engine.build import assemble_engine, build_engine
+from engine.build_runner import build_runner
 from engine.engine import LocalEngine
 from engine.models.loader import load_model
 from engine.runner.null import NullRunner

@@ -31,7 +31,8 @@ from assets.training.dialogues import Dialogue, Message, recall_case
 from assets.training.vocabulary import Draw
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.build import build_engine, build_runner
+from engine.build import build_engine
+from engine.build_runner import build_runner
 from engine.models.loader import load_model
 from engine.settings import (
     CacheSettings,

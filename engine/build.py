@@ -9,16 +9,15 @@ from cache.session_cache import SessionAwareCache
 from cache.tiers import HostTier
 from cache.window import WindowPool
 from engine.api import DeltaSink
-from engine.attention.torch_backend import TorchAttention
+from engine.build_runner import build_runner
 from engine.counters import EngineCounters
+from engine.device import resolve_device
 from engine.engine import LocalEngine
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
-from engine.runner.draft_model import DraftModel
-from engine.runner.host_copies import HostCopies
-from engine.runner.kv_pool import KVPool, PoolTooSmall, make_kv_pool
+from engine.models.ops import choose_ops
+from engine.runner.kv_pool import PoolTooSmall
 from engine.runner.protocol import Runner
-from engine.runner.torch_runner import TorchRunner
 from engine.scheduler import Scheduler
 from engine.settings import (
     CacheSettings,
@@ -39,8 +38,17 @@ def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
 
     Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable or engine.runner.kv_pool.PoolTooSmall.
     """
-    loaded = load_model(settings.model)
-    runner = build_runner(loaded, settings.cache, _load_draft(loaded, settings.speculation))
+    ops = choose_ops(resolve_device(settings.model.device))
+    loaded = load_model(settings.model, ops=ops)
+    speculation = settings.speculation
+    runner = build_runner(
+        loaded,
+        settings.cache,
+        _load_draft(loaded, speculation),
+        scheduler=settings.scheduler,
+        execution=settings.execution,
+        num_drafts=speculation.max_draft_tokens if speculation.method != "off" else 0,
+    )
     return assemble_engine(
         runner,
         settings.cache,
@@ -49,24 +57,6 @@ def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
         loaded.eos_token_ids,
         sink,
         settings.execution,
-    )
-
-
-def build_runner(loaded: LoadedModel, cache: CacheSettings, draft: LoadedModel | None = None) -> TorchRunner:
-    """The model over KV pools of its own, with a draft model whose KV lies in a pool of as many pages."""
-    draft_bytes = 0
-    if draft is not None:
-        draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
-    pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes)
-    drafter, draft_pool = None, None
-    if draft is not None:
-        draft_pool = _draft_pool(draft, pool)
-        drafter = DraftModel(
-            draft.model, draft_pool, TorchAttention(draft_pool), draft.vocab_size, draft.max_context_len
-        )
-    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full)
-    return TorchRunner(
-        loaded.model, pool, TorchAttention(pool), loaded.vocab_size, loaded.max_context_len, drafter, copies
     )
 
 
@@ -112,12 +102,6 @@ def _load_draft(target: LoadedModel, speculation: SpeculationSettings) -> Loaded
             f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size}"
         )
     return draft
-
-
-def _draft_pool(draft: LoadedModel, target: KVPool) -> KVPool:
-    """As many pages as the target's: a sequence's page table serves both."""
-    settings = CacheSettings(page_size=target.page_size, num_pages=target.num_pages)
-    return make_kv_pool(draft.layout, settings, draft.dtype, draft.device)
 
 
 def _proposer(speculation: SpeculationSettings, eos_token_ids: frozenset[int]) -> Proposer:

@@ -63,6 +63,29 @@ def free_memory_bytes(device: torch.device) -> int | None:
     return int(free)
 
 
+def reset_peak(device: torch.device) -> None:
+    """Forgets the peak of memory use, and gives back what torch keeps for later."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """What has been taken at most since `reset_peak` beyond what is taken now. 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+
+
+def memory_room(device: torch.device, share: float, reserve_bytes: int) -> int:
+    """What is left of `share` of a GPU's memory beside all that is in use now, by anybody, and a reserve."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * share) - int(total - free) - reserve_bytes
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until everything queued on the device is done."""
     if device.type == "cuda":

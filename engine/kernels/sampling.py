@@ -21,13 +21,12 @@ some 60 GB/s). Each pass of the wide search reads 0.5 MB a program, 8 to 15 us, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runner.sample_table import SampleTable
 from engine.runner.sampler import LEAST_TEMPERATURE
 
 TILE = 64
@@ -40,26 +39,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 HIGHEST = tl.constexpr(2.0**100)
 """Stands for infinity: over the least temperature it is still a number."""
 HIGHEST_KEY = tl.constexpr(227 << 23)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleTable:
-    """How to pick each row's token, on the device, where a CUDA graph finds it again. At least R entries each.
-
-    As in SamplingParams: `temperature_R` 0 is greedy, `top_k_R` 0, `top_p_R` 1 and `min_p_R` 0 are off. `point_R` is
-    the row's random number in [0, 1).
-    """
-
-    temperature_R: Tensor
-    """float32"""
-    top_k_R: Tensor
-    """int32"""
-    top_p_R: Tensor
-    """float32"""
-    min_p_R: Tensor
-    """float32"""
-    point_R: Tensor
-    """float32 or float64"""
 
 
 def pick_tokens(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:

@@ -161,6 +161,13 @@ class DeviceRunner:
                 self._graphs.capture(("head", size), partial(self._head, size))
 
     @torch.inference_mode()
+    def rehearse(self, rows: int, items: int) -> None:
+        """Runs a step of padding, the largest there is, to see what memory it takes. Overwrites slot 0."""
+        parts = self._parts(StepShape(rows, items, decode=False), rows)
+        parts["body"]()
+        self._head(self._max_sampled)
+
+    @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Launch:
         batch = self._careful.with_drafts(batch)
         if any(map(_needs_host, batch.items)):

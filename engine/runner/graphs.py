@@ -74,6 +74,11 @@ class CudaGraphs:
             graph.replay()
 
 
+def make_graphs(device: torch.device, *, wanted: bool) -> Graphs:
+    """Those of a GPU, if they are wanted."""
+    return CudaGraphs(device) if wanted and device.type == "cuda" else NoGraphs()
+
+
 def ladder(most: int) -> tuple[int, ...]:
     """The sizes up to `most`, which is one of them."""
     return (*(size for size in LADDER if size < most), most)

@@ -23,7 +23,8 @@ from engine.api import (
     SamplingParams,
     TokenDelta,
 )
-from engine.build import assemble_engine, build_runner
+from engine.build import assemble_engine
+from engine.build_runner import build_runner
 from engine.engine import LocalEngine
 from engine.models.loader import LoadedModel
 from engine.runner.torch_runner import TorchRunner

@@ -1,0 +1,175 @@
+"""The runner's half of the composition root: pools that fit, the attention over them, and what steps are launched by.
+
+A GPU's pool takes what its memory has left once the largest step has been tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.attention.choose import AttentionChoice, choose_attention
+from engine.device import memory_room, peak_bytes, reset_peak
+from engine.models.loader import LoadedModel
+from engine.parallel.ranks import OneRank, RankGroup
+from engine.runner.device_runner import DeviceRunner
+from engine.runner.draft_model import DraftModel
+from engine.runner.graphs import Graphs, ladder, make_graphs
+from engine.runner.host_copies import HostCopies
+from engine.runner.kv_pool import KVPool, make_kv_pool
+from engine.runner.protocol import Runner
+from engine.runner.sample_table import RowPicker, pick_by_row
+from engine.runner.step_buffers import StepBuffers
+from engine.runner.torch_runner import TorchRunner
+from engine.settings import CPU_POOL_BYTES, CacheSettings, ExecutionSettings, SchedulerSettings
+
+PROFILE_PAGES = 2
+DEFAULT_SCHEDULER = SchedulerSettings()
+DEFAULT_EXECUTION = ExecutionSettings()
+ONE_RANK = OneRank()
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most that a step ever has: rows, items, rows that are sampled, steps in one go."""
+
+    rows: int
+    items: int
+    sampled: int
+    steps: int
+
+    @classmethod
+    def of(cls, scheduler: SchedulerSettings, execution: ExecutionSettings, num_drafts: int) -> StepLimits:
+        items = min(scheduler.max_running, scheduler.max_batch_tokens)
+        sampled = min(items * (1 + num_drafts), scheduler.max_batch_tokens)
+        return cls(scheduler.max_batch_tokens, items, sampled, execution.decode_steps)
+
+
+def build_runner(
+    loaded: LoadedModel,
+    cache: CacheSettings,
+    draft: LoadedModel | None = None,
+    *,
+    scheduler: SchedulerSettings = DEFAULT_SCHEDULER,
+    execution: ExecutionSettings = DEFAULT_EXECUTION,
+    num_drafts: int = 0,
+    ranks: RankGroup = ONE_RANK,
+) -> Runner:
+    """The model over KV pools of its own, with a draft model whose KV lies in a pool of as many pages. `num_drafts` is
+    the most that are verified for an item.
+
+    Raises PoolTooSmall, AttentionUnavailable or UnsupportedModel (the draft model does not fit).
+    """
+    limits = StepLimits.of(scheduler, execution, num_drafts)
+    on_gpu = loaded.device.type == "cuda"
+    room_bytes = _room_bytes(loaded, cache, execution, limits, ranks) if on_gpu else CPU_POOL_BYTES
+    draft_bytes = 0
+    if draft is not None:
+        draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
+    pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes, room_bytes)
+    attention = choose_attention(execution.attention, pool, loaded.device)
+    careful = careful_runner(loaded, pool, attention, draft, execution)
+    if not on_gpu:
+        return careful
+    graphs = make_graphs(loaded.device, wanted=execution.graphs)
+    runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)
+    runner.capture()
+    return runner
+
+
+def careful_runner(
+    loaded: LoadedModel,
+    pool: KVPool,
+    attention: AttentionChoice,
+    draft: LoadedModel | None,
+    execution: ExecutionSettings,
+) -> TorchRunner:
+    """The runner that does everything, a step at a time."""
+    drafter, draft_pool = None, None
+    if draft is not None:
+        draft_pool = _draft_pool(draft, pool)
+        drafter = DraftModel(
+            draft.model,
+            draft_pool,
+            choose_attention(execution.attention, draft_pool, draft.device).items,
+            draft.vocab_size,
+            draft.max_context_len,
+        )
+    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full)
+    about = {"attention": attention.name, "attention_reason": attention.reason}
+    return TorchRunner(
+        loaded.model, pool, attention.items, loaded.vocab_size, loaded.max_context_len, drafter, copies,
+        about=about,
+    )  # fmt: skip
+
+
+def device_runner(
+    loaded: LoadedModel,
+    careful: TorchRunner,
+    pool: KVPool,
+    attention: AttentionChoice,
+    limits: StepLimits,
+    graphs: Graphs,
+    execution: ExecutionSettings,
+    ranks: RankGroup,
+) -> DeviceRunner:
+    """Around `careful`, of the same model and pool; nothing is captured yet."""
+    sizes = ladder(min(execution.max_graph_tokens, limits.rows)) if execution.graphs else ()
+    buffers = StepBuffers(
+        max_rows=max(limits.rows, *sizes, 1),
+        max_items=max(limits.items, *sizes, 1),
+        max_sampled=max(limits.sampled, *sizes, 1),
+        max_pages=-(-(loaded.max_context_len + limits.steps) // pool.page_size),
+        num_pools=1 if pool.window is None else 2,
+        max_steps=limits.steps,
+        page_size=pool.page_size,
+        device=loaded.device,
+    )
+    picker = choose_picker(loaded.device)
+    return DeviceRunner(
+        careful, loaded.model, attention.tables, buffers, picker, graphs, sizes, limits.sampled, limits.steps,
+        ranks, runs_ahead=execution.overlap,
+    )  # fmt: skip
+
+
+def choose_picker(device: torch.device) -> RowPicker:
+    """Triton's on a GPU that has it."""
+    if device.type == "cuda":
+        try:
+            from engine.kernels.sampling import pick_tokens
+        except ModuleNotFoundError:
+            return pick_by_row
+        return pick_tokens
+    return pick_by_row
+
+
+def _room_bytes(
+    loaded: LoadedModel,
+    cache: CacheSettings,
+    execution: ExecutionSettings,
+    limits: StepLimits,
+    ranks: RankGroup,
+) -> int:
+    """What a GPU has for KV: its share of memory, less what the largest step took at its peak."""
+    if cache.num_pages is not None or cache.size_bytes is not None:
+        return 0
+    trial = replace(cache, num_pages=PROFILE_PAGES, window_ratio=1.0)
+    pool = make_kv_pool(loaded.layout, trial, loaded.dtype, loaded.device)
+    attention = choose_attention(execution.attention, pool, loaded.device)
+    careful = careful_runner(loaded, pool, attention, None, execution)
+    eager = replace(execution, graphs=False)
+    runner = device_runner(
+        loaded, careful, pool, attention, limits, make_graphs(loaded.device, wanted=False), eager, ranks
+    )
+    reset_peak(loaded.device)
+    runner.rehearse(limits.rows, limits.items)
+    room = memory_room(loaded.device, cache.memory_share, peak_bytes(loaded.device))
+    runner.close()
+    return room
+
+
+def _draft_pool(draft: LoadedModel, target: KVPool) -> KVPool:
+    """As many pages as the target's: a sequence's page table serves both."""
+    settings = CacheSettings(page_size=target.page_size, num_pages=target.num_pages)
+    return make_kv_pool(draft.layout, settings, draft.dtype, draft.device)
