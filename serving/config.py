@@ -188,6 +188,33 @@ class ExecutionArgs(StrictModel):
     decode_steps: Annotated[int, Field(ge=1, le=64)] = 1
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
 
+    def conflicts(
+        self, model: ModelArgs | None, cache: CacheArgs | None, speculation: SpeculationArgs | None
+    ) -> list[str]:
+        """What these settings cannot do with those of other sections, each by the names of its keys."""
+        on_cpu = model is not None and model.device == "cpu"
+        in_float32 = model is not None and model.dtype == "float32"
+        reasons = []
+        if cache is not None and cache.kv_dtype == "fp8":
+            if self.attention in ("flash", "torch"):
+                reasons.append(
+                    f"attention {self.attention!r} has no fp8: cache.kv_dtype 'fp8' needs 'triton'"
+                )
+            elif on_cpu and self.attention == "auto":
+                reasons.append("cache.kv_dtype 'fp8' needs a GPU, model.device is 'cpu'")
+        if self.attention == "flash":
+            if on_cpu:
+                reasons.append("attention 'flash' needs a GPU, model.device is 'cpu'")
+            if in_float32:
+                reasons.append("attention 'flash' takes bfloat16 and float16, model.dtype is 'float32'")
+            if cache is not None and cache.page_size % 16:
+                reasons.append(
+                    f"attention 'flash' needs a cache.page_size that is a multiple of 16, not {cache.page_size}"
+                )
+        if self.tensor_parallel > 1 and speculation is not None and speculation.method == "draft":
+            reasons.append("tensor_parallel above 1 does not go with speculation.method 'draft'")
+        return reasons
+
 
 class ReplicaArgs(StrictModel):
     """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine."""
@@ -237,11 +264,22 @@ class AppArgs(StrictModel):
     cache: CacheArgs = CacheArgs()
     scheduler: SchedulerArgs = SchedulerArgs()
     speculation: SpeculationArgs = SpeculationArgs()
-    execution: ExecutionArgs = ExecutionArgs()
+    execution: Annotated[ExecutionArgs, Field(validate_default=True)] = ExecutionArgs()
     replicas: ReplicaArgs = ReplicaArgs()
     ingress: IngressArgs = IngressArgs()
     sessions: SessionArgs = SessionArgs()
     controller: ControllerArgs = ControllerArgs()
+
+    @field_validator("execution")
+    @classmethod
+    def _fits_the_others(cls, execution: ExecutionArgs, info: ValidationInfo) -> ExecutionArgs:
+        """Sections that are at fault themselves are not in `info`, and told apart."""
+        reasons = execution.conflicts(
+            info.data.get("model"), info.data.get("cache"), info.data.get("speculation")
+        )
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        return execution
 
     def engine_settings(self) -> EngineSettings:
         """The frozen settings of one replica's engine."""

@@ -37,6 +37,7 @@ from serving.turn_runner import TurnRunner
 from serving.turns import ChatPrompt, ErrorInfo, ForkedSession, ModelInfo, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
+serve_logger = logging.getLogger("ray.serve")  # what it is told at level INFO reaches the replica's log
 
 ENGINE_CALL_TIMEOUT_S = 10.0
 ENGINE_STOP_TIMEOUT_S = 5.0
@@ -136,15 +137,7 @@ class LLMReplica:
 
     async def describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready."""
-        stats = self._engine.stats()
-        return {
-            "replica_id": self._replica_id,
-            "pid": os.getpid(),
-            "live_turns": self._turns.num_live,
-            **asdict(stats),
-            "pages": _pages(stats.pages),
-            "window_pages": None if stats.window_pages is None else _pages(stats.window_pages),
-        }
+        return replica_figures(self._replica_id, self._turns.num_live, self._engine)
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""
@@ -161,6 +154,7 @@ class LLMReplica:
     async def _start(self) -> None:
         await asyncio.to_thread(_warm, self._text)
         self._engine.start()
+        serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         async with asyncio.timeout(START_TIMEOUT_S):
             await self._controller.register_replica(self._host.status())
         controller, sessions = self._args.controller, self._args.sessions
@@ -172,6 +166,25 @@ class LLMReplica:
 
     async def _publish_gauges(self) -> None:
         self._gauges.publish(self._engine.stats())
+
+
+def replica_figures(replica_id: str, num_live: int, engine: Engine) -> dict[str, Any]:
+    """JSON ready; under `execution` what the engine runs on and how."""
+    stats = engine.stats()
+    return {
+        "replica_id": replica_id,
+        "pid": os.getpid(),
+        "live_turns": num_live,
+        **asdict(stats),
+        "pages": _pages(stats.pages),
+        "window_pages": None if stats.window_pages is None else _pages(stats.window_pages),
+        "execution": engine.describe(),
+    }
+
+
+def execution_line(engine: Engine) -> str:
+    """The same for the log."""
+    return ", ".join(f"{name} {value}" for name, value in engine.describe().items())
 
 
 def _pages(pages: PageAccounts) -> dict[str, int]:

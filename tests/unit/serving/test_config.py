@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.settings import ModelSettings, SpeculationSettings
+from engine.settings import ExecutionSettings, ModelSettings, SpeculationSettings
 from serving.config import (
     AppArgs,
     SettingsError,
@@ -66,6 +66,11 @@ def test_key_like_nothing_known_gets_the_list() -> None:
         ("replicas", {"count": 0}),
         ("sessions", {"idle_timeout_s": 0}),
         ("model", {**MODEL, "dtype": "float8"}),
+        ("cache", {"kv_dtype": "int8"}),
+        ("cache", {"memory_share": 1}),
+        ("execution", {"attention": "fast"}),
+        ("execution", {"decode_steps": 0}),
+        ("execution", {"tensor_parallel": 0}),
     ],
 )
 def test_bad_values_name_section_and_key(section: str, values: dict[str, object]) -> None:
@@ -130,6 +135,69 @@ def test_off_may_be_written_bare() -> None:
 def test_draft_needs_a_model(speculation: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match=r"args\.speculation\.draft_model: .*needs a draft_model"):
         parse_args({"model": MODEL, "speculation": speculation})
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"cache": {"kv_dtype": "fp8"}, "execution": {"attention": "torch"}}, "'torch' has no fp8"),
+        (
+            {"cache": {"kv_dtype": "fp8"}, "execution": {"attention": "flash"}},
+            "cache.kv_dtype 'fp8' needs 'triton'",
+        ),
+        ({"cache": {"kv_dtype": "fp8"}, "model": {**MODEL, "device": "cpu"}}, "'fp8' needs a GPU"),
+        ({"model": {**MODEL, "device": "cpu"}, "execution": {"attention": "flash"}}, "model.device is 'cpu'"),
+        (
+            {"model": {**MODEL, "dtype": "float32"}, "execution": {"attention": "flash"}},
+            "model.dtype is 'float32'",
+        ),
+        ({"cache": {"page_size": 24}, "execution": {"attention": "flash"}}, "multiple of 16, not 24"),
+        (
+            {"speculation": {"method": "draft", "draft_model": MODEL}, "execution": {"tensor_parallel": 2}},
+            "tensor_parallel above 1 does not go with speculation.method 'draft'",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(args: dict[str, object], reason: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_args({"model": MODEL, **args})
+    assert "args.execution: " in str(caught.value)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"cache": {"kv_dtype": "fp8"}},
+        {"cache": {"kv_dtype": "fp8"}, "execution": {"attention": "triton"}},
+        {"cache": {"page_size": 32}, "execution": {"attention": "flash"}},
+        {"cache": {"page_size": 1}, "execution": {"attention": "torch"}},
+        {"speculation": {"method": "ngram"}, "execution": {"tensor_parallel": 2}},
+    ],
+)
+def test_settings_that_agree_are_taken(args: dict[str, object]) -> None:
+    assert parse_args({"model": MODEL, **args}).engine_settings()
+
+
+def test_execution_reaches_the_engine() -> None:
+    execution = {
+        "attention": "torch",
+        "graphs": False,
+        "max_graph_tokens": 64,
+        "overlap": False,
+        "decode_steps": 4,
+        "tensor_parallel": 2,
+    }
+    cache = {"kv_dtype": "auto", "memory_share": 0.5}
+    settings = parse_args({"model": MODEL, "execution": execution, "cache": cache}).engine_settings()
+    assert settings.execution == ExecutionSettings("torch", False, 64, False, 4, 2)
+    assert (settings.cache.memory_share, settings.cache.kv_dtype) == (0.5, "auto")
+
+
+def test_a_section_at_fault_is_told_beside_what_contradicts_it() -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_args({"model": MODEL, "cache": {"page_size": 0}, "execution": {"attention": "flash"}})
+    assert "args.cache.page_size" in str(caught.value)
 
 
 def test_settings_cannot_be_changed() -> None:

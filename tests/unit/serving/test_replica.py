@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_o
 from controllers.errors import StaleEpoch, StoreError
 from controllers.records import ReplicaStatus
 from engine.runner.null import null_generate
+from serving.replica import execution_line, replica_figures
 
 
 @pytest.fixture
@@ -290,3 +292,13 @@ async def test_metrics_tell_outcomes_and_pages(rig: Rig) -> None:
     assert f'kedge_turns_total{{outcome="refused",replica="{REPLICA_ID}"}} 1.0' in text
     assert f'kedge_kv_pages{{account="leaked",pool="full",replica="{REPLICA_ID}"}} 0.0' in text
     assert f'kedge_ttft_seconds_count{{replica="{REPLICA_ID}"}} 1.0' in text
+
+
+async def test_figures_say_what_it_runs_on(rig: Rig) -> None:
+    await rig.run(call([1, 2, 3]))
+    figures = replica_figures("replica-a", rig.turns.num_live, rig.engine)
+    assert figures["execution"] == rig.runner.describe()
+    assert figures["execution"]["runner"] == "null"
+    assert (figures["replica_id"], figures["live_turns"]) == ("replica-a", 0)
+    assert json.loads(json.dumps(figures)) == figures
+    assert "runner null" in execution_line(rig.engine)
