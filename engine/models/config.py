@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -64,6 +64,30 @@ class ModelSpec:
     @property
     def kv_layout(self) -> KVLayout:
         return KVLayout(self.num_kv_heads, self.head_dim, self.windows)
+
+    def shard(self, size: int) -> ModelSpec:
+        """What each of `size` ranks holds: its share of the heads and of the MLP; the vocabulary stays whole.
+
+        With fewer key/value heads than ranks each is held by several. Raises UnsupportedModel naming the field that
+        cannot be shared out.
+        """
+        if size == 1:
+            return self
+        for field, count in (
+            ("num_attention_heads", self.num_heads),
+            ("intermediate_size", self.intermediate_size),
+        ):
+            if count % size:
+                raise UnsupportedModel(f"{field} {count} cannot be shared out to {size} ranks")
+        heads = self.num_kv_heads
+        if heads % size and size % heads:
+            raise UnsupportedModel(f"num_key_value_heads {heads} cannot be shared out to {size} ranks")
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, heads // size),
+            intermediate_size=self.intermediate_size // size,
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

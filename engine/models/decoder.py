@@ -1,7 +1,7 @@
 """The one decoder behind every native family.
 
 Legend: N tokens, E hidden size, H query heads, K key/value heads, D head size, F inner size of the MLP,
-V vocabulary, R rows of which logits are wanted, C rotary frequencies.
+V vocabulary, v = V / ranks rounded up, R rows of which logits are wanted, C rotary frequencies.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from engine.models.config import ModelSpec
 from engine.models.layers import RotaryTable, interleave_rotary
 from engine.models.linear import Linear, LinearFactory
 from engine.models.ops import DecoderOps
+from engine.models.shares import vocabulary_share
 from engine.models.weights import WeightSource
 from engine.parallel.ranks import RankGroup
 
@@ -67,7 +68,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A CausalModel."""
+    """A CausalModel. Of several ranks each has the whole embedding and its share of the head's rows.
+
+    `spec` is of this rank's share (ModelSpec.shard), and so are the tensors of `source`.
+    """
 
     def __init__(
         self,
@@ -90,8 +94,13 @@ class Decoder:
         ]
         norm_E = source.take("model.norm.weight").to(device, activations)
         self._norm = ops.norm(norm_E, spec.rms_norm_eps)
-        head_VE = self._embedding_VE if spec.tied_embeddings else source.take("lm_head.weight").to(device)
-        self._head = make_linear(head_VE, None)
+        self._vocab_size = spec.vocab_size
+        head_vE = (
+            vocabulary_share(self._embedding_VE, ranks.rank, ranks.size)
+            if spec.tied_embeddings
+            else source.take("lm_head.weight").to(device)
+        )
+        self._head = make_linear(head_vE, None)
         self._rotary = RotaryTable(spec.rope, spec.head_dim, spec.max_context_len, device)
 
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep) -> Tensor:
@@ -103,7 +112,7 @@ class Decoder:
         return x_NE if delta_NE is None else x_NE.add_(delta_NE)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._ranks.join(self._head(self._norm(hidden_RE))).float()
+        return self._ranks.join(self._head(self._norm(hidden_RE)))[:, : self._vocab_size].float()
 
 
 class LayerWeights:

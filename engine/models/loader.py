@@ -15,10 +15,11 @@ from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.models.linear import LinearFactory, linear_factory
-from engine.models.ops import TorchOps
+from engine.models.ops import DecoderOps, TorchOps
 from engine.models.protocol import CausalModel
+from engine.models.shares import Shares
 from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights
-from engine.parallel.ranks import OneRank
+from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import KVLayout
 from engine.settings import ModelSettings
 
@@ -40,40 +41,55 @@ class LoadedModel:
     max_context_len: int
 
 
-def load_model(settings: ModelSettings, make_linear: LinearFactory | None = None) -> LoadedModel:
+def load_model(
+    settings: ModelSettings,
+    make_linear: LinearFactory | None = None,
+    *,
+    ops: DecoderOps | None = None,
+    ranks: RankGroup | None = None,
+) -> LoadedModel:
     """A native family if the model is of one, else the model as transformers has it, over the bridge.
 
-    Raises ModelError (not found, not supported, weights that do not fit) or DeviceUnavailable. `make_linear` replaces
-    the kind of linear that suits the device.
+    `make_linear` replaces the kind of linear that suits the device, `ops` torch's own small operators. Of several
+    `ranks` each loads its share; what comes back describes that share. Raises ModelError (not found, not supported,
+    weights that do not fit) or DeviceUnavailable.
     """
     use_cpu_threads(settings.num_threads)
     directory = find_model(settings.path)
     config = read_config(directory)
     device = resolve_device(settings.device)
+    ranks = ranks or OneRank()
     try:
         spec = parse_spec(config)
     except UnsupportedModel as refusal:
+        if ranks.size > 1:
+            raise UnsupportedModel(
+                f"tensor_parallel {ranks.size}: only native families are shared out to ranks ({refusal})"
+            ) from refusal
         return _load_bridged(directory, config, settings, device, refusal)
-    return _load_native(directory, spec, settings, device, make_linear)
+    return _load_native(directory, spec, settings, device, make_linear, ops or TorchOps(), ranks)
 
 
 def _load_native(
     directory: Path,
-    spec: ModelSpec,
+    whole: ModelSpec,
     settings: ModelSettings,
     device: torch.device,
     make_linear: LinearFactory | None,
+    ops: DecoderOps,
+    ranks: RankGroup,
 ) -> LoadedModel:
-    weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[spec.checkpoint_dtype])
+    weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[whole.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
     make_linear = make_linear or linear_factory(device, weights_dtype, dtype)
+    shares, spec = Shares(whole, ranks.rank, ranks.size), whole.shard(ranks.size)
     with torch.inference_mode():
         if settings.load_format == "dummy":
-            dummy = DummyWeights(spec, weights_dtype, settings.seed)
-            model = Decoder(spec, dummy, make_linear, device, dtype, TorchOps(), OneRank())
+            dummy = DummyWeights(whole, weights_dtype, settings.seed, device, shares)
+            model = Decoder(spec, dummy, make_linear, device, dtype, ops, ranks)
         else:
-            with closing(CheckpointWeights(directory, spec, weights_dtype)) as source:
-                model = Decoder(spec, source, make_linear, device, dtype, TorchOps(), OneRank())
+            with closing(CheckpointWeights(directory, whole, weights_dtype, device, shares)) as source:
+                model = Decoder(spec, source, make_linear, device, dtype, ops, ranks)
     return LoadedModel(
         model=model,
         layout=spec.kv_layout,

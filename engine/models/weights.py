@@ -13,15 +13,18 @@ from torch import Tensor
 
 from engine.models.config import ModelSpec, read_json
 from engine.models.errors import BadCheckpoint, ModelNotFound
+from engine.models.shares import Shares
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DUMMY_SCALE = 0.02
+CPU = torch.device("cpu")
 CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class WeightSource(Protocol):
-    """Gives out each tensor of `tensor_shapes` once asked, in the dtype the model is held in, on the CPU."""
+    """Gives out each tensor of `tensor_shapes` once asked, or this rank's part of it, in the dtype the model is held
+    in, on its device."""
 
     def take(self, name: str) -> Tensor: ...
 
@@ -68,28 +71,43 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 class CheckpointWeights:
-    """safetensors of a directory, one file or sharded. Opening checks names and shapes; reading is lazy.
+    """safetensors of a directory, one file or sharded. Opening checks names and shapes; reading is lazy: each tensor,
+    or this rank's part of it, goes from the file to the device.
 
-    Raises BadCheckpoint naming the tensors that are missing, left over or of another shape.
+    `spec` is of the whole model. Raises BadCheckpoint naming the tensors that are missing, left over or of another
+    shape.
     """
 
-    def __init__(self, directory: Path, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        shares: Shares | None = None,
+    ) -> None:
         self._dtype = dtype
+        self._device = device
+        self._shares = shares or Shares(spec, 0, 1)
         self._stack = ExitStack()
         self._files = {path: self._open(path) for path in _weight_files(directory)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
         self._check(directory, tensor_shapes(spec), spec.tied_embeddings)
 
     def take(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor.to(self._dtype)
+        file, part = self._file_of[name], self._shares.part(name)
+        if part is None:
+            whole: Tensor = file.get_tensor(name)
+            return whole.to(self._dtype)
+        read: Tensor = file.get_slice(name)[(slice(None),) * part.dim + (slice(part.start, part.stop),)]
+        return part.padded(read).to(self._dtype).contiguous()
 
     def close(self) -> None:
         self._stack.close()
 
     def _open(self, path: Path) -> Any:
         try:
-            return self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            return self._stack.enter_context(safe_open(path, framework="pt", device=str(self._device)))
         except Exception as error:
             raise BadCheckpoint(f"{path}: {error}") from error
 
@@ -110,25 +128,44 @@ class CheckpointWeights:
 
 
 class DummyWeights:
-    """Random weights as of a checkpoint in the configuration's dtype; they depend on the seed and the order of
-    names only. Norms are one, biases zero."""
+    """Random weights as of a checkpoint in the configuration's dtype; they depend on the seed, the order of names and
+    the kind of device only, and several ranks hold parts of the same. Norms are one, biases zero.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, seed: int) -> None:
+    They are made on the device: on a GPU the whole of a large model takes seconds.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        seed: int,
+        device: torch.device = CPU,
+        shares: Shares | None = None,
+    ) -> None:
+        """`spec` is of the whole model."""
         self._shapes = tensor_shapes(spec)
         self._index = {name: index for index, name in enumerate(self._shapes)}
         self._dtype = dtype
         self._stored_dtype = CHECKPOINT_DTYPES[spec.checkpoint_dtype]
         self._seed = seed
+        self._device = device
+        self._shares = shares or Shares(spec, 0, 1)
 
     def take(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+        whole, part = self._make(name), self._shares.part(name)
+        if part is None:
+            return whole.to(self._dtype)
+        return part.of(whole).to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def _make(self, name: str) -> Tensor:
+        shape, device = self._shapes[name], self._device
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype)
+            return torch.ones(shape, dtype=self._dtype, device=device)
         if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=self._dtype)
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._index[name])
-        stored = torch.empty(shape, dtype=self._stored_dtype).normal_(0.0, DUMMY_SCALE, generator=generator)
-        return stored.to(self._dtype)
+            return torch.zeros(shape, dtype=self._dtype, device=device)
+        generator = torch.Generator(device).manual_seed(self._seed * 1_000_003 + self._index[name])
+        stored = torch.empty(shape, dtype=self._stored_dtype, device=device)
+        return stored.normal_(0.0, DUMMY_SCALE, generator=generator)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """The processes that hold one model between them (tensor parallel), as the model sees them.
 
-Legend: N tokens, E hidden size, R rows, V vocabulary, v = V / size of one rank's share.
+Legend: N tokens, E hidden size, R rows, v one rank's share of the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ class RankGroup(Protocol):
         """Adds up what the ranks have, in place on each."""
 
     def join(self, x_Rv: Tensor) -> Tensor:
-        """The ranks' columns side by side [R, V], on each rank."""
+        """The ranks' columns side by side [R, size * v], on each rank."""
 
     def share_(self, x: Tensor) -> None:
         """Overwrites x with rank 0's."""
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values. Waits for all of them: not for use in a step."""
 
 
 class OneRank:
@@ -43,3 +46,6 @@ class OneRank:
 
     def share_(self, x: Tensor) -> None:
         pass
+
+    def least(self, value: int) -> int:
+        return value

@@ -1,0 +1,237 @@
+"""Rank 0's Runner: what it does to the model and to KV, every rank does.
+
+The books, the scheduler and the sampled tokens that count are rank 0's alone. The others see the same batches and
+make the same decisions about how to run them, so that their collectives meet; what they sample is their own affair.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+
+from cache.tiers import PoolPages
+from engine.batch import ModelOutput, ScheduledBatch
+from engine.parallel.errors import RanksLost, RanksNotStarted
+from engine.parallel.messages import CLONE, DROP, LAUNCH, LOAD, SAVE, PoolFacts, packed, pages_out
+from engine.parallel.team import Team
+from engine.parallel.wire import BatchEncoder
+from engine.runner.protocol import Launch, Runner
+
+REASON_S = 2.0
+"""So long a failed step waits for a rank to say what happened to it."""
+
+LOOK_S = 1.0
+
+
+def lead(runner: Runner, team: Team) -> Runner:
+    """Rank 0's runner for the engine, once every rank has its own.
+
+    Raises RanksNotStarted if one has failed, or has other pools. The runner's `close` closes the team.
+    """
+    own = PoolFacts.of(runner)
+    for rank, facts in enumerate(team.wait_ready(), 1):
+        if facts != own:
+            raise RanksNotStarted(f"rank {rank} has {facts}, rank 0 {own}")
+    team.ranks.bound(team.timeouts.step_s)
+    return LeadRunner(runner, team)
+
+
+class LeadRunner:
+    """A Runner. Every failure of a step is final (RanksLost): the ranks may have parted ways within it."""
+
+    def __init__(self, runner: Runner, team: Team) -> None:
+        self._runner = runner
+        self._team = team
+        self._followers = team.followers
+        self._batches = BatchEncoder(runner.page_size)
+        self._spoiled: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._busy_since_s: float | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="kedge-step-watch", daemon=True).start()
+
+    @property
+    def num_pages(self) -> int:
+        return self._runner.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self._runner.page_size
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Of all ranks together: what a page takes of the host's memory when it is saved there."""
+        return self._runner.page_size_bytes * self._team.ranks.size
+
+    @property
+    def window_len(self) -> int | None:
+        return self._runner.window_len
+
+    @property
+    def num_window_pages(self) -> int:
+        return self._runner.num_window_pages
+
+    @property
+    def window_page_size_bytes(self) -> int:
+        return self._runner.window_page_size_bytes * self._team.ranks.size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def max_context_len(self) -> int:
+        return self._runner.max_context_len
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._runner.runs_ahead
+
+    def describe(self) -> dict[str, str | int | float | bool]:
+        return {**self._runner.describe(), "tensor_parallel": self._team.ranks.size}
+
+    def launch(self, batch: ScheduledBatch) -> Launch:
+        self._team.check()
+        self._drop_spoiled()
+        message = packed(LAUNCH, self._batches.encode(batch))
+        self._busy_since_s = time.monotonic()
+        try:
+            for follower in self._followers:
+                follower.post(message)
+            return LeadLaunch(self, self._runner.launch(batch))
+        except Exception as error:
+            raise self._lost(error) from error
+        finally:
+            self._busy_since_s = None
+
+    def take(self, launch: Launch) -> ModelOutput:
+        """A step's result, if the ranks are still together after it."""
+        self._busy_since_s = time.monotonic()
+        try:
+            output = launch.result()
+        except Exception as error:
+            raise self._lost(error) from error
+        finally:
+            self._busy_since_s = None
+        self._team.check()
+        return output
+
+    def save(self, key: int, pages: PoolPages) -> Future[None]:
+        copies = self._ask(packed(SAVE, key, pages_out(pages)))
+        copies.insert(0, self._runner.save(key, pages))
+        return all_done(copies, partial(self._save_ended, key))
+
+    def load(self, key: int, pages: PoolPages) -> Future[None]:
+        copies = self._ask(packed(LOAD, key, pages_out(pages)))
+        return all_done([self._runner.load(key, pages), *copies])
+
+    def drop(self, key: int) -> None:
+        self._post(packed(DROP, key))
+        self._runner.drop(key)
+
+    def clone(self, source: PoolPages, target: PoolPages) -> None:
+        self._post(packed(CLONE, pages_out(source), pages_out(target)))
+        self._runner.clone(source, target)
+
+    def close(self) -> None:
+        self._closed.set()
+        try:
+            self._runner.close()
+        finally:
+            self._team.close()
+
+    def _post(self, message: bytes) -> None:
+        self._team.check()
+        self._drop_spoiled()
+        for follower in self._followers:
+            follower.post(message)
+
+    def _ask(self, message: bytes) -> list[Future[None]]:
+        self._team.check()
+        self._drop_spoiled()
+        return [follower.ask(message) for follower in self._followers]
+
+    def _save_ended(self, key: int, copies: Sequence[Future[None]]) -> None:
+        """A save that failed on some rank counts as failed: what others have under the key is to go. Any thread."""
+        if any(copy.exception() is not None for copy in copies):
+            for rank, copy in enumerate(copies):
+                if copy.exception() is None:
+                    self._spoiled.put((rank, key))
+
+    def _drop_spoiled(self) -> None:
+        while not self._spoiled.empty():
+            rank, key = self._spoiled.get()
+            if rank == 0:
+                self._runner.drop(key)
+            else:
+                self._followers[rank - 1].post(packed(DROP, key))
+
+    def _lost(self, error: Exception) -> RanksLost:
+        """Why the step failed, as well as anybody knows; the team ends with it."""
+        failure = self._team.failure_soon(REASON_S)
+        if failure is not None:
+            return failure
+        self._team.fail(f"rank 0: {type(error).__name__}: {error}")
+        return self._team.failure or RanksLost(str(error))
+
+    def _watch(self) -> None:
+        """GPUs wait for each other without end: somebody has to look at the clock."""
+        limit_s = self._team.timeouts.step_s + 2 * LOOK_S  # gloo's own clock, which knows more, comes first
+        while not self._closed.wait(LOOK_S):
+            since_s = self._busy_since_s
+            if since_s is not None and time.monotonic() - since_s > limit_s:
+                self._team.fail(f"a step has not ended after {limit_s} s")
+                return
+
+
+class LeadLaunch:
+    """A Launch."""
+
+    def __init__(self, lead: LeadRunner, launch: Launch) -> None:
+        self._lead = lead
+        self._launch = launch
+
+    def result(self) -> ModelOutput:
+        return self._lead.take(self._launch)
+
+
+class _Together:
+    """Counts copies down; the last to end settles `all`, with the first error in order if there is one."""
+
+    def __init__(self, copies: Sequence[Future[None]]) -> None:
+        self.all: Future[None] = Future()
+        self.copies = copies
+        self._left = len(copies)
+        self._lock = threading.Lock()
+
+    def count_down(self) -> bool:
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def settle(self) -> None:
+        errors = [error for copy in self.copies if (error := copy.exception()) is not None]
+        if errors:
+            self.all.set_exception(errors[0])
+        else:
+            self.all.set_result(None)
+
+
+def all_done(
+    copies: Sequence[Future[None]], ended: Callable[[Sequence[Future[None]]], None] | None = None
+) -> Future[None]:
+    """Done when every copy is. `ended` is called before."""
+    together = _Together(copies)
+
+    def one_ended(_: Future[None]) -> None:
+        if together.count_down():
+            if ended is not None:
+                ended(copies)
+            together.settle()
+
+    for copy in copies:
+        copy.add_done_callback(one_ended)
+    return together.all

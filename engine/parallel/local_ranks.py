@@ -1,0 +1,65 @@
+"""Ranks as child processes on this machine: for one host without Ray, and for tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from multiprocessing.context import SpawnProcess
+
+from engine.parallel.follow import RunnerMaker, run_rank
+from engine.parallel.team import RankProcess
+from engine.parallel.ticket import Ticket
+from engine.settings import EngineSettings
+
+HOST = "127.0.0.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class ChildRank:
+    """A RankProcess."""
+
+    def __init__(self, process: SpawnProcess) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def ended(self) -> str | None:
+        status = self._process.exitcode
+        return None if status is None else f"exit status {status}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class LocalRanks:
+    """A RankStarter. Rank r takes the r-th GPU that this process sees, if the ranks run on GPUs."""
+
+    def __init__(self, settings: EngineSettings, make_runner: RunnerMaker) -> None:
+        self._settings = settings
+        self._make_runner = make_runner
+        self.children: list[ChildRank] = []
+
+    def __call__(self, tickets: Sequence[Ticket]) -> Sequence[RankProcess]:
+        context = multiprocessing.get_context("spawn")
+        for ticket in tickets:
+            process = context.Process(
+                target=_run,
+                args=(ticket, self._settings, self._make_runner),
+                name=f"kedge-rank-{ticket.rank}",
+                daemon=True,
+            )
+            process.start()
+            self.children.append(ChildRank(process))
+        return self.children
+
+
+def _run(ticket: Ticket, settings: EngineSettings, make_runner: RunnerMaker) -> None:
+    """In the child, before anything has looked for GPUs."""
+    seen = os.environ.get(VISIBLE)
+    gpus = seen.split(",") if seen else [str(index) for index in range(ticket.size)]
+    if ticket.rank < len(gpus):
+        os.environ[VISIBLE] = gpus[ticket.rank]
+    run_rank(ticket, settings, make_runner)

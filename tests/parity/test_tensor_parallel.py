@@ -1,0 +1,139 @@
+"""Two ranks that hold a model between them give what one gives: logits close, greedy tokens equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.api import FinishReason, GenerateRequest, LogprobParams, SamplingParams
+from engine.attention.interface import AttentionItem
+from engine.attention.torch_backend import TorchAttention
+from engine.models.loader import load_model
+from engine.parallel.ranks import OneRank, RankGroup
+from engine.runner.kv_pool import make_kv_pool
+from engine.settings import CacheSettings, ModelSettings, SchedulerSettings, SpeculationSettings
+from tests.unit.engine.parallel.parallel_rig import ParallelRig, write_model
+from tests.unit.engine.parallel.test_process_ranks import groups, on_each
+
+EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
+DRAFT = EMBEDDED.with_name("kedge-chat-draft")
+NEAR_TIE = 1e-4
+"""Two tokens whose log-probabilities differ by less may change places with the order of a sum."""
+
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama": (2, {}),
+    "llama, tied, biased": (2, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "qwen2, one kv head": (2, {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1}),
+    "qwen3": (2, {"architectures": ["Qwen3ForCausalLM"], "head_dim": 10}),
+    "mistral, window": (2, {"architectures": ["MistralForCausalLM"], "sliding_window": 6}),
+    "four ranks, two kv heads": (4, {"vocab_size": 103}),
+}
+
+
+def logits(settings: ModelSettings, ranks: RankGroup) -> torch.Tensor:
+    """After each of 20 tokens, computed in two chunks."""
+    loaded = load_model(settings, ranks=ranks)
+    pool = make_kv_pool(loaded.layout, CacheSettings(4, 8, window_ratio=1.0), loaded.dtype, loaded.device)
+    tokens = torch.tensor(np.random.default_rng(4).integers(0, 100, 20))
+    table, rows = np.arange(8, dtype=np.int32), []
+    with torch.inference_mode():
+        for begin, end in ((0, 13), (13, 20)):
+            slots = torch.arange(begin, end)
+            item = AttentionItem(end - begin, end, table, True, table if pool.window else None)
+            step = TorchAttention(pool).begin([item], (slots, slots) if pool.window else (slots,))
+            rows.append(loaded.model.forward(tokens[begin:end], slots, step))
+        return loaded.model.logits(torch.cat(rows))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_close(tmp_path: Path, name: str) -> None:
+    size, changes = MODELS[name]
+    settings = write_model(tmp_path, **changes)
+    _strengthen(settings, tmp_path)
+    checkpoint = ModelSettings(settings.path, device="cpu", num_threads=1)
+    expected = logits(checkpoint, OneRank())
+    assert expected.std() > 0.1
+    for got in on_each(groups(size), lambda ranks: logits(checkpoint, ranks)):
+        assert got.shape == expected.shape
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def _strengthen(settings: ModelSettings, directory: Path) -> None:
+    """A checkpoint of random weights far from zero, biases too, so that what is left out or added twice shows."""
+    from safetensors.torch import save_file
+
+    from engine.models.config import read_spec
+    from engine.models.weights import tensor_shapes
+
+    generator = torch.Generator().manual_seed(5)
+    shapes = tensor_shapes(read_spec(Path(settings.path)))
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.fixture(scope="module", params=["off", "draft"])
+def rigs(request: pytest.FixtureRequest) -> Iterator[tuple[ParallelRig, ParallelRig]]:
+    """One rank and two, of the embedded model, with pools too small for all sessions and host memory beside. Each
+    rank holds the whole draft model."""
+    model = ModelSettings(str(EMBEDDED), device="cpu", num_threads=1)
+    draft = ModelSettings(str(DRAFT), device="cpu", num_threads=1)
+    options: dict[str, Any] = {
+        "cache": CacheSettings(16, 28, host_size_bytes=2**26, books="strict"),
+        "scheduler": SchedulerSettings(48, 16, 4),
+    }
+    if request.param == "draft":
+        options["speculation"] = SpeculationSettings(
+            "draft", 3, draft_model=draft, row_cost=0.0, draft_cost=0.0
+        )
+    with ThreadPoolExecutor(2) as pool:
+        pair = list(pool.map(lambda size: ParallelRig(model, size, **options), (1, 2)))
+    yield pair[0], pair[1]
+    for rig in pair:
+        rig.stop()
+
+
+def test_sessions_give_the_same_tokens(rigs: tuple[ParallelRig, ParallelRig]) -> None:
+    """Sessions over a pool that holds half of them: prompts in chunks, batches of several, KV copied to the host and
+    back on both ranks."""
+    rng = random.Random(8)
+    alone, together = rigs
+    histories: dict[str, list[int]] = {f"s{index}": [] for index in range(6)}
+    ties = 0
+    for turn in range(5):
+        names = rng.sample(sorted(histories), min(len(histories), 5))
+        specs = [_turn(rng, name, turn, histories[name]) for name in names]
+        pairs = zip(alone.generate(*specs), together.generate(*specs), strict=True)
+        for name, spec, (expected, got) in zip(names, specs, pairs, strict=True):
+            assert expected.reason is FinishReason.LENGTH
+            assert got.reason is FinishReason.LENGTH, got.finish
+            if got.token_ids == expected.token_ids:
+                histories[name] = [*spec.history, *spec.new_tokens, *expected.token_ids]
+                continue
+            places = zip(expected.token_ids, got.token_ids, strict=True)
+            first = next(place for place, (a, b) in enumerate(places) if a != b)
+            best, second = (logprob for _, logprob in expected.logprobs[first].top)
+            assert best - second < NEAR_TIE, (name, first)
+            ties += 1
+            del histories[name]  # their ways part here
+    assert ties <= 1
+    assert together.engine.stats().promotions > 0
+    assert together.engine.audit().result(30.0).clean
+
+
+def _turn(rng: random.Random, name: str, turn: int, history: list[int]) -> GenerateRequest:
+    return GenerateRequest(
+        f"{name}/{turn}",
+        [rng.randrange(300, 900) for _ in range(rng.randrange(3, 40))],
+        history=history,
+        history_len=len(history),
+        session_id=name,
+        sampling=SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True),
+        logprobs=LogprobParams(output=True, top=2),
+    )

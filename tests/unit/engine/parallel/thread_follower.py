@@ -1,0 +1,98 @@
+"""Rank 0 and a follower in one process: real links between threads, runners of any kind, no collectives."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.batch import ModelOutput, ScheduledBatch
+from engine.parallel.follow import Follower
+from engine.parallel.lead import LeadRunner, lead
+from engine.parallel.link import Link
+from engine.parallel.messages import FAILED, READY, PoolFacts, packed
+from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.team import RankProcess, Team
+from engine.parallel.ticket import Timeouts
+from engine.runner.null import NullRunner
+from engine.runner.protocol import Launch, Runner
+
+QUICK = Timeouts(start_s=5.0, join_s=5.0, step_s=2.0, stop_s=2.0)
+
+
+def linked_pair(send_timeout_s: float = 2.0) -> tuple[Link, Link]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    return Link(near, send_timeout_s), Link(far, send_timeout_s)
+
+
+class NoCollectives(ProcessRanks):
+    """Counts what is asked of it."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.aborts = 0, size, 0
+
+    def bound(self, timeout_s: float) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+
+class RecordingRunner(NullRunner):
+    """Keeps what every step gave."""
+
+    def launch(self, batch: ScheduledBatch) -> Launch:
+        launch = super().launch(batch)
+        self.outputs = [*getattr(self, "outputs", []), launch]
+        return launch
+
+    def given(self) -> list[ModelOutput]:
+        return [launch.result() for launch in self.outputs]
+
+
+class FollowerThread:
+    """A RankProcess that runs engine.parallel.follow.Follower on a thread."""
+
+    def __init__(self, runner: Runner, link: Link) -> None:
+        self.link = link
+        self.killed = False
+        self._runner = runner
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def ended(self) -> str | None:
+        return None if self.thread.is_alive() else "ended"
+
+    def kill(self) -> None:
+        self.killed = True
+        self.link.close()
+
+    def _run(self) -> None:
+        try:
+            self.link.send(packed(READY, PoolFacts.of(self._runner)))
+            Follower(self._runner, self.link).run()
+        except Exception as error:
+            if not self.killed:
+                self.link.send(packed(FAILED, str(error)))
+        finally:
+            self.link.close()
+
+
+@contextmanager
+def led(runner: Runner, *followers: Runner) -> Iterator[tuple[LeadRunner, Team, list[FollowerThread]]]:
+    pairs = [linked_pair() for _ in followers]
+    threads = [FollowerThread(own, far) for own, (_, far) in zip(followers, pairs, strict=True)]
+    processes: list[RankProcess] = list(threads)
+    team = Team(NoCollectives(1 + len(followers)), [near for near, _ in pairs], processes, QUICK)
+    leading = lead(runner, team)
+    assert isinstance(leading, LeadRunner)
+    try:
+        yield leading, team, threads
+    finally:
+        leading.close()
+        for thread in threads:
+            thread.thread.join(5.0)
+            assert not thread.thread.is_alive()
