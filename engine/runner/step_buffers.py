@@ -155,7 +155,7 @@ class StepBuffers:
         self._ints[: len(ints)].copy_(ints, non_blocking=True)
         self._fill_pages(staging, batch)
         floats = staging.floats[: (POINT + batch.num_steps) * num_sampled]
-        self._write_samples(floats.numpy().reshape(-1, num_sampled), batch)
+        self._write_samples(floats.numpy().reshape(POINT + batch.num_steps, num_sampled), batch)
         self._floats[: len(floats)].copy_(floats, non_blocking=True)
 
     def _write_rows(

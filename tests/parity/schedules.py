@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from engine.api import FinishReason, GenerateRequest
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.choose import AttentionChoice, choose_attention
+from engine.build_runner import StepLimits, device_runner
 from engine.models.loader import LoadedModel
-from engine.runner.kv_pool import make_kv_pool
+from engine.parallel.ranks import OneRank
+from engine.runner.device_runner import DeviceRunner
+from engine.runner.graphs import make_graphs
+from engine.runner.kv_pool import KVPool, make_kv_pool
 from engine.runner.torch_runner import TorchRunner
-from engine.settings import CacheSettings
+from engine.settings import CacheSettings, ExecutionSettings
 from tests.unit.engine.driver import Driver, request
 
 LONGEST = 96
 """Tokens of the longest sequence."""
+
+MOST_STEPS = 4
+"""Decode steps in one go."""
 
 POOLS = {1: 110, 16: 7, 256: 2}
 """Pages of the pool by page size: little more than the longest sequence takes."""
@@ -36,7 +43,8 @@ class PoisonedRunner(TorchRunner):
 
 
 class TorchDriver(Driver):
-    """The scheduler, stepped by hand, over a real model with pools of its own."""
+    """The scheduler, stepped by hand, over a real model with pools of its own. With `ahead` the runner is a GPU's, and
+    a step is planned and launched before the picks of the one before are taken in."""
 
     def __init__(self, loaded: LoadedModel, page_size: int, **limits: Any) -> None:
         num_pages, layout = POOLS[page_size], loaded.layout
@@ -46,10 +54,26 @@ class TorchDriver(Driver):
         )  # fmt: skip
         settings = CacheSettings(page_size, num_pages, window_ratio=1.0)
         pool = make_kv_pool(layout, settings, loaded.dtype, loaded.device)
-        self.runner = PoisonedRunner(  # type: ignore[assignment]
-            loaded.model, pool, TorchAttention(pool), loaded.vocab_size, LONGEST + 1
-        )
+        attention = choose_attention("auto", pool, loaded.device)
+        plain = PoisonedRunner(loaded.model, pool, attention.items, loaded.vocab_size, LONGEST + 1)
+        self.runner = plain  # type: ignore[assignment]
+        if self.ahead:
+            self.runner = poisoned_device_runner(loaded, pool, attention, plain)  # type: ignore[assignment]
         self.check()
+
+
+def poisoned_device_runner(
+    loaded: LoadedModel, pool: KVPool, attention: AttentionChoice, plain: PoisonedRunner
+) -> DeviceRunner:
+    """With a ladder that some steps are beyond."""
+    execution = ExecutionSettings(max_graph_tokens=12, decode_steps=MOST_STEPS)
+    loaded = replace(loaded, max_context_len=LONGEST + 1)
+    limits = StepLimits(64, 8, 64, MOST_STEPS)
+    graphs = make_graphs(loaded.device, wanted=True)
+    runner = device_runner(loaded, plain, pool, attention, limits, graphs, execution, OneRank())
+    runner.capture()
+    runner.forget = plain.forget  # type: ignore[attr-defined]
+    return runner
 
 
 @dataclass
@@ -88,6 +112,8 @@ class Schedule:
             max_batch_tokens=rng.choice([8, 16, 64]),
             max_running=rng.choice([1, 4, 8]),
             speculation="ngram" if seed % 2 else "off",
+            ahead=seed // 2 % 2 == 1,
+            decode_steps=rng.choice([1, MOST_STEPS]),
         )
         return cls(driver, rng, vocab_size)
 

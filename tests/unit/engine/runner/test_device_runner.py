@@ -1,0 +1,237 @@
+"""The GPU's runner on a CPU: padded buffers, pending tokens and several steps in one go give what a plain step gives.
+
+The very functions that a GPU captures are called here each time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.api import SamplingParams
+from engine.attention.choose import choose_attention
+from engine.batch import PENDING, BatchItem, PenaltyCounts, SampleSpec, ScheduledBatch
+from engine.build_runner import StepLimits, careful_runner, device_runner
+from engine.models.loader import LoadedModel, load_model
+from engine.parallel.ranks import OneRank
+from engine.runner.device_runner import DeviceRunner
+from engine.runner.graphs import NoGraphs
+from engine.runner.kv_pool import make_kv_pool
+from engine.runner.torch_runner import TorchRunner
+from engine.settings import CacheSettings, ExecutionSettings, ModelSettings
+
+VOCAB = 90
+PAGES_EACH = 10
+PAGE_SIZE = 4
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=11)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return load_model(ModelSettings(str(directory), load_format="dummy", device="cpu", seed=5))
+
+
+def make_pair(
+    loaded: LoadedModel, max_graph_tokens: int = 8, *, graphs: bool = True
+) -> tuple[TorchRunner, DeviceRunner]:
+    """The plain runner, and the GPU's over pools of its own."""
+    execution = ExecutionSettings(graphs=graphs, max_graph_tokens=max_graph_tokens, decode_steps=4)
+    runners: list[Any] = []
+    for _ in range(2):
+        pool = make_kv_pool(
+            loaded.layout, CacheSettings(PAGE_SIZE, 6 * PAGES_EACH), loaded.dtype, loaded.device
+        )
+        choice = choose_attention("torch", pool, loaded.device)
+        runners.append(careful_runner(loaded, pool, choice, None, execution))
+    limits = StepLimits(rows=64, items=6, sampled=12, steps=4)
+    runner = device_runner(loaded, runners[1], pool, choice, limits, NoGraphs(), execution, OneRank())
+    runner.capture()
+    return runners[0], runner
+
+
+def item(
+    index: int, tokens: list[int], start: int, params: SamplingParams | None, **options: Any
+) -> BatchItem:
+    pages = np.arange(index * PAGES_EACH, (index + 1) * PAGES_EACH, dtype=np.int32)[::-1].copy()
+    num_drafts = options.get("num_drafts", 0)
+    logprobs = options.pop("logprobs", False)
+    penalties = options.pop("penalties", None)
+    spec = None
+    if params is not None:
+        position = start + len(tokens) - num_drafts
+        spec = SampleSpec(params, position, penalties, logprobs, 3 if logprobs else 0)
+    return BatchItem(str(index), tokens, start, pages, False, spec, **options)
+
+
+def prompts(count: int, length: int = 7) -> list[list[int]]:
+    generator = np.random.default_rng(3)
+    return [generator.integers(0, VOCAB, length + index).tolist() for index in range(count)]
+
+
+def both(pair: tuple[TorchRunner, DeviceRunner], items: list[BatchItem]) -> list[tuple[int, ...]]:
+    """Runs the batch on both runners, which must agree."""
+    batch = ScheduledBatch(items)
+    plain, device = (runner.launch(batch).result().items for runner in pair)
+    assert [output.token_ids for output in device] == [output.token_ids for output in plain]
+    assert [output.num_proposed for output in device] == [output.num_proposed for output in plain]
+    for ours, theirs in zip(device, plain, strict=True):
+        for entries in zip(
+            (*ours.logprobs, *ours.input_logprobs), (*theirs.logprobs, *theirs.input_logprobs), strict=True
+        ):
+            assert entries[0].token_id == entries[1].token_id
+            assert entries[0].logprob == pytest.approx(entries[1].logprob, abs=1e-4)
+            assert [token for token, _ in entries[0].top] == [token for token, _ in entries[1].top]
+    return [output.token_ids for output in device]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["padded", "exact"])
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_extends_and_decodes_pick_what_a_plain_step_picks(
+    loaded: LoadedModel, count: int, graphs: bool, params: SamplingParams
+) -> None:
+    pair = make_pair(loaded, graphs=graphs)
+    texts = prompts(count)
+    picks = both(pair, [item(i, text, 0, params) for i, text in enumerate(texts)])
+    for _ in range(3):
+        for text, pick in zip(texts, picks, strict=True):
+            text.extend(pick)
+        items = [item(i, text[-1:], len(text) - 1, params) for i, text in enumerate(texts)]
+        picks = both(pair, items)
+
+
+def test_a_mixed_step_of_chunks_decodes_and_drafts(loaded: LoadedModel) -> None:
+    pair = make_pair(loaded, max_graph_tokens=32)
+    texts = prompts(4)
+    picks = both(pair, [item(i, text, 0, GREEDY) for i, text in enumerate(texts)])
+    for text, pick in zip(texts, picks, strict=True):
+        text.extend(pick)
+    right = both(pair, [item(0, texts[0][-1:], len(texts[0]) - 1, GREEDY)])[0]
+    items = [
+        item(0, [texts[0][-1], right[0], 5, 6], len(texts[0]) - 1, GREEDY, num_drafts=3),
+        item(1, texts[1][-1:], len(texts[1]) - 1, SAMPLED),
+        item(2, [1, 2, 3], len(texts[2]) - 1, None, next_token=4),
+        item(4, [7, 8, 9, 10, 11], 0, SAMPLED),
+    ]
+    accepted = both(pair, items)
+    assert len(accepted[0]) in (2, 3)
+    assert accepted[2] == ()
+
+
+def test_a_step_of_prompt_chunks_alone_samples_nothing(loaded: LoadedModel) -> None:
+    pair = make_pair(loaded)
+    assert both(pair, [item(0, [1, 2, 3], 0, None, next_token=4)]) == [()]
+    both(pair, [item(0, [4], 3, GREEDY)])
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_pending_tokens_stay_on_the_device(loaded: LoadedModel, params: SamplingParams) -> None:
+    """A step is launched before the picks of the one before are asked for, in another order and with company."""
+    plain, device = make_pair(loaded)
+    texts = prompts(3)
+    first = [item(i, text, 0, params) for i, text in enumerate(texts)]
+    launches = [device.launch(ScheduledBatch(first))]
+    expected = [output.token_ids[0] for output in plain.launch(ScheduledBatch(first)).result().items]
+    later = [
+        item(2, [PENDING], len(texts[2]), params, pending_from=2),
+        item(5, [9, 8, 7], 0, params),
+        item(0, [PENDING], len(texts[0]), params, pending_from=0),
+    ]
+    launches.append(device.launch(ScheduledBatch(later)))
+    assert [output.token_ids[0] for output in launches[0].result().items] == expected
+    known = [
+        item(2, [expected[2]], len(texts[2]), params),
+        item(5, [9, 8, 7], 0, params),
+        item(0, [expected[0]], len(texts[0]), params),
+    ]
+    assert launches[1].result().items == plain.launch(ScheduledBatch(known)).result().items
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_several_steps_in_one_go(loaded: LoadedModel, params: SamplingParams) -> None:
+    """Four steps without the host, then four more whose first token is pending."""
+    plain, device = make_pair(loaded)
+    texts = prompts(3)
+    picks = both((plain, device), [item(i, text, 0, params) for i, text in enumerate(texts)])
+    for text, pick in zip(texts, picks, strict=True):
+        text.extend(pick)
+    items = [item(i, text[-1:], len(text) - 1, params) for i, text in enumerate(texts)]
+    ahead = [item(i, [PENDING], len(text) + 3, params, pending_from=i) for i, text in enumerate(texts)]
+    launches = [device.launch(ScheduledBatch(items, 4)), device.launch(ScheduledBatch(ahead, 4))]
+    for index, text in enumerate(texts):
+        for _ in range(8):
+            step = [item(index, text[-1:], len(text) - 1, params)]
+            text.extend(plain.launch(ScheduledBatch(step)).result().items[0].token_ids)
+    results = [launch.result().items for launch in launches]
+    for index, text in enumerate(texts):
+        assert [*results[0][index].token_ids, *results[1][index].token_ids] == text[-8:]
+
+
+def test_logprobs_bias_and_penalties(loaded: LoadedModel) -> None:
+    pair = make_pair(loaded)
+    texts = prompts(4)
+    biased = SamplingParams(temperature=0.0, logit_bias={7: 50.0})
+    counts = PenaltyCounts(output=Counter({3: 2}), prompt=frozenset(texts[1]))
+    penal = SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, seed=4)
+    picks = both(
+        pair,
+        [
+            item(0, texts[0], 0, biased, logprobs=True),
+            item(1, texts[1], 0, penal, penalties=counts),
+            item(2, texts[2], 0, SAMPLED, logprobs=True),
+            item(3, texts[3], 0, GREEDY),
+        ],
+    )
+    assert picks[0] == (7,)
+
+
+def test_scores_of_input_tokens_take_the_careful_way(loaded: LoadedModel) -> None:
+    """And a step may follow whose tokens are pending in it."""
+    pair = make_pair(loaded)
+    text = prompts(1)[0]
+    first = [item(0, text, 0, GREEDY, input_logprobs_from=0), item(1, text, 0, GREEDY)]
+    (pick, _) = both(pair, first)
+    later = item(1, [PENDING], len(text), GREEDY, pending_from=1)
+    ours = pair[1].launch(ScheduledBatch([later])).result().items
+    known = item(1, list(pick), len(text), GREEDY)
+    assert ours == pair[0].launch(ScheduledBatch([known])).result().items
+
+
+def test_pending_tokens_reach_the_careful_way(loaded: LoadedModel) -> None:
+    plain, device = make_pair(loaded)
+    text = prompts(1)[0]
+    first = ScheduledBatch([item(0, text, 0, GREEDY)])
+    pick = plain.launch(first).result().items[0].token_ids
+    device.launch(first).result()
+    scored = item(1, text, 0, GREEDY, input_logprobs_from=2)
+    pending = item(0, [PENDING], len(text), GREEDY, pending_from=0)
+    ours = device.launch(ScheduledBatch([pending, scored])).result().items
+    known = item(0, list(pick), len(text), GREEDY)
+    theirs = plain.launch(ScheduledBatch([known, scored])).result().items
+    assert [output.token_ids for output in ours] == [output.token_ids for output in theirs]
+    assert len(ours[1].input_logprobs) == len(text) - 2
+
+
+def test_what_is_reported(loaded: LoadedModel) -> None:
+    _, device = make_pair(loaded)
+    about = device.describe()
+    assert (about["runner"], about["graphs"], about["runs_ahead"]) == ("device", "off", True)
+    assert (about["attention"], about["device"]) == ("torch", "cpu")
