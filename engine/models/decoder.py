@@ -30,7 +30,7 @@ class DecoderLayer:
         self, spec: ModelSpec, index: int, weights: LayerWeights, ops: DecoderOps, ranks: RankGroup
     ) -> None:
         self._index = index
-        self._ops = ops
+        self._silu_mul = ops.silu_mul
         self._ranks = ranks
         self._num_heads = spec.num_heads
         self._num_kv_heads = spec.num_kv_heads
@@ -38,7 +38,7 @@ class DecoderLayer:
         self._traits = LayerTraits(spec.head_dim**-0.5, spec.windows[index])
         self._attention_norm = ops.norm(weights.vector("input_layernorm.weight"), spec.rms_norm_eps)
         self._mlp_norm = ops.norm(weights.vector("post_attention_layernorm.weight"), spec.rms_norm_eps)
-        self._qk_norm = ops.norm(weights.qk_norm(), spec.rms_norm_eps) if spec.qk_norm else None
+        self._rotate_ = ops.rotation(weights.qk_norm() if spec.qk_norm else None, spec.rms_norm_eps)
         self._qkv = weights.qkv()
         self._out = weights.linear("self_attn.o_proj", spec.out_bias)
         self._gate_up = weights.gate_up()
@@ -54,15 +54,13 @@ class DecoderLayer:
         qkv = self._qkv(norm(x_NE) if delta_NE is None else norm.add_(x_NE, delta_NE))
         qkv_NHD = qkv.view(rows, heads + 2 * kv_heads, self._head_dim)
         qk_NHD = qkv_NHD[:, : heads + kv_heads]
-        if self._qk_norm is not None:
-            qk_NHD.copy_(self._qk_norm(qk_NHD))
-        self._ops.rotate_(qk_NHD, rotations_N1C)
+        self._rotate_(qk_NHD, rotations_N1C)
         kv_N2KD = qkv_NHD[:, heads:].view(rows, 2, kv_heads, self._head_dim)
         attended = attend(self._index, qkv_NHD[:, :heads], kv_N2KD, self._traits)
         delta_NE = self._out(attended)
         self._ranks.sum_(delta_NE)
         gate_up_N2F = self._gate_up(self._mlp_norm.add_(x_NE, delta_NE))
-        delta_NE = self._down(self._ops.silu_mul(gate_up_N2F))
+        delta_NE = self._down(self._silu_mul(gate_up_N2F))
         self._ranks.sum_(delta_NE)
         return delta_NE
 

@@ -7,8 +7,10 @@ of the MLP, C = D / 2 rotary frequencies.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,11 +27,19 @@ class Norm(Protocol):
         """Adds delta to x in place and gives x normalised."""
 
 
+class Rotation(Protocol):
+    """Turns query and key heads to their positions."""
+
+    def __call__(self, x_NHD: Tensor, rotations_N1C: Tensor, /) -> None:
+        """Normalises each head if it has weights, then rotates interleaved pairs, in place. Each head must be dense;
+        N and H may be strided."""
+
+
 class DecoderOps(Protocol):
     def norm(self, weight: Tensor, eps: float) -> Norm: ...
 
-    def rotate_(self, x_NHD: Tensor, rotations_N1C: Tensor) -> None:
-        """Rotates interleaved pairs in place. Each head must be dense; N and H may be strided."""
+    def rotation(self, weight_HD: Tensor | None, eps: float) -> Rotation:
+        """With weights [H, D] each head is normalised first."""
 
     def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
         """silu(gate) * up, [N, F]; gate is the first half of each row."""
@@ -41,9 +51,28 @@ class TorchOps:
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return RmsNorm(weight, eps)
 
-    def rotate_(self, x_NHD: Tensor, rotations_N1C: Tensor) -> None:
-        rotate_(x_NHD, rotations_N1C)
+    def rotation(self, weight_HD: Tensor | None, eps: float) -> Rotation:
+        return rotate_ if weight_HD is None else _NormedRotation(RmsNorm(weight_HD, eps))
 
     def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
         gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
         return F.silu(gate_NF).mul_(up_NF)
+
+
+class _NormedRotation:
+    def __init__(self, norm: RmsNorm) -> None:
+        self._norm = norm
+
+    def __call__(self, x_NHD: Tensor, rotations_N1C: Tensor) -> None:
+        x_NHD.copy_(self._norm(x_NHD))
+        rotate_(x_NHD, rotations_N1C)
+
+
+def choose_ops(device: torch.device) -> DecoderOps:
+    """Fused kernels on a GPU where Triton is installed, torch's own operators elsewhere."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return TorchOps()
+    # Imports triton, which machines without a GPU need not have.
+    from engine.kernels.decoder_ops import TritonOps
+
+    return TritonOps()
