@@ -188,9 +188,7 @@ class ExecutionArgs(StrictModel):
     decode_steps: Annotated[int, Field(ge=1, le=64)] = 1
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
 
-    def conflicts(
-        self, model: ModelArgs | None, cache: CacheArgs | None, speculation: SpeculationArgs | None
-    ) -> list[str]:
+    def conflicts(self, model: ModelArgs | None, cache: CacheArgs | None) -> list[str]:
         """What these settings cannot do with those of other sections, each by the names of its keys."""
         on_cpu = model is not None and model.device == "cpu"
         in_float32 = model is not None and model.dtype == "float32"
@@ -211,8 +209,6 @@ class ExecutionArgs(StrictModel):
                 reasons.append(
                     f"attention 'flash' needs a cache.page_size that is a multiple of 16, not {cache.page_size}"
                 )
-        if self.tensor_parallel > 1 and speculation is not None and speculation.method == "draft":
-            reasons.append("tensor_parallel above 1 does not go with speculation.method 'draft'")
         return reasons
 
 
@@ -274,9 +270,7 @@ class AppArgs(StrictModel):
     @classmethod
     def _fits_the_others(cls, execution: ExecutionArgs, info: ValidationInfo) -> ExecutionArgs:
         """Sections that are at fault themselves are not in `info`, and told apart."""
-        reasons = execution.conflicts(
-            info.data.get("model"), info.data.get("cache"), info.data.get("speculation")
-        )
+        reasons = execution.conflicts(info.data.get("model"), info.data.get("cache"))
         if reasons:
             raise ValueError("; ".join(reasons))
         return execution

@@ -152,10 +152,6 @@ def test_draft_needs_a_model(speculation: dict[str, object]) -> None:
             "model.dtype is 'float32'",
         ),
         ({"cache": {"page_size": 24}, "execution": {"attention": "flash"}}, "multiple of 16, not 24"),
-        (
-            {"speculation": {"method": "draft", "draft_model": MODEL}, "execution": {"tensor_parallel": 2}},
-            "tensor_parallel above 1 does not go with speculation.method 'draft'",
-        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(args: dict[str, object], reason: str) -> None:
@@ -172,7 +168,7 @@ def test_settings_that_contradict_each_other_are_refused(args: dict[str, object]
         {"cache": {"kv_dtype": "fp8"}, "execution": {"attention": "triton"}},
         {"cache": {"page_size": 32}, "execution": {"attention": "flash"}},
         {"cache": {"page_size": 1}, "execution": {"attention": "torch"}},
-        {"speculation": {"method": "ngram"}, "execution": {"tensor_parallel": 2}},
+        {"speculation": {"method": "draft", "draft_model": MODEL}, "execution": {"tensor_parallel": 2}},
     ],
 )
 def test_settings_that_agree_are_taken(args: dict[str, object]) -> None:
