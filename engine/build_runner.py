@@ -166,7 +166,7 @@ def _room_bytes(
     runner.rehearse(limits.rows, limits.items)
     room = memory_room(loaded.device, cache.memory_share, peak_bytes(loaded.device))
     runner.close()
-    return room
+    return ranks.least(room)  # one set of books counts the pages of all
 
 
 def _draft_pool(draft: LoadedModel, target: KVPool) -> KVPool:

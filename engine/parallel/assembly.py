@@ -13,6 +13,7 @@ from engine.device import resolve_device
 from engine.engine import LocalEngine
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
+from engine.models.ops import choose_ops
 from engine.parallel.lead import lead
 from engine.parallel.local_ranks import HOST, LocalRanks
 from engine.parallel.ranks import RankGroup
@@ -64,14 +65,25 @@ def build_parallel_engine(
 
 
 def _make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, LoadedModel]:
-    loaded = load_model(settings.model, ranks=ranks)
+    """As build_engine makes its runner, but for the ranks."""
+    speculation = settings.speculation
+    loaded = load_model(settings.model, ops=choose_ops(resolve_device(settings.model.device)), ranks=ranks)
     draft = None
-    if settings.speculation.method == "draft":
-        if settings.speculation.draft_model is None:
+    if speculation.method == "draft":
+        if speculation.draft_model is None:
             raise UnsupportedModel("speculation with a draft model needs draft_model")
-        whole = load_model(settings.speculation.draft_model)
+        whole = load_model(speculation.draft_model)
         draft = replace(whole, model=SharedLogits(whole.model, ranks))
-    return build_runner(loaded, settings.cache, draft), loaded
+    runner = build_runner(
+        loaded,
+        settings.cache,
+        draft,
+        scheduler=settings.scheduler,
+        execution=settings.execution,
+        num_drafts=speculation.max_draft_tokens if speculation.method != "off" else 0,
+        ranks=ranks,
+    )
+    return runner, loaded
 
 
 def _stopper(engine: LocalEngine) -> Callable[[], None]:
