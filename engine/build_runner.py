@@ -61,6 +61,8 @@ def build_runner(
 
     Raises PoolTooSmall, AttentionUnavailable or UnsupportedModel (the draft model does not fit).
     """
+    if not loaded.native:
+        execution = replace(execution, graphs=False)
     limits = StepLimits.of(scheduler, execution, num_drafts)
     on_gpu = loaded.device.type == "cuda"
     room_bytes = _room_bytes(loaded, cache, execution, limits, ranks) if on_gpu else CPU_POOL_BYTES

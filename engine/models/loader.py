@@ -29,7 +29,8 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`layout` and `dtype` say what KV it keeps; `dtype` is that of activations, too. `directory` also holds the
-    tokenizer."""
+    tokenizer. A `native` model's passes never ask the host for anything, so that CUDA graphs of them can be captured.
+    """
 
     model: CausalModel
     layout: KVLayout
@@ -39,6 +40,7 @@ class LoadedModel:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
     max_context_len: int
+    native: bool
 
 
 def load_model(
@@ -99,6 +101,7 @@ def _load_native(
         dtype=dtype,
         eos_token_ids=read_eos_ids(directory),
         max_context_len=spec.max_context_len,
+        native=True,
     )
 
 
@@ -127,6 +130,7 @@ def _load_bridged(
         dtype=dtype,
         eos_token_ids=read_eos_ids(directory),
         max_context_len=bridged.max_context_len,
+        native=False,
     )
 
 

@@ -32,8 +32,8 @@ class HostCopies:
     """
 
     def __init__(self, full: Sequence[PagedKV], window: PagedKV | None) -> None:
-        self._full = [_by_page(paged) for paged in full if paged.kv_L2KSD.shape[0]]
-        self._window = None if window is None else _by_page(window)
+        self._full = [tensor for paged in full if paged.kv_L2KSD.shape[0] for tensor in _by_page(paged)]
+        self._window = [] if window is None else _by_page(window)
         self._stream = CopyStream(full[0].kv_L2KSD.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kedge-kv-copies")
         self._saved: dict[int, list[Tensor]] = {}
@@ -92,8 +92,7 @@ class HostCopies:
     def _pieces(self, pages: PoolPages) -> list[tuple[Tensor, Tensor]]:
         """Each pool [L, 2, K, P, p, D] with pages [n] of it, at most PIECE_BYTES together."""
         pools = [(pool_L2KPpD, pages.full) for pool_L2KPpD in self._full]
-        if self._window is not None:
-            pools.append((self._window, pages.window))
+        pools += [(pool_L2KPpD, pages.window) for pool_L2KPpD in self._window]
         pieces = []
         for pool_L2KPpD, array in pools:
             index_n = torch.from_numpy(array.astype("int64"))  # a copy: the caller may change its own
@@ -102,7 +101,11 @@ class HostCopies:
         return pieces
 
 
-def _by_page(paged: PagedKV) -> Tensor:
-    """A view [L, 2, K, P, p, D] of the pool."""
+def _by_page(paged: PagedKV) -> list[Tensor]:
+    """Views [L, 2, K, P, p, D] of the pool and, with D = 1, of its scales. Of fp8 only the bits are copied: operators
+    know little of it."""
     layers, two, heads, _, dim = paged.kv_L2KSD.shape
-    return paged.kv_L2KSD.view(layers, two, heads, paged.num_pages, paged.page_size, dim)
+    shape = (layers, two, heads, paged.num_pages, paged.page_size)
+    if paged.scales_L2KS is None:
+        return [paged.kv_L2KSD.view(*shape, dim)]
+    return [paged.kv_L2KSD.view(torch.uint8).view(*shape, dim), paged.scales_L2KS.view(*shape, 1)]

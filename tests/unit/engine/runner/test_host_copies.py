@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from cache.tiers import PoolPages
 from engine.runner import host_copies
 from engine.runner.host_copies import HostCopies
-from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
+from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
 
 CPU = torch.device("cpu")
@@ -26,6 +27,8 @@ def make_pool(windows: tuple[int | None, ...], dtype: torch.dtype = torch.float3
     pool = make_kv_pool(KVLayout(2, 8, windows), settings, dtype, CPU)
     for paged in (pool.full, pool.window):
         if paged is not None:
+            if paged.scales_L2KS is not None:
+                paged.scales_L2KS.copy_(torch.rand(paged.scales_L2KS.shape, generator=torch.manual_seed(2)))
             bits = np.random.default_rng(1).integers(0, 256, paged.kv_L2KSD.nbytes, dtype=np.uint8)
             paged.kv_L2KSD.view(torch.uint8).copy_(
                 torch.from_numpy(bits).view(paged.kv_L2KSD.view(torch.uint8).shape)
@@ -33,18 +36,21 @@ def make_pool(windows: tuple[int | None, ...], dtype: torch.dtype = torch.float3
     return pool
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(params=[torch.float32, torch.bfloat16, FP8], ids=str)
 def rig(request: pytest.FixtureRequest) -> Iterator[tuple[HostCopies, list[torch.Tensor]]]:
-    """Copies over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window."""
+    """Copies over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window; in fp8 then
+    their scales."""
     pool, draft = make_pool((None, 9, None), request.param), make_pool((None,), request.param)
     copies = HostCopies.of(pool, draft.full)
     assert pool.window is not None
-    yield copies, [bits(paged.kv_L2KSD) for paged in (pool.full, draft.full, pool.window)]
+    pools = (pool.full, draft.full, pool.window)
+    scales = [bits(paged.scales_L2KS[..., None]) for paged in pools if paged.scales_L2KS is not None]
+    yield copies, [bits(paged.kv_L2KSD) for paged in pools] + scales
     copies.close()
 
 
 def bits(kv_L2KSD: torch.Tensor) -> torch.Tensor:
-    integers = kv_L2KSD.view(torch.int32 if kv_L2KSD.dtype == torch.float32 else torch.int16)
+    integers = kv_L2KSD.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[kv_L2KSD.dtype.itemsize])
     layers, two, heads, slots, dim = integers.shape
     return integers.view(layers, two, heads, slots // PAGE_SIZE, PAGE_SIZE, dim).movedim(3, 0)
 
@@ -55,7 +61,7 @@ def pages(full: list[int], window: list[int]) -> PoolPages:
 
 def moved(before: list[torch.Tensor], source: PoolPages, target: PoolPages) -> list[torch.Tensor]:
     expected = [tensor.clone() for tensor in before]
-    for tensor, pool in zip(expected, ("full", "full", "window"), strict=True):
+    for tensor, pool in zip(expected, cycle(("full", "full", "window")), strict=False):
         tensor[getattr(target, pool).tolist()] = tensor[getattr(source, pool).tolist()]
     return expected
 
@@ -78,7 +84,7 @@ def test_save_and_load(
         tensor.zero_()
     copies.load(11, target).result(WAIT_S)
     expected = moved(before, source, target)
-    for tensor, pool in zip(expected, ("full", "full", "window"), strict=True):
+    for tensor, pool in zip(expected, cycle(("full", "full", "window")), strict=False):
         tensor[[page for page in range(len(tensor)) if page not in getattr(target, pool)]] = 0
     assert same(pools, expected)
     copies.drop(11)
