@@ -62,6 +62,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="on the CPU with tiny shapes")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<card>.json")
     parser.add_argument("--limit-s", type=float, help="for all sections together")
+    parser.add_argument(
+        "--cases", default="", help="attention, tune: only cases whose names hold one of these"
+    )
     parser.add_argument("--tests", default="", help="checks: paths instead of the usual ones, by commas")
     parser.add_argument(
         "--model", choices=["8b", "1b", "tiny"], help="decode and sessions; default 8b, dry tiny"
@@ -70,7 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, help="of a session; default 20")
     parser.add_argument("--shared-tokens", type=int, help="of the history that sessions share; default 8192")
     parser.add_argument(
-        "--peers", default="", help="of: torch-flash, sdpa, flash_attention_2; default by machine"
+        "--peers", default="", help="of: torch-flash, sdpa, flash_attention_2; or none"
     )
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)

@@ -3,7 +3,9 @@ attention for extend."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from benchmarks.gpu.attention_scene import Case, Heads, Scene
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
@@ -55,22 +57,23 @@ def verify_case(dry: bool) -> Case:
 
 def run(stage: Stage) -> None:
     ceilings = measure_ceilings(stage)
+    parts: list[tuple[Case, Callable[[Case], None]]] = []
     for number, case in enumerate(decode_cases(stage.dry)):
-        for kv_dtype in ("auto", "fp8"):
-            chosen = replace(case, kv_dtype=kv_dtype)
-            target = DECODE_TARGET if number == 0 else None
-            stage.attempt(_name(chosen), lambda chosen=chosen, target=target: decode(  # type: ignore[misc]
-                stage, chosen, ceilings, target
-            ))  # fmt: skip
-    for case in extend_cases(stage.dry):
-        stage.attempt(_name(case), lambda case=case: extend(stage, case))  # type: ignore[misc]
-    fp8 = replace(extend_cases(stage.dry)[0], kv_dtype="fp8")
-    stage.attempt(_name(fp8), lambda: extend(stage, fp8, None))
-    for case in (mixed_case(stage.dry), verify_case(stage.dry)):
-        stage.attempt(_name(case), lambda case=case: together(stage, case, ceilings))  # type: ignore[misc]
+        target = DECODE_TARGET if number == 0 else None
+        both = (case, replace(case, kv_dtype="fp8"))
+        parts += [(each, partial(decode, stage, ceilings, target)) for each in both]
+    extends = extend_cases(stage.dry)
+    parts += [(case, partial(extend, stage, EXTEND_TARGET)) for case in extends]
+    parts.append((replace(extends[0], kv_dtype="fp8"), partial(extend, stage, None)))
+    parts += [
+        (case, partial(together, stage, ceilings)) for case in (mixed_case(stage.dry), verify_case(stage.dry))
+    ]
+    for case, part in parts:
+        if stage.wants(_name(case)):
+            stage.attempt(_name(case), partial(part, case))
 
 
-def decode(stage: Stage, case: Case, ceilings: Ceilings, target: float | None) -> None:
+def decode(stage: Stage, ceilings: Ceilings, target: float | None, case: Case) -> None:
     scene = Scene(stage, case)
     timing = scene.time(TritonAttention)
     rate = case.kv_bytes / timing.median_s
@@ -81,7 +84,7 @@ def decode(stage: Stage, case: Case, ceilings: Ceilings, target: float | None) -
     )  # fmt: skip
 
 
-def extend(stage: Stage, case: Case, target: float | None = EXTEND_TARGET) -> None:
+def extend(stage: Stage, target: float | None, case: Case) -> None:
     scene = Scene(stage, case)
     timing = scene.time(TritonAttention)
     flash, cudnn = flash_rate(stage, case), cudnn_rate(stage, case)
@@ -95,7 +98,7 @@ def extend(stage: Stage, case: Case, target: float | None = EXTEND_TARGET) -> No
     )  # fmt: skip
 
 
-def together(stage: Stage, case: Case, ceilings: Ceilings) -> None:
+def together(stage: Stage, ceilings: Ceilings, case: Case) -> None:
     """The floor is the longer of reading all KV once and doing all operations at the matrix rate."""
     scene = Scene(stage, case)
     timing = scene.time(TritonAttention)

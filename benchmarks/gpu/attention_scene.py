@@ -58,6 +58,11 @@ class Case:
         return 4 * self.heads.query * self.heads.dim * pairs
 
 
+def decode_like(rows: int, heads: Heads) -> Case:
+    """One new token each for many short sequences."""
+    return Case(f"{rows} rows", (1,) * rows, (16,) * rows, heads)
+
+
 class WrongResult(RuntimeError):
     """What was timed did not compute attention."""
 

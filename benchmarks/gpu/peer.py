@@ -54,9 +54,14 @@ class Peer:
         self._manager: Any = None
         self._seen: dict[str, int] = {}
 
+    def prepare(self) -> None:
+        """Before `running`. Raises PeerUnavailable."""
+        if self._way.startswith("torch-flash"):
+            register_flash(self._bench.device)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        """Gives a description of how it runs. Raises PeerUnavailable."""
+        """Gives a description of how it runs."""
         model = self._model()
         config = self._settings()
         generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
@@ -134,7 +139,6 @@ class Peer:
             for name, parameter in parameters.items():
                 parameter.copy_(source.take(name))
         if self._way.startswith("torch-flash"):
-            register_flash(self._bench.device)
             model.config._attn_implementation = FLASH_NAME
         else:
             paged = "paged|" if self._way == "sdpa" and takes_read_index() else ""

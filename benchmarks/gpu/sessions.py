@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,7 @@ def run(stage: Stage) -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, stage.device, Path(folder))
         plan = replace(plan, vocab_size=bench.spec.vocab_size)
-        ours: list[Turn] = []
-        stage.attempt("Kedge", lambda: ours.extend(kedge_turns(stage, bench, plan)))
+        ours = stage.attempt("Kedge", partial(kedge_turns, stage, bench, plan))
         bench.close()
         if ours:
             others(stage, bench, plan, ours)
@@ -58,17 +58,20 @@ def others(stage: Stage, bench: Bench, plan: Plan, ours: list[Turn]) -> None:
     except ImportError as error:
         stage.out.add(skipped(stage.section, "transformers' continuous batching", str(error)))
         return
+    if stage.options.peers == "none":
+        return
     names = [name for name in stage.options.peers.split(",") if name] or peer.ways(stage.device)
     best: tuple[float, str, list[Turn]] | None = None
     for index, way in enumerate(names):
-        found: list[Turn] = []
         seconds = stage.left_s / (len(names) - index)
+        side = peer.Peer(bench, plan, way)
         try:
-            stage.attempt(way, lambda way=way, found=found, seconds=seconds: found.extend(  # type: ignore[misc]
-                peer_turns(stage, peer.Peer(bench, plan, way), plan, way, seconds)
-            ))  # fmt: skip
-        finally:
-            bench.close()
+            side.prepare()
+        except peer.PeerUnavailable as error:
+            stage.out.add(skipped(stage.section, f"transformers, {way}", str(error)))
+            continue
+        found = stage.attempt(way, partial(peer_turns, stage, side, plan, way, seconds)) or []
+        bench.close()
         if (last := last_whole_turn(found, plan)) >= 2:
             rate = figures(found, last).tokens_per_s
             best = max(best or (0.0, "", []), (rate, way, found), key=lambda each: each[0])

@@ -6,14 +6,17 @@ import os
 import platform
 import subprocess
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu.rows import Row, RowFile, failed
+from benchmarks.gpu.rows import Row, RowFile, failed, skipped
 from benchmarks.measure import machine
+
+T = TypeVar("T")
 
 SETTLE_CALLS = 3
 """Before a graph is captured: kernels compile, handles are made."""
@@ -44,20 +47,22 @@ class Stage:
             f"[{self.section}] {row.item}: {row.measured} {row.unit} share {row.share} {row.note}", flush=True
         )
 
-    def attempt(self, item: str, call: Callable[[], object]) -> bool:
-        """Runs one part of a section; what it raises is a row, and the section goes on."""
+    def attempt(self, item: str, call: Callable[[], T]) -> T | None:
+        """What one part of a section gives. What it raises is a row, and the section goes on."""
         if self.left_s <= 0:
-            self.out.add(failed(self.section, item, "no time left"))
-            return False
+            self.out.add(skipped(self.section, item, "no time left"))
+            return None
         try:
-            call()
+            return call()
         except Exception as error:
-            import traceback
-
             traceback.print_exc()
             self.out.add(failed(self.section, item, f"{type(error).__name__}: {error}"))
-            return False
-        return True
+            return None
+
+    def wants(self, name: str) -> bool:
+        """Whether --cases lets this case through."""
+        parts = [part for part in self.options.cases.split(",") if part]
+        return not parts or any(part in name for part in parts)
 
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)

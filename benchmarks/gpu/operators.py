@@ -1,0 +1,227 @@
+"""The small fused operators against the time their bytes take, and each result beside torch's in float32.
+
+Sizes are those of an 8 B-parameter Llama, for a decode step of 64 rows and for 8,192 rows of prompts. The rows of a
+decode step stay in the L2 cache from one operator to the next, and are timed so; they are launches more than work.
+
+Legend: N tokens, E hidden size, H query and key heads, K key/value heads, D head size, F inner size of the MLP,
+R sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.attention_scene import Heads, Scene, WrongResult, decode_like
+from benchmarks.gpu.ceilings import copy_bandwidth
+from benchmarks.gpu.stage import Stage, time_device
+from engine.attention.triton_backend import TritonAttention
+from engine.kernels.decoder_ops import TritonOps
+from engine.kernels.sampling import pick_tokens
+from engine.models.config import RopeSpec
+from engine.models.layers import RotaryTable
+from engine.models.ops import TorchOps
+from engine.runner.sample_table import SampleTable
+
+TOLERANCE = 0.01
+ROTATED_BYTES = 256 * 2**20
+"""Inputs of a prompt's operators are taken in turn from so much memory, several times the L2 cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    hidden: int = 4096
+    inner: int = 14_336
+    heads: int = 40
+    dim: int = 128
+    vocab: int = 128_256
+    few: int = 64
+    many: int = 8192
+
+
+DRY = Sizes(32, 48, 3, 16, 300, 2, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """`call(i)` works on the i-th of `inputs` sets. `check` gives the error on a fresh set."""
+
+    name: str
+    call: Callable[[int], Tensor]
+    inputs: int
+    num_bytes: int
+    check: Callable[[], float]
+
+
+def run(stage: Stage) -> None:
+    sizes = DRY if stage.dry else Sizes()
+    copied = copy_bandwidth(stage)
+    for rows in (sizes.few, sizes.many):
+        for make in (norm, rotation, silu, kv_write):
+            stage.attempt(
+                f"{make.__name__}, {rows} rows",
+                partial(report, stage, copied, partial(make, stage, sizes, rows)),
+            )
+    for kind in PICKS:
+        stage.attempt(f"pick, {kind}", partial(report, stage, copied, partial(picks, stage, sizes, kind)))
+
+
+def report(stage: Stage, copied: float, make: Callable[[], Operator]) -> None:
+    """Raises WrongResult."""
+    operator = make()
+    error = operator.check()
+    if not error < TOLERANCE:
+        raise WrongResult(f"{operator.name}: error {error:.3g}")
+    timing = time_device(stage, operator.call, operator.inputs)
+    floor_s = operator.num_bytes / copied
+    stage.row(
+        operator.name, timing.median_s * 1e6, "us", limit=floor_s * 1e6, share=floor_s / timing.median_s,
+        note=f"by {timing.by}, {operator.inputs} inputs, error {error:.1e}",
+        details={"bytes": operator.num_bytes, "seconds": timing.median_s, "best_s": timing.best_s},
+    )  # fmt: skip
+
+
+def norm(stage: Stage, sizes: Sizes, rows: int) -> Operator:
+    """With the residual sum: two tensors read, two written."""
+    shape = (rows, sizes.hidden)
+    sets = [
+        (_draw(stage, shape, 1), _draw(stage, shape, 2))
+        for _ in range(_inputs(stage, rows * sizes.hidden * 4))
+    ]
+    weight_E = _draw(stage, (sizes.hidden,), 3)
+    ours, theirs = TritonOps().norm(weight_E, 1e-5), TorchOps().norm(weight_E.float(), 1e-5)
+
+    def check() -> float:
+        x_NE, delta_NE = _draw(stage, shape, 4), _draw(stage, shape, 5)
+        wide_NE = (x_NE + delta_NE).float()
+        found_NE = ours.add_(x_NE, delta_NE)
+        return max(_error(found_NE, theirs(wide_NE)), _error(x_NE, wide_NE))
+
+    num_bytes = 4 * rows * sizes.hidden * 2
+    return Operator(
+        f"rms_norm + residual, {rows} rows", lambda i: ours.add_(*sets[i]), len(sets), num_bytes, check
+    )
+
+
+def rotation(stage: Stage, sizes: Sizes, rows: int) -> Operator:
+    """Of the query and key heads, which lie beside the value heads; in place."""
+    shape = (rows, sizes.heads + 8, sizes.dim)
+    size = rows * sizes.heads * sizes.dim
+    sets = [_draw(stage, shape, 6)[:, : sizes.heads] for _ in range(_inputs(stage, size * 2))]
+    rotations_N1C = RotaryTable(RopeSpec(), sizes.dim, rows, stage.device).rotations(
+        torch.arange(rows, device=stage.device)
+    )
+    ours, theirs = TritonOps().rotation(None, 1e-5), TorchOps().rotation(None, 1e-5)
+
+    def call(index: int) -> Tensor:
+        ours(sets[index], rotations_N1C)
+        return sets[index]
+
+    def check() -> float:
+        x_NHD = _draw(stage, shape, 7)[:, : sizes.heads]
+        wide_NHD = x_NHD.float().contiguous()
+        ours(x_NHD, rotations_N1C)
+        theirs(wide_NHD, rotations_N1C)
+        return _error(x_NHD, wide_NHD)
+
+    num_bytes = 2 * size * 2 + rotations_N1C.nbytes
+    return Operator(f"rotary, {rows} rows", call, len(sets), num_bytes, check)
+
+
+def silu(stage: Stage, sizes: Sizes, rows: int) -> Operator:
+    shape = (rows, 2 * sizes.inner)
+    sets = [_draw(stage, shape, 8) for _ in range(_inputs(stage, rows * sizes.inner * 6))]
+    ours = TritonOps()
+
+    def check() -> float:
+        drawn = _draw(stage, shape, 9)
+        return _error(ours.silu_mul(drawn), TorchOps().silu_mul(drawn.float()))
+
+    num_bytes = 3 * rows * sizes.inner * 2
+    return Operator(f"silu * up, {rows} rows", lambda i: ours.silu_mul(sets[i]), len(sets), num_bytes, check)
+
+
+def kv_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
+    """New keys and values into scattered slots of one layer, read and written once."""
+    heads = Heads(4, 2, sizes.dim) if stage.dry else Heads()
+    scene = Scene(stage, decode_like(rows, heads))
+    step = TritonAttention(scene.pool).plan(scene.tables)
+    kv_N2KD = scene.kv_LN2KD[0]
+    paged, place = scene.pool.places[0]
+
+    def call(index: int) -> Tensor:
+        step._write(paged, place, scene.kv_LN2KD[index], scene.tables.slots_PN[0])  # type: ignore[attr-defined]
+        return paged.kv_L2KSD
+
+    def check() -> float:
+        paged.kv_L2KSD.fill_(torch.nan)
+        call(0)
+        return _error(scene.pool.layer(0)[scene.tables.slots_PN[0]], kv_N2KD)
+
+    return Operator(f"kv_write, {rows} rows", call, len(scene.kv_LN2KD), 2 * kv_N2KD.numel() * 2, check)
+
+
+PICKS = {
+    "greedy": (0.0, 0, 1.0),
+    "temperature": (1.0, 0, 1.0),
+    "top-k 50": (1.0, 50, 1.0),
+    "top-p 0.9": (1.0, 0, 0.9),
+    "top-p 0.9 of flat rows": (1.0, 0, 0.9),
+}
+"""Temperature, top-k and top-p."""
+
+
+def picks(stage: Stage, sizes: Sizes, kind: str) -> Operator:
+    """Logits are read once. Flat rows, those of a random model, make the nucleus wide: the slow way."""
+    rows, device = sizes.few, stage.device
+    sharpness = 0.5 if "flat" in kind else 4.0
+    sets = [
+        (_draw(stage, (rows, sizes.vocab), 10 + index) * sharpness).float()
+        for index in range(_inputs(stage, rows * sizes.vocab * 4))
+    ]
+    temperature, top_k, top_p = PICKS[kind]
+    table = SampleTable(
+        torch.full((rows,), temperature, device=device),
+        torch.full((rows,), top_k, dtype=torch.int32, device=device),
+        torch.full((rows,), top_p, device=device),
+        torch.zeros(rows, device=device),
+        torch.rand(rows, device=device, generator=stage.generator(9)),
+    )
+    out_R = torch.full((rows,), -1, dtype=torch.int64, device=device)
+
+    def call(index: int) -> Tensor:
+        pick_tokens(sets[index], table, out_R)
+        return out_R
+
+    def check() -> float:
+        """0 if every pick is one that the filters leave."""
+        out_R.fill_(-1)
+        call(0)
+        logits_RV, index_R1 = sets[0], out_R.clamp(0)[:, None]
+        more_R = (logits_RV > logits_RV.gather(1, index_R1)).sum(1)
+        probs_RV = logits_RV.double().softmax(1)
+        above_R = (probs_RV * (logits_RV > logits_RV.gather(1, index_R1))).sum(1)
+        most = 1 if temperature == 0 else top_k or sizes.vocab
+        good = (out_R >= 0) & (more_R < most) & (above_R <= top_p + 1e-4)
+        return 0.0 if bool(good.all()) else 1.0
+
+    name = f"pick of {rows} × {sizes.vocab:,}, {kind}"
+    return Operator(name, call, len(sets), sets[0].nbytes, check)
+
+
+def _inputs(stage: Stage, set_bytes: int) -> int:
+    if stage.dry:
+        return 2
+    return 4 if set_bytes < 8 * 2**20 else max(2, -(-ROTATED_BYTES // set_bytes))
+
+
+def _draw(stage: Stage, shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, device=stage.device, generator=stage.generator(seed)).bfloat16()
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())

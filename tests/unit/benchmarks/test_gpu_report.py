@@ -1,0 +1,77 @@
+"""The report for a card runs without one: its cheap sections, what fails and what hangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_report
+from benchmarks.gpu.rows import RowFile
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_dry_run_measures_nothing_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_report", "--dry", "--json", str(path)]
+    command += [
+        "--sections",
+        "environment,ceilings,sessions",
+        "--sessions",
+        "2",
+        "--turns",
+        "2",
+        "--peers",
+        "none",
+    ]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert answer.returncode == 0, answer.stderr
+    table = answer.stdout[answer.stdout.index("## DRY RUN: not a measurement") :]
+    written = json.loads(path.read_text())
+    assert written["dry_run"] is True
+    assert written["card"] is None
+    rows = {f"{row['section']}: {row['item']}": row for row in written["rows"]}
+    measured = [row for row in rows.values() if row["outcome"] == "measured"]
+    assert {row["section"] for row in measured} == {"environment", "ceilings", "sessions"}
+    assert all(row["verdict"] == "dry run: not a measurement" for row in measured)
+    assert all(item in table for item in rows)
+    kedge = rows["sessions: Kedge: 2 sessions, turns 2–2"]
+    assert kedge["measured"] > 0
+    assert kedge["details"]["turns"] == 2
+
+
+def test_without_a_card_sections_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = tmp_path / "rows.jsonl"
+    gpu_report.main(["--section", "ceilings", "--rows", str(path), "--deadline-s", "60"])
+    (row,) = RowFile(path).read()
+    assert (row.outcome, row.section) == ("skipped", "ceilings")
+    assert "--dry" in row.note
+
+
+def test_a_section_that_breaks_costs_its_own_rows(tmp_path: Path) -> None:
+    (row,) = gpu_report.in_own_process("ceilings", ["--dry", "--sessions", "not a number"], tmp_path, None)
+    assert row.outcome == "failed"
+    assert "status 2" in row.note
+
+
+def test_a_section_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "GRACE_S", 0.05)
+    (row,) = gpu_report.in_own_process("ceilings", ["--dry"], tmp_path, 0.2)
+    assert row.outcome == "failed"
+    assert "was ended" in row.note
+
+
+def test_no_time_is_left_for_a_section(tmp_path: Path) -> None:
+    (row,) = gpu_report.in_own_process("ceilings", ["--dry"], tmp_path, 1.0)
+    assert row.outcome == "skipped"
+
+
+def test_unknown_sections_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_report.parse(["--sections", "ceilings,ceiling"])
+    assert "['ceiling']" in capsys.readouterr().err
