@@ -173,7 +173,7 @@ class Scheduler:
         # for its pages would have them wait for ever.
         if self._waiting and not short:
             self._admit_waiting(items, budget)
-        return self._launch(ScheduledBatch(items, self._num_steps(items, budget))) if items else None
+        return self._launch(ScheduledBatch(items, self._num_steps(items))) if items else None
 
     def refuse_stuck(self) -> TokenDelta | None:
         """Ends the first waiting request if it found no room although nothing runs and no copy is on its way: it
@@ -274,12 +274,12 @@ class Scheduler:
             self._cache.unexpect(request.spec.session_id)
         self._proposer.begin(request)
 
-    def _num_steps(self, items: list[BatchItem], budget: int) -> int:
+    def _num_steps(self, items: list[BatchItem]) -> int:
         """How many steps to run in one go: several if everyone decodes, nobody waits, and pages are free."""
         if self._decode_steps == 1 or self._waiting or any(item.sample is None for item in items):
             return 1
         requests = [self._live[item.request_id] for item in items]
-        wanted = min(self._decode_steps, 1 + budget // len(items))
+        wanted = min(self._decode_steps, self._settings.max_batch_tokens // len(items))
         for request, item in zip(requests, items, strict=True):
             wanted = min(wanted, self._maker.steps_left(request) if len(item.token_ids) == 1 else 1)
         if wanted < 2 or not all(map(self._maker.cover, requests, items, repeat(wanted))):

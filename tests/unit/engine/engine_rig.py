@@ -12,7 +12,13 @@ from engine.batch import ModelOutput, ScheduledBatch
 from engine.build import assemble_engine
 from engine.engine import LocalEngine
 from engine.runner.null import NullRunner
-from engine.settings import BooksCheck, CacheSettings, SchedulerSettings, SpeculationSettings
+from engine.settings import (
+    BooksCheck,
+    CacheSettings,
+    ExecutionSettings,
+    SchedulerSettings,
+    SpeculationSettings,
+)
 from tests.unit.engine.driver import VOCAB, Outcome
 
 WAIT_S = 20.0
@@ -39,7 +45,10 @@ class GatedRunner(NullRunner):
 
 
 class Rig:
-    """Engine, runner and everything the sink was given."""
+    """Engine, runner and everything the sink was given. Tests may have all rigs run ahead."""
+
+    runs_ahead = False
+    decode_steps = 1
 
     def __init__(
         self,
@@ -53,6 +62,7 @@ class Rig:
         speculation: SpeculationSettings | None = None,
         **runner: Any,
     ) -> None:
+        runner.setdefault("runs_ahead", self.runs_ahead)
         self.runner = GatedRunner(num_pages, page_size, VOCAB, context_len, **runner)
         host_bytes = host_pages * self.runner.page_size_bytes
         self.engine: LocalEngine = assemble_engine(
@@ -62,6 +72,7 @@ class Rig:
             speculation or SpeculationSettings(),
             frozenset({0}),
             self._sink,
+            ExecutionSettings(decode_steps=self.decode_steps),
         )
         self.outcomes: dict[str, Outcome] = {}
         self.sink_fault: Exception | None = None

@@ -27,6 +27,16 @@ from tests.unit.engine.driver import VOCAB, greedy, request, slot_kv
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
 
 
+@pytest.fixture(
+    autouse=True, params=[(False, 1), (True, 1), (True, 4)], ids=["plain", "ahead", "ahead by four"]
+)
+def ways_to_step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with a step at a time, with one planned ahead, and with several in one go."""
+    runs_ahead, decode_steps = request.param
+    monkeypatch.setattr(Rig, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(Rig, "decode_steps", decode_steps)
+
+
 def error_of(rig: Rig, request_id: str) -> Exception | None:
     finish = rig.wait(request_id)[0].finish
     assert finish is not None

@@ -1,0 +1,233 @@
+"""Steps planned before the result of the one before is known: what is pending, what waits, what is dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.api import FinishReason, LogprobParams, StepFailed
+from engine.batch import PENDING, ScheduledBatch
+from tests.unit.engine.driver import Driver, Talk, greedy, request, slot_kv
+
+
+def ahead(**options: Any) -> Driver:
+    return Driver(ahead=True, **options)
+
+
+def step(driver: Driver) -> ScheduledBatch:
+    batch = driver.step()
+    assert batch is not None
+    return batch
+
+
+def test_the_next_token_is_pending_while_a_step_is_in_flight() -> None:
+    driver = ahead()
+    driver.add(request("r", [1, 2, 3], 5))
+    first, second = step(driver), step(driver)
+    assert first.items[0].pending_from is None
+    item = second.items[0]
+    assert (list(item.token_ids), item.pending_from, item.start) == ([PENDING], 0, 3)
+    assert item.sample is not None
+    assert item.sample.position == 4
+    driver.run()
+    assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3], 5)
+    driver.assert_empty()
+
+
+def test_pending_tokens_are_found_by_place_in_the_batch_before() -> None:
+    driver = ahead(max_batch_tokens=12)
+    for name, length in (("a", 3), ("b", 5), ("c", 2)):
+        driver.add(request(name, list(range(1, length + 1)), 6))
+    driver.run()
+    places = {item.pending_from for batch in driver.batches for item in batch.items}
+    assert {0, 1, 2} <= places
+    for name, length in (("a", 3), ("b", 5), ("c", 2)):
+        assert driver.outcomes[name].token_ids == driver.oracle(list(range(1, length + 1)), 6)
+
+
+def test_a_request_that_must_end_is_not_computed_past_its_length() -> None:
+    driver = ahead()
+    driver.add(request("r", [1, 2, 3], 4))
+    driver.run()
+    assert sum(batch.num_tokens for batch in driver.batches) == 3 + 3
+
+
+def test_the_context_is_never_exceeded() -> None:
+    driver = ahead(context_len=10, decode_steps=4)
+    driver.add(request("r", [1, 2, 3], 100))
+    driver.run()
+    outcome = driver.outcomes["r"]
+    assert (outcome.reason, len(outcome.token_ids)) == (FinishReason.LENGTH, 7)
+
+
+def stop_in_the_middle(driver: Driver) -> Any:
+    """A turn that ends by a stop token before its length."""
+    expected = driver.oracle([1, 2, 3, 4], 30)
+    place = next(n for n in range(2, 30) if expected[n] not in expected[:n])
+    return greedy(30, stop_token_ids=frozenset({expected[place]})), expected[: place + 1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_what_was_computed_past_a_stop_is_dropped(page_size: int, decode_steps: int) -> None:
+    driver = ahead(page_size=page_size, num_pages=256 // page_size, decode_steps=decode_steps)
+    sampling, expected = stop_in_the_middle(driver)
+    talk = Talk(driver, "s")
+    outcome = talk.turn([1, 2, 3, 4], 30, sampling=sampling)
+    assert outcome.token_ids == expected
+    assert sum(batch.num_tokens for batch in driver.batches) > 4 + len(expected) - 1
+    kv = slot_kv(driver.cache, "s")
+    assert kv.committed_len in (
+        4 + len(expected) - 1,
+        4 + len(expected),
+    )  # the last token's came with several steps
+    assert kv.num_pages == -(-kv.committed_len // page_size)
+    talk.turn([9, 9], 8)
+
+
+def test_a_turn_begins_while_a_step_past_the_end_of_the_last_is_in_flight() -> None:
+    driver = ahead()
+    sampling, expected = stop_in_the_middle(driver)
+    talk = Talk(driver, "s")
+    spec = talk.spec([1, 2, 3, 4], sampling=sampling)
+    driver.add(spec)
+    driver.step_until(lambda: driver.outcomes[spec.request_id].finish is not None)
+    assert driver.in_flight is not None
+    talk.commit(spec, driver.outcomes[spec.request_id])
+    assert talk.history[4:] == expected
+    assert talk.turn([7, 7, 7], 6).cached == len(talk.history) - 6 - 3 - 1
+    driver.assert_empty()
+
+
+def test_a_name_used_again_does_not_get_the_old_result() -> None:
+    driver = ahead()
+    driver.add(request("r", [1, 2, 3], 20))
+    step(driver)
+    step(driver)
+    driver.abort("r")
+    del driver.outcomes["r"]
+    driver.add(request("r", [8, 8, 8], 4))
+    driver.run()
+    assert driver.outcomes["r"].token_ids == driver.oracle([8, 8, 8], 4)
+    driver.assert_empty()
+
+
+def test_a_retracted_request_resumes_exactly_and_its_flying_result_is_dropped() -> None:
+    driver = ahead()
+    driver.add(request("r", [1, 2, 3], 12))
+    for _ in range(4):
+        step(driver)
+    assert driver.scheduler.retract("r")
+    known = len(driver.outcomes["r"].token_ids)
+    driver.settle()
+    assert len(driver.outcomes["r"].token_ids) == known
+    driver.run()
+    assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3], 12)
+    driver.assert_empty()
+
+
+def test_nobody_is_retracted_while_a_step_is_in_flight() -> None:
+    """Its result may end a request; only when it is in does somebody have to go."""
+    driver = ahead(num_pages=6, page_size=2, prefix_cache=False)
+    for name in ("a", "b"):
+        driver.add(request(name, [1, 2, 3], 7))
+    driver.run()
+    assert driver.counters.retractions > 0
+    for name in ("a", "b"):
+        assert driver.outcomes[name].token_ids == driver.oracle([1, 2, 3], 7)
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampling": greedy(6, repetition_penalty=1.2)},
+        {"logprobs": LogprobParams(input_start=0)},
+    ],
+    ids=["penalties", "scores of the input"],
+)
+def test_requests_that_need_each_token_wait_for_it(options: dict[str, Any]) -> None:
+    driver = ahead(chunk_size=2, decode_steps=4)
+    driver.add(request("r", [1, 2, 3, 4, 5], 6, **options))
+    driver.run()
+    pending = [item for batch in driver.batches for item in batch.items if item.pending_from is not None]
+    assert all(item.start >= 5 for item in pending) if "logprobs" in options else not pending
+    assert {batch.num_steps for batch in driver.batches} == {1}
+    assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3, 4, 5], 6)
+
+
+def test_speculation_does_not_run_ahead() -> None:
+    driver = ahead(speculation="ngram", vocab=3)
+    driver.add(request("r", [1, 2, 1, 2, 1], 12))
+    driver.run()
+    assert any(item.num_drafts for batch in driver.batches for item in batch.items)
+    assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 1, 2, 1], 12)
+
+
+def test_a_failed_step_fails_also_what_was_launched_after_it() -> None:
+    driver = ahead()
+    driver.add(request("r", [1, 2, 3], 8))
+    step(driver)
+    flying = driver.in_flight
+    assert flying is not None
+    after = driver.scheduler.schedule()
+    assert after is not None
+    (delta,) = driver.scheduler.fail(flying[0], StepFailed("device lost"))
+    assert delta.finish is not None
+    assert delta.finish.reason is FinishReason.ERROR
+    assert driver.scheduler.fail(after, StepFailed("device lost")) == []
+    driver.in_flight = None
+    driver.assert_empty()
+
+
+class TestSeveralStepsInOneGo:
+    def test_a_decode_alone(self) -> None:
+        driver = Driver(decode_steps=4)
+        driver.add(request("r", [1, 2, 3], 9))
+        driver.run()
+        assert [batch.num_steps for batch in driver.batches] == [1, 4, 4]
+        assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3], 9)
+        driver.assert_empty()
+
+    def test_only_when_nobody_waits_and_all_decode(self) -> None:
+        driver = Driver(decode_steps=4, max_running=1)
+        for name in ("a", "b"):
+            driver.add(request(name, [1, 2, 3], 5))
+        driver.run()
+        for batch in driver.batches:
+            if batch.items[0].request_id == "a":
+                assert batch.num_steps == 1
+        assert driver.batches[-1].num_steps == 4
+
+    def test_the_shortest_decides(self) -> None:
+        driver = Driver(decode_steps=8)
+        driver.add(request("short", [1, 2, 3], 3))
+        driver.add(request("long", [1, 2, 3, 4], 9))
+        driver.run()
+        assert [batch.num_steps for batch in driver.batches] == [1, 2, 6]
+
+    def test_one_by_one_when_pages_run_short(self) -> None:
+        """Nothing gives way for steps that may be in vain."""
+        driver = Driver(decode_steps=8, num_pages=3, page_size=4)
+        talk = Talk(driver, "idle")
+        talk.turn([5], 2)
+        driver.add(request("r", [1, 2, 3], 5))
+        driver.run()
+        assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3], 5)
+        assert driver.held("idle") == 2
+
+    def test_the_budget_of_a_step_holds(self) -> None:
+        driver = Driver(decode_steps=8, max_batch_tokens=6)
+        for name in ("a", "b"):
+            driver.add(request(name, [1], 9))
+        driver.run()
+        assert max(batch.num_tokens for batch in driver.batches) <= 6
+
+    def test_a_pending_token_of_several_steps_is_the_last(self) -> None:
+        driver = Driver(decode_steps=3, ahead=True)
+        driver.add(request("r", [1, 2, 3], 10))
+        driver.run()
+        starts = [batch.items[0].start for batch in driver.batches]
+        assert starts == [0, 3, 6, 9]
+        assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3], 10)
