@@ -119,5 +119,6 @@ def get_or_create_controller(name: str, namespace: str, settings: ClusterSetting
         max_task_retries=-1,
         num_cpus=0,
         resources={_HEAD_NODE: _HEAD_NODE_SHARE},
+        scheduling_strategy="DEFAULT",  # else it would join the placement group of the replica that creates it
     )
     return actor_class.remote(settings)

@@ -9,6 +9,7 @@ from ray.serve.deployment import Application
 from engine.build import build_engine
 from serving.config import AppArgs
 from serving.ingress import Ingress
+from serving.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica import EngineFactory, LLMReplica
 
 HEALTH_CHECK_PERIOD_S = 1.0
@@ -17,7 +18,9 @@ HEALTH_CHECK_TIMEOUT_S = 10.0
 
 def build(args: AppArgs) -> Application:
     """Typed builder for Ray Serve: `args` of the config file, validated strictly."""
-    return compose(args, build_engine)
+    if args.execution.tensor_parallel == 1:
+        return compose(args, build_engine)
+    return compose(args, ParallelEngineFactory(args.replicas.num_cpus, args.replicas.num_gpus))
 
 
 def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
@@ -31,6 +34,7 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class="serving.router:PinnedRequestRouter"),
+        **placement_options(args),
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name="Ingress",

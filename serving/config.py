@@ -213,7 +213,10 @@ class ExecutionArgs(StrictModel):
 
 
 class ReplicaArgs(StrictModel):
-    """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine."""
+    """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine.
+
+    With `execution.tensor_parallel` the CPUs and GPUs are those of each rank.
+    """
 
     count: PositiveInt = 2
     num_cpus: Annotated[float, Field(ge=0)] = 0.5
@@ -261,7 +264,7 @@ class AppArgs(StrictModel):
     scheduler: SchedulerArgs = SchedulerArgs()
     speculation: SpeculationArgs = SpeculationArgs()
     execution: Annotated[ExecutionArgs, Field(validate_default=True)] = ExecutionArgs()
-    replicas: ReplicaArgs = ReplicaArgs()
+    replicas: Annotated[ReplicaArgs, Field(validate_default=True)] = ReplicaArgs()
     ingress: IngressArgs = IngressArgs()
     sessions: SessionArgs = SessionArgs()
     controller: ControllerArgs = ControllerArgs()
@@ -274,6 +277,21 @@ class AppArgs(StrictModel):
         if reasons:
             raise ValueError("; ".join(reasons))
         return execution
+
+    @field_validator("replicas")
+    @classmethod
+    def _room_for_ranks(cls, replicas: ReplicaArgs, info: ValidationInfo) -> ReplicaArgs:
+        """A rank is a process of its own, and on GPUs each needs one."""
+        execution, model = info.data.get("execution"), info.data.get("model")
+        if execution is None or model is None or execution.tensor_parallel == 1:
+            return replicas
+        if model.device == "cuda" and replicas.num_gpus != 1:
+            raise ValueError(
+                f"execution.tensor_parallel takes num_gpus 1, for each rank, not {replicas.num_gpus:g}"
+            )
+        if replicas.num_cpus == replicas.num_gpus == 0:
+            raise ValueError("execution.tensor_parallel needs num_cpus or num_gpus, for each rank")
+        return replicas
 
     def engine_settings(self) -> EngineSettings:
         """The frozen settings of one replica's engine."""
