@@ -34,10 +34,8 @@ class ReferenceStep:
         self._slots_PN = slots_PN
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        self.write(layer, kv_N2KD)
         windowed = self._pool.places[layer][0] is self._pool.window
-        for row, slot in enumerate(self._slots_PN[int(windowed)].tolist()):
-            if slot >= 0:
-                self._write(layer, slot, kv_N2KD[row])
         rows, row = [], 0
         for item in self._items:
             for offset in range(item.query_len):
@@ -46,6 +44,12 @@ class ReferenceStep:
                 rows.append(_attend(q_NHD[row].double(), kv_T2KD, traits))
                 row += 1
         return torch.stack(rows).view(len(q_NHD), -1).to(q_NHD.dtype)
+
+    def write(self, layer: int, kv_N2KD: Tensor) -> None:
+        windowed = self._pool.places[layer][0] is self._pool.window
+        for row, slot in enumerate(self._slots_PN[int(windowed)].tolist()):
+            if slot >= 0:
+                self._write(layer, slot, kv_N2KD[row])
 
     def _write(self, layer: int, slot: int, kv_2KD: Tensor) -> None:
         paged, place = self._pool.places[layer]

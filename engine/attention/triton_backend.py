@@ -30,6 +30,9 @@ LOG2_E = math.log2(math.e)
 WRITE_ELEMENTS = 2048
 """Of one program that writes to the pool."""
 
+JOIN_ELEMENTS = 512
+"""Of a tile's output that a warp holds while it joins splits."""
+
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -78,24 +81,25 @@ class TritonStep:
         self._tables = tables
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        self.write(layer, kv_N2KD)
         pool = self._attention.pool
         paged, place = pool.places[layer]
-        row = int(paged is pool.window)
-        self._write(paged, place, kv_N2KD, self._tables.slots_PN[row])
-        return self._attend(paged, place, q_NHD, self._tables.pages_PBM[row], traits)
+        return self._attend(paged, place, q_NHD, self._tables.pages_PBM[int(paged is pool.window)], traits)
 
-    def _write(self, paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor) -> None:
+    def write(self, layer: int, kv_N2KD: Tensor) -> None:
+        """The first half of a call: puts the new keys and values in the layer's pool."""
+        pool = self._attention.pool
+        paged, place = pool.places[layer]
         kv_N2KD = kv_N2KD if kv_N2KD.stride(3) == 1 else kv_N2KD.contiguous()
-        pool_2KSD = paged.kv_L2KSD[place]
+        pool_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
         rows, _, kv_heads, dim = kv_N2KD.shape
         block_d = self._attention.block_d
         block_rows = min(triton.next_power_of_2(2 * kv_heads), max(1, WRITE_ELEMENTS // block_d))
-        scales = paged.scales_L2KS
         write_kv[(rows, triton.cdiv(2 * kv_heads, block_rows))](
             pool_2KSD,
             pool_2KSD if scales is None else scales[place],
             kv_N2KD,
-            slots_N,
+            self._tables.slots_PN[int(paged is pool.window)],
             kv_N2KD.stride(0),
             kv_N2KD.stride(1),
             kv_N2KD.stride(2),
@@ -151,6 +155,7 @@ class TritonStep:
             PAGE_SIZE=paged.page_size,
             BLOCK_M=shape.block_m,
             BLOCK_N=shape.block_n,
+            JOIN_D=min(attention.block_d, JOIN_ELEMENTS * shape.num_warps // shape.block_m),
             MAX_SPLITS=1 if splits == 1 else attention.tiles.max_splits,
             MIN_BLOCKS=triton.cdiv(attention.tiles.min_split, shape.block_n),
             TILE_PER_ITEM=tile_per_item,

@@ -139,19 +139,22 @@ def _attend_block(
 
 @triton.jit
 def _join_splits(
+    out,
+    out_M,
+    alive_M,
     partials,
     sums,
     first_part,
     num_used,
-    alive_M,
+    DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    JOIN_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """The weighted mean of a tile's partial outputs, each of its own softmax. Read past the first-level cache, which
-    knows nothing of what other programs wrote."""
+    """Writes the weighted mean of a tile's partial outputs, each of its own softmax, JOIN_D columns at a time. Reads
+    past the first-level cache, which knows nothing of what other programs wrote."""
     rows_M = tl.arange(0, BLOCK_M)
-    offsets_D = tl.arange(0, BLOCK_D)
     splits_S = tl.arange(0, MAX_SPLITS)
     at_SM = (first_part + splits_S)[:, None] * (2 * BLOCK_M) + rows_M[None, :]
     used_SM = (splits_S < num_used)[:, None]
@@ -159,16 +162,18 @@ def _join_splits(
     sum_SM = tl.load(sums + at_SM + BLOCK_M, mask=used_SM, other=0.0, cache_modifier=".cg")
     max_M = tl.max(max_SM, 0)
     sum_M = tl.sum(sum_SM * tl.exp2(max_SM - max_M[None, :]), 0)
-    acc_MD = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for split in tl.range(0, num_used, loop_unroll_factor=4):
-        part = first_part + split
-        weight_M = tl.load(
-            sums + part * 2 * BLOCK_M + rows_M, mask=alive_M, other=LOWEST, cache_modifier=".cg"
-        )
-        at_MD = (part * BLOCK_M + rows_M)[:, None] * BLOCK_D + offsets_D[None, :]
-        part_MD = tl.load(partials + at_MD, mask=alive_M[:, None], other=0.0, cache_modifier=".cg")
-        acc_MD += tl.exp2(weight_M - max_M)[:, None] * part_MD
-    return acc_MD, sum_M
+    for start in tl.range(0, BLOCK_D, JOIN_D):
+        column_J = start + tl.arange(0, JOIN_D)
+        acc_MJ = tl.zeros((BLOCK_M, JOIN_D), tl.float32)
+        for split in tl.range(0, num_used, loop_unroll_factor=4):
+            part = first_part + split
+            weight_M = tl.exp2(tl.load(sums + part * 2 * BLOCK_M + rows_M, cache_modifier=".cg") - max_M)
+            at_MJ = (part * BLOCK_M + rows_M)[:, None] * BLOCK_D + column_J[None, :]
+            part_MJ = tl.load(partials + at_MJ, mask=alive_M[:, None], other=0.0, cache_modifier=".cg")
+            acc_MJ += weight_M[:, None] * part_MJ
+        mean_MJ = (acc_MJ / sum_M[:, None]).to(out.dtype.element_ty)
+        inside_MJ = alive_M[:, None] & (column_J < DIM)[None, :]
+        tl.store(out + out_M[:, None] + column_J[None, :], mean_MJ, mask=inside_MJ)
 
 
 @triton.jit(do_not_specialize=["num_items", "pages_stride", "window"])
@@ -199,6 +204,7 @@ def paged_attention(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    JOIN_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     TILE_PER_ITEM: tl.constexpr,
@@ -306,8 +312,7 @@ def paged_attention(
             DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, True,
         )  # fmt: skip
 
-    heads = tl.num_programs(1) * GROUP
-    out_M1 = ((row_M * heads + head_M) * DIM)[:, None]
+    out_M = (row_M * (tl.num_programs(1) * GROUP) + head_M) * DIM
     if MAX_SPLITS > 1 and num_used > 1:
         tile_and_head = tl.program_id(0) * tl.num_programs(1) + kv_head
         first_part = (tile_and_head * tl.num_programs(2)).to(tl.int64)
@@ -319,12 +324,12 @@ def paged_attention(
         tl.store(partials + at_MD, acc_MD, mask=alive_M[:, None])
         # Every thread's stores are done before one thread releases them; whoever counts last acquires all.
         tl.debug_barrier()
-        if tl.atomic_add(counters + tile_and_head, 1, sem="acq_rel", scope="gpu") != num_used - 1:
-            return
-        tl.debug_barrier()
-        acc_MD, sum_M = _join_splits(
-            partials, sums, first_part, num_used, alive_M, BLOCK_M, BLOCK_D, MAX_SPLITS
-        )
-        tl.store(counters + tile_and_head, 0)
-    acc_MD = acc_MD / sum_M[:, None]
-    tl.store(out + out_M1 + offsets_D[None, :], acc_MD.to(out.dtype.element_ty), mask=inside_MD)
+        if tl.atomic_add(counters + tile_and_head, 1, sem="acq_rel", scope="gpu") == num_used - 1:
+            tl.debug_barrier()
+            _join_splits(
+                out, out_M, alive_M, partials, sums, first_part, num_used, DIM, BLOCK_M, BLOCK_D, JOIN_D, MAX_SPLITS
+            )  # fmt: skip
+            tl.store(counters + tile_and_head, 0)
+    else:
+        mean_MD = (acc_MD / sum_M[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_M[:, None] + offsets_D[None, :], mean_MD, mask=inside_MD)

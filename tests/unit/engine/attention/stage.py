@@ -5,7 +5,8 @@ Legend: N rows of the step, B items, M pages of the longest, P pools, H query he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,16 @@ from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def memory_of_nan() -> Iterator[None]:
+    """Inside, torch fills what nobody has written with NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
@@ -111,12 +122,13 @@ class Stage:
         ]
 
     def got(self, attention: TableAttention, tables: AttentionTables | None = None) -> list[Tensor]:
-        step = attention.plan(tables or self.tables())
+        """What every layer gives for the rows of items, in float64; its memory was NaN before."""
         outputs = []
-        for layer in self.layers:
-            traits = self.traits(layer)
-            out_NA = step(layer, self.padded(self.q), self.padded(self.kv), traits)
-            outputs.append(out_NA[: self.shape.rows].double().cpu())
+        with memory_of_nan():
+            step = attention.plan(tables or self.tables())
+            for layer in self.layers:
+                out_NA = step(layer, self.padded(self.q), self.padded(self.kv), self.traits(layer))
+                outputs.append(out_NA[: self.shape.rows].double().cpu())
         return outputs
 
 

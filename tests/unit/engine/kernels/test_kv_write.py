@@ -1,0 +1,108 @@
+"""What a step's keys and values become in the pool, slot by slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.interface import AttentionTables
+from engine.attention.reference import ReferenceAttention, ReferenceStep
+from engine.attention.triton_backend import TritonAttention, TritonStep
+from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
+from engine.settings import CacheSettings
+from tests.unit.engine.attention.stage import DEVICE
+
+NO_TABLES = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+
+
+def make_pool(kv_heads: int, dim: int, dtype: torch.dtype, fp8: bool) -> KVPool:
+    settings = CacheSettings(3, 8, kv_dtype="fp8" if fp8 else "auto")
+    pool = make_kv_pool(KVLayout(kv_heads, dim, (None, None)), settings, dtype, DEVICE)
+    pool.full.kv_L2KSD.view(torch.uint8).fill_(0x55)
+    if pool.full.scales_L2KS is not None:
+        pool.full.scales_L2KS.fill_(-1)
+    return pool
+
+
+def write(pool: KVPool, layer: int, kv_N2KD: Tensor, slots: list[int]) -> None:
+    slots_N = torch.tensor(slots, device=DEVICE)
+    tables = AttentionTables(NO_TABLES[0], NO_TABLES[0, :0], (NO_TABLES,), (slots_N,), 1, 1)
+    step = TritonAttention(pool).plan(tables)
+    assert isinstance(step, TritonStep)
+    step.write(layer, kv_N2KD.to(DEVICE))
+
+
+def write_by_hand(pool: KVPool, layer: int, kv_N2KD: Tensor, slots: list[int]) -> None:
+    step = ReferenceAttention(pool).begin([], [torch.tensor(slots)])
+    assert isinstance(step, ReferenceStep)
+    step.write(layer, kv_N2KD.to(DEVICE))
+
+
+def check(kv_N2KD: Tensor, slots: list[int], fp8: bool) -> KVPool:
+    """Value for value; what is not written stays."""
+    _, _, kv_heads, dim = kv_N2KD.shape
+    pools = [make_pool(kv_heads, dim, kv_N2KD.dtype, fp8) for _ in range(2)]
+    for pool, how in zip(pools, (write, write_by_hand), strict=True):
+        how(pool, 1, kv_N2KD, slots)
+    got, want = pools
+    assert torch.equal(got.full.kv_L2KSD.double(), want.full.kv_L2KSD.double())
+    if fp8:
+        assert got.full.scales_L2KS is not None
+        assert want.full.scales_L2KS is not None
+        torch.testing.assert_close(got.full.scales_L2KS, want.full.scales_L2KS, rtol=3e-7, atol=0.0)
+    return got
+
+
+def draw(rows: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, 2, kv_heads, dim, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 64), (3, 80), (8, 128), (40, 192), (2, 4)])
+def test_slots_are_written_and_no_others(kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    check(draw(4, kv_heads, dim, dtype), [7, 0, 23, 5], False)
+
+
+def test_rows_without_a_slot_are_not_written() -> None:
+    kv_N2KD = draw(4, 2, 16)
+    kv_N2KD[1] = torch.nan
+    for fp8 in (False, True):
+        check(kv_N2KD, [3, -1, 20, -1], fp8)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_strided_rows(rows: int) -> None:
+    fused = draw(rows, 6, 16).flatten(1, 2)
+    check(fused[:, 8:].view(rows, 2, 2, 16), list(range(rows)), False)
+    check(draw(rows, 2, 16).permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3), list(range(rows)), False)
+    check(draw(rows, 16, 2).transpose(2, 3), list(range(rows)), False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8(dtype: torch.dtype) -> None:
+    """Of every size, ties and subnormals included; each head has its own scale, keys and values apart."""
+    kv_N2KD = draw(6, 3, 80)
+    kv_N2KD[1] *= 1e-4
+    kv_N2KD[2] *= 1e4
+    kv_N2KD[3, 0, 1] = 0
+    kv_N2KD[4] = kv_N2KD[4] ** 9  # small beside the largest
+    kv_N2KD[5, 1, 2] = torch.arange(80) / 64 * 448 / 79 * 64
+    pool = check(kv_N2KD.to(dtype), [2, 3, 4, 9, 11, 23], True)
+    assert pool.full.scales_L2KS is not None
+    assert pool.full.scales_L2KS[1, 0, 1, 9] == 1
+    restored = pool.full.kv_L2KSD[1].float() * pool.full.scales_L2KS[1][..., None]
+    for row, slot in enumerate([2, 3, 4, 9, 11, 23]):
+        want = kv_N2KD[row].to(dtype).float()
+        largest = want.abs().amax(-1, keepdim=True)
+        error = (restored[:, :, slot].cpu() - want).abs()
+        assert (error <= torch.maximum(want.abs() / 16, largest * 2**-9 / 448)).all()
+
+
+def test_every_fp8_value_is_kept() -> None:
+    """Heads whose largest value is 448 are stored as they are."""
+    values = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    finite = values[values.isfinite()]
+    kv_N2KD = torch.cat((finite, torch.tensor([448.0, -448.0]))).expand(1, 2, 1, -1)
+    pool = check(kv_N2KD, [0], True)
+    assert torch.equal(pool.full.kv_L2KSD[1, 0, 0, 0].float().cpu(), kv_N2KD[0, 0, 0])
