@@ -76,7 +76,12 @@ def _flash(place: _Place) -> TableAttention:
         raise AttentionUnavailable("flash", "it needs a GPU")
     from engine.attention.flash_backend import FlashAttention, find_flash
 
-    return FlashAttention(place.pool, find_flash(), sinks=place.sinks)
+    flash = find_flash()
+    try:
+        from engine.attention.kv_writer import write_rows
+    except ModuleNotFoundError:
+        return FlashAttention(place.pool, flash, place.sinks)
+    return FlashAttention(place.pool, flash, place.sinks, write_rows)
 
 
 def _triton(place: _Place) -> TableAttention:
@@ -85,13 +90,10 @@ def _triton(place: _Place) -> TableAttention:
             "triton", "it needs a GPU, or on a CPU Triton's interpreter (TRITON_INTERPRET=1)"
         )
     try:
-        from engine.attention.triton_backend import (  # type: ignore[import-not-found,unused-ignore]
-            TritonAttention,
-        )
+        from engine.attention.triton_backend import TritonAttention
     except ModuleNotFoundError as error:
         raise AttentionUnavailable("triton", f"{error.name} is not installed") from None
-    tables: TableAttention = TritonAttention(place.pool)
-    return tables
+    return TritonAttention(place.pool)
 
 
 _MAKERS: dict[str, Callable[[_Place], TableAttention]] = {"triton": _triton, "flash": _flash, "torch": _torch}

@@ -17,7 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -85,8 +85,14 @@ def read_function(
     return FlashFunction(call, source, versions[0], takes)
 
 
+class KVWriter(Protocol):
+    def __call__(self, paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor, /) -> None:
+        """Writes row n to slot `slots_N[n]` of the pool's layer `place`, to none if that is negative."""
+
+
 class FlashAttention:
-    """A TableAttention. Zeroes the pools: nothing may have been written to them.
+    """A TableAttention. Zeroes the pools: nothing may have been written to them. Without a writer torch's operators
+    write.
 
     Raises AttentionUnavailable if the function does not serve such pools, or has no attention sinks where the model
     has (`sinks`).
@@ -94,7 +100,9 @@ class FlashAttention:
 
     name = "flash"
 
-    def __init__(self, pool: KVPool, flash: FlashFunction, sinks: bool = False) -> None:
+    def __init__(
+        self, pool: KVPool, flash: FlashFunction, sinks: bool = False, write: KVWriter | None = None
+    ) -> None:
         kv, size = pool.full.kv_L2KSD, pool.page_size
         dim = kv.shape[-1]
         if kv.dtype not in (torch.float16, torch.bfloat16):
@@ -109,6 +117,7 @@ class FlashAttention:
             raise AttentionUnavailable(self.name, _no_sinks(flash))
         self._flash = flash
         self._page_size = size
+        self._write = write
         for paged in (pool.full, pool.window):
             if paged is not None:
                 paged.kv_L2KSD.zero_()
@@ -119,24 +128,25 @@ class FlashAttention:
         return True
 
     def plan(self, tables: AttentionTables) -> AttentionStep:
-        return _FlashStep(self._flash, self._layers, self._page_size, tables)
+        return _FlashStep(self._flash, self._layers, self._page_size, self._write, tables)
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerKV:
-    """One layer's memory by page, for reading, and by slot, for writing; `row` is its pool's."""
+    """One layer's memory, layer `place` of `paged`, by page for reading; `row` is the pool's."""
 
     row: int
+    paged: PagedKV
+    place: int
     k_PpKD: Tensor
     v_PpKD: Tensor
-    slots_S2KD: Tensor
 
     @staticmethod
     def of(paged: PagedKV, place: int, row: int) -> _LayerKV:
         _, kv_heads, _, dim = paged.kv_L2KSD[place].shape
         shape = (kv_heads, paged.num_pages, paged.page_size, dim)
         k_PpKD, v_PpKD = (part_KSD.view(shape).permute(1, 2, 0, 3) for part_KSD in paged.kv_L2KSD[place])
-        return _LayerKV(row, k_PpKD, v_PpKD, paged.layer(place))
+        return _LayerKV(row, paged, place, k_PpKD, v_PpKD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +166,7 @@ class _Writes:
         return _Writes(slots_N[rows_N].clamp_min(0), rows_N, live_N.any())
 
     def write(self, slots_S2KD: Tensor, kv_N2KD: Tensor) -> None:
+        """To one layer by slot."""
         kept_N2KD = slots_S2KD.index_select(0, self.slots_N)
         written_N2KD = torch.where(self.any_live, kv_N2KD.index_select(0, self.rows_N), kept_N2KD)
         slots_S2KD.index_copy_(0, self.slots_N, written_N2KD)
@@ -163,20 +174,20 @@ class _Writes:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What all layers of one pass share, derived from the tables on the device."""
+    """What all layers of one pass share, derived from the tables on the device. `writes` is for torch's operators."""
 
     writes: list[_Writes]
     pages: list[Tensor]
     lengths: dict[str, Tensor]
 
     @staticmethod
-    def of(tables: AttentionTables, page_size: int, takes: frozenset[str]) -> _Pass:
+    def of(tables: AttentionTables, page_size: int, takes: frozenset[str], *, with_writes: bool) -> _Pass:
         lengths = {"seqused_k": tables.kv_lens_B}
         if "seqused_k" not in takes:
             starts_B1 = torch.nn.functional.pad(tables.kv_lens_B.cumsum(0, dtype=torch.int32), (1, 0))
             lengths = {"cu_seqlens_k": starts_B1}
         return _Pass(
-            [_Writes.of(slots_N) for slots_N in tables.slots_PN],
+            [_Writes.of(slots_N) for slots_N in tables.slots_PN] if with_writes else [],
             [_whole_table(pages_BM, tables.kv_lens_B, page_size) for pages_BM in tables.pages_PBM],
             lengths,
         )
@@ -186,11 +197,17 @@ class _FlashStep:
     """An AttentionStep. A pass is derived anew at its first layer: the tables may hold something else by then."""
 
     def __init__(
-        self, flash: FlashFunction, layers: list[_LayerKV], page_size: int, tables: AttentionTables
+        self,
+        flash: FlashFunction,
+        layers: list[_LayerKV],
+        page_size: int,
+        write: KVWriter | None,
+        tables: AttentionTables,
     ) -> None:
         self._flash = flash
         self._layers = layers
         self._page_size = page_size
+        self._write_rows = write
         self._tables = tables
         self._version = {} if flash.version is None else {"fa_version": flash.version}
         self._last_layer = len(layers)
@@ -198,9 +215,13 @@ class _FlashStep:
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
         kv, tables = self._layers[layer], self._tables
         if layer <= self._last_layer:
-            self._pass = _Pass.of(tables, self._page_size, self._flash.takes)
+            takes, with_writes = self._flash.takes, self._write_rows is None
+            self._pass = _Pass.of(tables, self._page_size, takes, with_writes=with_writes)
         self._last_layer = layer
-        self._pass.writes[kv.row].write(kv.slots_S2KD, kv_N2KD)
+        if self._write_rows is None:
+            self._pass.writes[kv.row].write(kv.paged.layer(kv.place), kv_N2KD)
+        else:
+            self._write_rows(kv.paged, kv.place, kv_N2KD, tables.slots_PN[kv.row])
         out_NHD: Tensor = self._flash.call(
             q=q_NHD,
             k=kv.k_PpKD,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -60,6 +61,22 @@ def test_equals_the_reference(
             written = textbook.isfinite()
             assert torch.equal(mine[written], textbook[written])
             assert not mine[~written].nan_to_num().any()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels write to a card here")
+def test_the_kernel_writes_what_torch_writes() -> None:
+    write = pytest.importorskip("engine.attention.kv_writer").write_rows
+    scene, padding = TableScene(1, 16, 9, torch.float16), Padding(2, 5)
+    one, other = (
+        scene.got(
+            lambda pool, how=how: FlashAttention(pool, function("in vllm"), write=how),
+            scene.traits(""),
+            padding,
+        )
+        for how in (None, write)
+    )
+    torch.testing.assert_close(other.pools, one.pools, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(other.outputs, one.outputs, atol=0, rtol=0)
 
 
 def test_sinks() -> None:
@@ -199,10 +216,11 @@ def real() -> FlashFunction:
 def test_the_real_function_equals_the_reference(real: FlashFunction, most_queries: int, kind: str) -> None:
     if kind == "sinks" and not real.takes_sinks:
         pytest.skip(f"{real.source} has no sinks")
+    write = pytest.importorskip("engine.attention.kv_writer").write_rows
     for seed in range(4):
         for padding in (Padding(), Padding(2, 2), Padding(1, 4)):
             scene = TableScene(seed, 16, most_queries, torch.bfloat16, torch.device("cuda"))
             expected = scene.expected(scene.traits(kind))
-            got = scene.got(lambda pool: FlashAttention(pool, real), scene.traits(kind), padding)
+            got = scene.got(lambda pool: FlashAttention(pool, real, write=write), scene.traits(kind), padding)
             for one, other in zip(expected.outputs, got.outputs, strict=True):
                 torch.testing.assert_close(other, one, atol=2e-2, rtol=2e-2, msg=f"seed {seed}")

@@ -1,0 +1,41 @@
+"""Writes a step's keys and values to the pool in one launch, for backends whose own kernels only read.
+
+Legend: N tokens of the step, K key/value heads, D head size, S slots.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from engine.kernels.kv_write import write_kv
+from engine.runner.kv_pool import PagedKV
+
+ELEMENTS = 2048
+"""Of one program."""
+
+
+def write_rows(paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor) -> None:
+    """Row n goes to slot `slots_N[n]` of the pool's layer `place`, to none if that is negative. For pools without
+    scales."""
+    assert paged.scales_L2KS is None
+    kv_N2KD = kv_N2KD if kv_N2KD.stride(3) == 1 else kv_N2KD.contiguous()
+    pool_2KSD = paged.kv_L2KSD[place]
+    rows, _, kv_heads, dim = kv_N2KD.shape
+    block_d = max(16, triton.next_power_of_2(dim))
+    block_rows = min(triton.next_power_of_2(2 * kv_heads), max(1, ELEMENTS // block_d))
+    write_kv[(rows, triton.cdiv(2 * kv_heads, block_rows))](
+        pool_2KSD,
+        pool_2KSD,
+        kv_N2KD,
+        slots_N,
+        kv_N2KD.stride(0),
+        kv_N2KD.stride(1),
+        kv_N2KD.stride(2),
+        pool_2KSD.stride(1),
+        NUM_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_D=block_d,
+        ROWS=block_rows,
+        HAS_SCALES=False,
+    )
