@@ -163,7 +163,7 @@ class DeviceRunner:
     @torch.inference_mode()
     def rehearse(self, rows: int, items: int) -> None:
         """Runs a step of padding, the largest there is, to see what memory it takes. Overwrites slot 0."""
-        parts = self._parts(StepShape(rows, items, decode=False), rows)
+        parts = self._parts(StepShape(rows, items, decode=False), rows, self._max_sampled)
         parts["body"]()
         self._head(self._max_sampled)
 

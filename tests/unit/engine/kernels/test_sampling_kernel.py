@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from engine.api import SamplingParams
-from engine.kernels.sampling import GROUP, TILE, SampleTable, pick_tokens
+from engine.kernels.sampling import GROUP, TILE, pick_tokens
+from engine.runner.sample_table import SampleTable
 from engine.runner.sampler import candidates, sample_row, uniform
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HELD = GROUP * TILE

@@ -1,0 +1,91 @@
+"""The runner's composition: what a step may have, and what a card has left for KV."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from engine import build_runner as composition
+from engine.attention.errors import AttentionUnavailable
+from engine.build_runner import StepLimits, build_runner, choose_picker
+from engine.models.loader import LoadedModel, load_model
+from engine.parallel.ranks import OneRank
+from engine.runner.kv_pool import PoolTooSmall
+from engine.runner.sample_table import pick_by_row
+from engine.runner.torch_runner import TorchRunner
+from engine.settings import CacheSettings, ExecutionSettings, ModelSettings, SchedulerSettings
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+PAGE_BYTES = 2 * 2 * 16 * 4 * 4
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return load_model(ModelSettings(str(directory), load_format="dummy", device="cpu"))
+
+
+def test_limits_of_a_step() -> None:
+    limits = StepLimits.of(SchedulerSettings(100, 50, 16), ExecutionSettings(decode_steps=4), 7)
+    assert limits == StepLimits(rows=100, items=16, sampled=100, steps=4)
+    assert StepLimits.of(SchedulerSettings(8, 8, 16), ExecutionSettings(), 0) == StepLimits(8, 8, 8, 1)
+
+
+def test_a_cpu_gets_the_plain_runner_and_a_pool_of_fixed_size(loaded: LoadedModel) -> None:
+    runner = build_runner(loaded, CacheSettings(page_size=4))
+    assert isinstance(runner, TorchRunner)
+    assert not runner.runs_ahead
+    assert runner.num_pages == 256 * 2**20 // PAGE_BYTES
+    assert runner.describe()["attention"] == "torch"
+    runner.close()
+
+
+def test_what_cannot_run_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(AttentionUnavailable):
+        build_runner(loaded, CacheSettings(4, 4), execution=ExecutionSettings(attention="flash"))
+    with pytest.raises(AttentionUnavailable):
+        build_runner(loaded, CacheSettings(4, 4, kv_dtype="fp8"))
+    with pytest.raises(PoolTooSmall):
+        build_runner(loaded, CacheSettings(4, size_bytes=PAGE_BYTES - 1))
+
+
+def test_the_pool_takes_what_the_largest_step_leaves(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that is tried has every row, item and sample there may be; its peak is kept free."""
+    rehearsed: list[Any] = []
+    forward = loaded.model.forward
+    logits = loaded.model.logits
+    monkeypatch.setattr(
+        loaded.model, "forward", lambda *args: rehearsed.append(len(args[0])) or forward(*args)
+    )
+    monkeypatch.setattr(loaded.model, "logits", lambda rows: rehearsed.append(len(rows)) or logits(rows))
+    monkeypatch.setattr(composition, "peak_bytes", lambda _device: 12_345)
+    monkeypatch.setattr(composition, "memory_room", lambda _device, share, reserve: (share, reserve))
+    limits = StepLimits(rows=40, items=5, sampled=9, steps=2)
+    room = composition._room_bytes(loaded, CacheSettings(4), ExecutionSettings(), limits, OneRank())
+    assert room == (0.9, 12_345)
+    assert rehearsed == [40, 9]
+
+
+def test_a_given_size_asks_the_card_for_nothing(loaded: LoadedModel) -> None:
+    for cache in (CacheSettings(4, num_pages=9), CacheSettings(4, size_bytes=10_000)):
+        limits = StepLimits(8, 2, 2, 1)
+        assert composition._room_bytes(loaded, cache, ExecutionSettings(), limits, OneRank()) == 0
+
+
+def test_a_cpu_picks_by_row() -> None:
+    assert choose_picker(torch.device("cpu")) is pick_by_row
