@@ -1,6 +1,6 @@
-"""The GPU's runner on a CPU: padded buffers, pending tokens and several steps in one go give what a plain step gives.
+"""The GPU's runner: padded buffers, pending tokens and several steps in one go give what a plain step gives.
 
-The very functions that a GPU captures are called here each time.
+On a CPU the very functions that a GPU captures are called each time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from engine.api import SamplingParams
 from engine.attention.choose import choose_attention
 from engine.batch import PENDING, BatchItem, PenaltyCounts, SampleSpec, ScheduledBatch
 from engine.build_runner import StepLimits, careful_runner, device_runner
+from engine.device import device_name, resolve_device
 from engine.models.loader import LoadedModel, load_model
+from engine.models.ops import choose_ops
 from engine.parallel.ranks import OneRank
 from engine.runner.device_runner import DeviceRunner
-from engine.runner.graphs import NoGraphs
+from engine.runner.graphs import make_graphs
 from engine.runner.kv_pool import make_kv_pool
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ExecutionSettings, ModelSettings
@@ -46,7 +48,8 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    return load_model(ModelSettings(str(directory), load_format="dummy", device="cpu", seed=5))
+    settings = ModelSettings(str(directory), load_format="dummy", dtype="float32", seed=5)
+    return load_model(settings, ops=choose_ops(resolve_device("auto")))
 
 
 def make_pair(
@@ -59,10 +62,11 @@ def make_pair(
         pool = make_kv_pool(
             loaded.layout, CacheSettings(PAGE_SIZE, 6 * PAGES_EACH), loaded.dtype, loaded.device
         )
-        choice = choose_attention("torch", pool, loaded.device)
+        choice = choose_attention("auto", pool, loaded.device)
         runners.append(careful_runner(loaded, pool, choice, None, execution))
     limits = StepLimits(rows=64, items=6, sampled=12, steps=4)
-    runner = device_runner(loaded, runners[1], pool, choice, limits, NoGraphs(), execution, OneRank())
+    made = make_graphs(loaded.device, wanted=graphs)
+    runner = device_runner(loaded, runners[1], pool, choice, limits, made, execution, OneRank())
     runner.capture()
     return runners[0], runner
 
@@ -233,5 +237,7 @@ def test_pending_tokens_reach_the_careful_way(loaded: LoadedModel) -> None:
 def test_what_is_reported(loaded: LoadedModel) -> None:
     _, device = make_pair(loaded)
     about = device.describe()
-    assert (about["runner"], about["graphs"], about["runs_ahead"]) == ("device", "off", True)
-    assert (about["attention"], about["device"]) == ("torch", "cpu")
+    on_card = loaded.device.type == "cuda"
+    assert (about["runner"], about["graphs"]) == ("device", "1,2,4,8" if on_card else "off")
+    assert (about["runs_ahead"], about["attention"]) == (True, "triton" if on_card else "torch")
+    assert about["device"] == device_name(loaded.device)
