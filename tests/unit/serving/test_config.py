@@ -230,6 +230,17 @@ def test_default_config_is_two_replicas_on_loopback() -> None:
     assert (args.model.path, args.model.num_threads) == ("assets/models/kedge-chat", 1)
 
 
+def test_gpu_config_has_a_gpu_for_each_replica() -> None:
+    document = yaml.safe_load((project_root() / "configs" / "cluster-gpu.yaml").read_text())
+    (application,) = document["applications"]
+    args = parse_args(application["args"])
+    assert document["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    assert (args.model.device, args.replicas.num_gpus, args.execution.tensor_parallel) == ("cuda", 1, 1)
+    assert (args.cache.num_pages, args.cache.size_mib) == (None, None), "the GPU's memory sizes the pool"
+    assert args.scheduler.chunk_size <= args.scheduler.max_batch_tokens
+    assert args.cache.page_size % 16 == 0, "flash-attention serves too"
+
+
 def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(yaml.safe_dump({"applications": [{"args": {"model": MODEL, "replicsa": {}}}]}))
