@@ -161,38 +161,31 @@ class StepBuffers:
     def _write_rows(
         self, ints_FN: NDArray[np.int32], items: list[BatchItem], shape: StepShape, last_rows: list[int]
     ) -> None:
-        size, row, sampled = self._page_size, 0, 0
-        ints_FN[KV_LEN] = 0
-        ints_FN[SOURCE] = -1
-        for index, item in enumerate(items):
-            count = len(item.token_ids)
-            end = row + count
-            ints_FN[END, index] = end
-            ints_FN[KV_LEN, index] = item.start + count
+        """Through lists of plain integers: setting numbers of an array one by one is several times slower."""
+        rows, sources = _Rows([[] for _ in range(self._num_pools)]), []
+        for item in items:
+            first = len(rows.tokens)
+            rows.add(item, self._page_size)
             if item.pending_from is not None:
-                ints_FN[SOURCE, row] = last_rows[item.pending_from]
-            if count == 1:  # plain integers beat arrays
-                page, offset = divmod(item.start, size)
-                ints_FN[TOKEN, row] = item.token_ids[0]
-                ints_FN[POSITION, row] = item.start
-                for pool, pages in enumerate(_tables(item)):
-                    ints_FN[SLOT + pool, row] = int(pages[page]) * size + offset
-            else:
-                positions = np.arange(item.start, item.start + count)
-                ints_FN[TOKEN, row:end] = item.token_ids
-                ints_FN[POSITION, row:end] = positions
-                for pool, pages in enumerate(_tables(item)):
-                    ints_FN[SLOT + pool, row:end] = pages[positions // size] * size + positions % size
-            if item.sample is not None:
-                first = end - 1 - item.num_drafts
-                ints_FN[SAMPLED, sampled : sampled + end - first] = np.arange(first, end)
-                sampled += end - first
-            row = end
-        ints_FN[END, len(items) : shape.items] = row
-        ints_FN[SAMPLED, sampled:] = 0
-        ints_FN[TOKEN, row:] = 0
-        ints_FN[POSITION, row:] = 0
-        ints_FN[SLOT:, row:] = -1
+                sources.append((first, last_rows[item.pending_from]))
+        num_rows, num_items = len(rows.tokens), len(items)
+        ints_FN[TOKEN, :num_rows] = rows.tokens
+        ints_FN[TOKEN, num_rows:] = 0
+        ints_FN[POSITION, :num_rows] = rows.positions
+        ints_FN[POSITION, num_rows:] = 0
+        ints_FN[END, :num_items] = rows.ends
+        ints_FN[END, num_items : shape.items] = num_rows
+        ints_FN[KV_LEN, :num_items] = rows.kv_lens
+        ints_FN[KV_LEN, num_items : shape.items] = 0
+        ints_FN[SAMPLED, : len(rows.sampled)] = rows.sampled
+        ints_FN[SAMPLED, len(rows.sampled) :] = 0
+        for pool, slots in enumerate(rows.slots):
+            ints_FN[SLOT + pool, :num_rows] = slots
+        ints_FN[SLOT:, num_rows:] = -1
+        ints_FN[SOURCE] = -1
+        if sources:
+            places, picks = zip(*sources, strict=True)
+            ints_FN[SOURCE, places] = picks
 
     def _fill_pages(self, staging: _Staging, batch: ScheduledBatch) -> None:
         """Only as many columns as the longest item needs."""
@@ -212,24 +205,56 @@ class StepBuffers:
         self._pages_PBM[:, : len(items), :width].copy_(target.view(shape))
 
     def _write_samples(self, floats_FR: NDArray[np.float32], batch: ScheduledBatch) -> None:
-        floats_FR[:] = 0.0
-        row = 0
+        columns: list[tuple[float, ...]] = []
+        greedy = (0.0,) * len(floats_FR)
         for item in batch.items:
             spec = item.sample
             if spec is None:
                 continue
-            count = 1 + item.num_drafts
-            if not spec.params.greedy:
-                params, rows = spec.params, slice(row, row + count)
-                floats_FR[TEMPERATURE, rows] = params.temperature
-                floats_FR[TOP_K, rows] = params.top_k
-                floats_FR[TOP_P, rows] = params.top_p
-                floats_FR[MIN_P, rows] = params.min_p
-                for draft in range(count):
-                    for step in range(batch.num_steps):
-                        point = self._points.point(params.seed, spec.position + draft + step)
-                        floats_FR[POINT + step, row + draft] = min(point, LARGEST_POINT)
-            row += count
+            params = spec.params
+            if params.greedy:
+                columns += [greedy] * (1 + item.num_drafts)
+                continue
+            filters = (params.temperature, params.top_k, params.top_p, params.min_p)
+            for draft in range(1 + item.num_drafts):
+                first = spec.position + draft
+                steps = range(first, first + batch.num_steps)
+                points = [min(self._points.point(params.seed, position), LARGEST_POINT) for position in steps]
+                columns.append((*filters, *points))
+        if columns:
+            floats_FR[:, : len(columns)] = np.array(columns, dtype=np.float32).T
+        floats_FR[:, len(columns) :] = 0.0
+
+
+class _Rows:
+    """A batch's rows as they are collected: by row tokens, positions and each pool's slots; by item the rest."""
+
+    def __init__(self, slots: list[list[int]]) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.slots = slots
+        self.ends: list[int] = []
+        self.kv_lens: list[int] = []
+        self.sampled: list[int] = []
+
+    def add(self, item: BatchItem, page_size: int) -> None:
+        count, start = len(item.token_ids), item.start
+        self.tokens += item.token_ids
+        end = len(self.tokens)
+        self.ends.append(end)
+        self.kv_lens.append(start + count)
+        if count == 1:
+            self.positions.append(start)
+            page, offset = divmod(start, page_size)
+            for slots, pages in zip(self.slots, _tables(item), strict=True):
+                slots.append(int(pages[page]) * page_size + offset)
+        else:
+            positions = np.arange(start, start + count)
+            self.positions += positions.tolist()
+            for slots, pages in zip(self.slots, _tables(item), strict=True):
+                slots += (pages[positions // page_size] * page_size + positions % page_size).tolist()
+        if item.sample is not None:
+            self.sampled += range(end - 1 - item.num_drafts, end)
 
 
 class _Staging:
