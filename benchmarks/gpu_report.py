@@ -72,9 +72,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, help="sessions at a time; default 64")
     parser.add_argument("--turns", type=int, help="of a session; default 20")
     parser.add_argument("--shared-tokens", type=int, help="of the history that sessions share; default 8192")
-    parser.add_argument(
-        "--peers", default="", help="of: torch-flash, sdpa, flash_attention_2; or none"
-    )
+    parser.add_argument("--peers", default="", help="of: torch-flash, sdpa, flash_attention_2; or none")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--deadline-s", type=float, help=argparse.SUPPRESS)

@@ -29,6 +29,7 @@ from engine.engine import LocalEngine
 from engine.models.loader import LoadedModel
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationMethod, SpeculationSettings
+from tests.parity.place import careful
 from tests.parity.schedules import Finished
 
 SESSIONS = 8
@@ -39,6 +40,7 @@ POOLS = {1: 300, 16: 20, 256: 5}
 HOST_PAGES = {1: 120, 16: 8, 256: 2}
 RETRACTING_STEPS = 400
 MOST_STEPS = 4000
+MOST_DRAFTS = 5
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,16 @@ class CellRun:
         cache = CacheSettings(
             cell.page_size, POOLS[cell.page_size], window_ratio=1.0, books="strict", host_size_bytes=1
         )
-        self.runner = build_runner(target, cache, draft)
-        budget = HOST_PAGES[cell.page_size] * self.runner.page_size_bytes
-        budget += HOST_PAGES[cell.page_size] * self.runner.window_page_size_bytes
-        cache = CacheSettings(**{**_fields(cache), "host_size_bytes": budget})
         limits = SchedulerSettings(
             max_batch_tokens=48, chunk_size=5 if cell.chunked else 48, max_running=6, max_context_len=CONTEXT
         )
-        speculation = SpeculationSettings(cell.speculation, 5, ngram_size=2, row_cost=0.0, draft_cost=0.0)
+        self.runner = build_runner(target, cache, draft, scheduler=limits, num_drafts=MOST_DRAFTS)
+        budget = HOST_PAGES[cell.page_size] * self.runner.page_size_bytes
+        budget += HOST_PAGES[cell.page_size] * self.runner.window_page_size_bytes
+        cache = CacheSettings(**{**_fields(cache), "host_size_bytes": budget})
+        speculation = SpeculationSettings(
+            cell.speculation, MOST_DRAFTS, ngram_size=2, row_cost=0.0, draft_cost=0.0
+        )
         self.engine: LocalEngine = assemble_engine(
             self.runner, cache, limits, speculation, frozenset(), self._take
         )
@@ -172,7 +176,7 @@ class CellRun:
         self.engine.step()
         prefixes = self.engine._cache._inner
         window = prefixes.window.allocator.free_pages() if prefixes.window is not None else ()
-        poison(self.runner, prefixes.allocator.free_pages(), window)
+        poison(careful(self.runner), prefixes.allocator.free_pages(), window)
 
     def _take(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:

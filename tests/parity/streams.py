@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from engine.api import SamplingParams
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.choose import choose_attention
 from engine.batch import BatchItem, ItemOutput, SampleSpec, ScheduledBatch
-from engine.models.loader import LoadedModel, load_model
+from engine.models.loader import LoadedModel
 from engine.runner.kv_pool import KVPool, make_kv_pool
 from engine.runner.torch_runner import TorchRunner
-from engine.settings import CacheSettings, ModelSettings
+from engine.settings import CacheSettings
+from tests.parity.place import load_here
 
 VOCAB = 160
 CONTEXT = 512
@@ -53,7 +54,7 @@ class Peer:
             return self.model(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
 
     def load(self) -> LoadedModel:
-        return load_model(ModelSettings(path=str(self.directory), device="cpu"))
+        return load_here(self.directory)
 
 
 def poisoned_pool(loaded: LoadedModel, page_size: int, num_pages: int) -> KVPool:
@@ -63,6 +64,12 @@ def poisoned_pool(loaded: LoadedModel, page_size: int, num_pages: int) -> KVPool
         if paged is not None:
             paged.kv_L2KSD.fill_(torch.nan)
     return pool
+
+
+def plain_runner(loaded: LoadedModel, pool: KVPool) -> TorchRunner:
+    """With the attention that a replica here would choose."""
+    attention = choose_attention("auto", pool, loaded.device).items
+    return TorchRunner(loaded.model, pool, attention, loaded.vocab_size, loaded.max_context_len)
 
 
 def page_tables(count: int, page_size: int, scattered: bool, seed: int = 3) -> list[NDArray[np.int32]]:
@@ -123,7 +130,7 @@ def serve(
     windows = page_tables(len(texts), page_size, scattered, seed=4)
     num_pages = 2 * len(texts) * -(-LONGEST // page_size)
     pool = poisoned_pool(loaded, page_size, num_pages)
-    runner = TorchRunner(loaded.model, pool, TorchAttention(pool), loaded.vocab_size, loaded.max_context_len)
+    runner = plain_runner(loaded, pool)
     streams = [
         Stream(str(index), list(text), table, not scattered, len(text), window if pool.window else None)
         for index, (text, table, window) in enumerate(zip(texts, tables, windows, strict=True))

@@ -16,9 +16,9 @@ import pytest
 import torch
 import transformers
 
-from engine.models.loader import LoadedModel, load_model
-from engine.settings import ModelSettings
+from engine.models.loader import LoadedModel
 from tests.parity.matrix_cell import CONTEXT, Cell, CellRun
+from tests.parity.place import load_here
 from tests.parity.test_schedules import assert_greedy
 
 WINDOW = 12
@@ -84,7 +84,7 @@ def make_models(window: int | None, tmp_path_factory: pytest.TempPathFactory) ->
     for name, model in (("target", reference), ("draft", draft)):
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)
-        loaded.append(load_model(ModelSettings(str(directory), dtype="float32", device="cpu", num_threads=1)))
+        loaded.append(load_here(directory))
     return Models(reference, *loaded)
 
 

@@ -14,11 +14,9 @@ import pytest
 import torch
 import transformers
 
-from engine.attention.torch_backend import TorchAttention
 from engine.batch import BatchItem, ScheduledBatch
 from engine.models.decoder import Decoder
-from engine.runner.torch_runner import TorchRunner
-from tests.parity.streams import CONTEXT, VOCAB, Peer, poisoned_pool, prompts, serve
+from tests.parity.streams import CONTEXT, VOCAB, Peer, plain_runner, poisoned_pool, prompts, serve
 
 EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
 
@@ -121,7 +119,7 @@ def test_prefill_logits_close(peer: Peer) -> None:
     loaded = peer.load()
     tokens = prompts()[3]
     pool = poisoned_pool(loaded, 16, 8)
-    runner = TorchRunner(loaded.model, pool, TorchAttention(pool), VOCAB, CONTEXT)
+    runner = plain_runner(loaded, pool)
     item = BatchItem("a", tokens, 0, np.arange(8, dtype=np.int32), True, None, input_logprobs_from=0)
     item.top_input_logprobs = VOCAB
     item.window_pages = item.pages if pool.window else None

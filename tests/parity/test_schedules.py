@@ -1,7 +1,7 @@
 """P1: whatever happened before, a greedy turn gives the tokens of one fresh request holding the whole history.
 
 50 random schedules of sessions and batch mates under chunking, retraction, aborts, rewinds, evictions and demotion,
-in float32 on the CPU, against transformers.
+in float32, against transformers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 
-from engine.models.loader import LoadedModel, load_model
-from engine.settings import ModelSettings
+from engine.models.loader import LoadedModel
+from tests.parity.place import load_here
 from tests.parity.schedules import LONGEST, POOLS, Finished, Schedule
 from tests.unit.engine.driver import VOCAB, Driver
 
@@ -87,8 +87,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    settings = ModelSettings(str(directory), dtype="float32", device="cpu", num_threads=1)
-    return Pair(reference, load_model(settings), SCHEDULES_PER_MODEL * MODELS.index(request.param))
+    return Pair(reference, load_here(directory), SCHEDULES_PER_MODEL * MODELS.index(request.param))
 
 
 @torch.inference_mode()
