@@ -183,10 +183,10 @@ class Team:
             callback = self._when_lost
         _logger.error("%s", reason)
         self._failed.set()
+        callback()
         for process in self._processes:
             process.kill()
         self.ranks.abort()
-        callback()
 
     def check(self) -> None:
         """Raises RanksLost if the team has failed."""
@@ -207,7 +207,7 @@ class Team:
 
     def close(self) -> None:
         """Ends the ranks: in order if they live, then by force."""
-        for follower in self.followers:
+        for follower in self.followers if self._failure is None else ():
             follower.end()
         deadline_s = time.monotonic() + self.timeouts.stop_s
         for follower in self.followers:

@@ -18,7 +18,16 @@ from engine.attention.torch_backend import TorchAttention
 from engine.models.loader import load_model
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import make_kv_pool
-from engine.settings import CacheSettings, ModelSettings, SchedulerSettings, SpeculationSettings
+from engine.settings import (
+    CacheSettings,
+    EngineSettings,
+    ExecutionSettings,
+    ModelSettings,
+    SchedulerSettings,
+    SpeculationSettings,
+)
+from tests.unit.engine.driver import Outcome
+from tests.unit.engine.parallel.device_ranks import answers
 from tests.unit.engine.parallel.parallel_rig import ParallelRig, write_model
 from tests.unit.engine.parallel.test_process_ranks import groups, on_each
 
@@ -137,3 +146,39 @@ def _turn(rng: random.Random, name: str, turn: int, history: list[int]) -> Gener
         sampling=SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True),
         logprobs=LogprobParams(output=True, top=2),
     )
+
+
+def test_the_gpus_runner_with_every_kind_of_request(tmp_path: Path) -> None:
+    """Steps launched before the last one's result is known, several in one go, sampling, penalties, scores: whichever
+    way a step takes, both ranks take it."""
+    model = write_model(tmp_path)
+    kinds: list[dict[str, Any]] = [
+        {"sampling": SamplingParams(30, 0.0)},
+        {"sampling": SamplingParams(25, 0.8, top_p=0.9, top_k=20, seed=3)},
+        {"sampling": SamplingParams(20, 0.7, presence_penalty=0.5, seed=4)},
+        {"sampling": SamplingParams(15, 0.0, logit_bias={5: 2.0}, frequency_penalty=0.3)},
+        {"sampling": SamplingParams(12, 0.0), "logprobs": LogprobParams(output=True, top=2, input_start=0)},
+        {"sampling": SamplingParams(0, 0.0), "logprobs": LogprobParams(input_start=0)},
+    ]
+    rng = random.Random(6)
+    requests = [
+        GenerateRequest(f"r{index}", [rng.randrange(100) for _ in range(rng.randrange(2, 40))], **kind)
+        for index, kind in enumerate(kinds * 2)
+    ]
+
+    def told(size: int) -> list[Outcome]:
+        execution = ExecutionSettings("torch", max_graph_tokens=16, decode_steps=4, tensor_parallel=size)
+        settings = EngineSettings(
+            model,
+            CacheSettings(4, 200, books="strict"),
+            SchedulerSettings(48, 16, 6),
+            SpeculationSettings("ngram", 3, row_cost=0.0),
+            execution,
+        )
+        return answers(settings, requests)
+
+    for request, expected, got in zip(requests, told(1), told(2), strict=True):
+        assert got.reason is expected.reason is FinishReason.LENGTH, got.finish
+        assert got.token_ids == expected.token_ids, request
+        scores = ([entry.logprob or 0.0 for entry in outcome.input_logprobs] for outcome in (got, expected))
+        assert next(scores) == pytest.approx(next(scores), abs=1e-4)

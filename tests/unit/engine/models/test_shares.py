@@ -43,6 +43,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
 }
 
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
 BY_ROWS = ("q_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 KEYS = ("k_proj", "v_proj")
@@ -85,27 +90,33 @@ def check(spec: ModelSpec, whole: dict[str, Tensor], sources: list[WeightSource]
             assert all(torch.equal(part, expected) for part in parts)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
-def test_checkpoint_parts_make_the_whole(tmp_path: Path, model: str, size: int) -> None:
+def test_checkpoint_parts_make_the_whole(tmp_path: Path, model: str, size: int, device: str) -> None:
     spec = write_model(tmp_path, **MODELS[model])
     whole = random_tensors(spec)
     save_file(whole, tmp_path / "model.safetensors")
+    place = torch.device(device)
     sources = [
-        CheckpointWeights(tmp_path, spec, torch.float32, shares=Shares(spec, rank, size))
+        CheckpointWeights(tmp_path, spec, torch.float32, place, Shares(spec, rank, size))
         for rank in range(size)
     ]
-    check(spec, whole, list(sources))
+    assert all(source.take("model.norm.weight").device.type == device for source in sources)
+    check(spec, {name: tensor.to(place) for name, tensor in whole.items()}, list(sources))
     for source in sources:
         source.close()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", ["biased", "odd vocabulary", "one kv head"])
-def test_dummy_parts_make_the_whole(tmp_path: Path, model: str) -> None:
-    spec = write_model(tmp_path, **MODELS[model])
-    alone = DummyWeights(spec, torch.float32, 3)
+def test_dummy_parts_make_the_whole(tmp_path: Path, model: str, device: str) -> None:
+    spec, place = write_model(tmp_path, **MODELS[model]), torch.device(device)
+    alone = DummyWeights(spec, torch.float32, 3, place)
     whole = {name: alone.take(name) for name in tensor_shapes(spec)}
-    check(spec, whole, [DummyWeights(spec, torch.float32, 3, shares=Shares(spec, r, 4)) for r in range(4)])
+    assert all(tensor.device.type == device for tensor in whole.values())
+    assert 0.01 < whole["lm_head.weight"].std() < 0.04
+    check(spec, whole, [DummyWeights(spec, torch.float32, 3, place, Shares(spec, r, 4)) for r in range(4)])
 
 
 def test_query_heads_stay_with_the_keys_they_share(tmp_path: Path) -> None:
