@@ -10,12 +10,12 @@ Two kernels. `survey_tiles` reads the logits once, in many programs a row, and l
 and its mass. `pick_row`, one program a row, has that summary only, 1/32 of the bytes. Greedy rows and those of a plain
 temperature need one tile more. Rows with filters take the G tiles with the largest peaks into registers: every token
 as likely as the least of these peaks is among them, at least G tokens. If the filters end there, as they mostly do,
-nothing else is read. Else (a wide nucleus, or k > G) the row is read again for every pass of a search with three
-pivots, from the L2 cache.
+nothing else is read. Else (a wide nucleus, or k > G) the row is read again, from the L2 cache, for every pass of a
+search with three pivots.
 
-Bytes: R * V of logits once, and little more. 64 rows of 128 k float32 logits are 33 MB, 10 us at 3.3 TB/s; a single
-row is 0.5 MB, which 32 programs read in about the time of a launch where one would take 8 us (one multiprocessor has
-some 60 GB/s). Each pass of the wide search reads 0.5 MB a program, 8 to 15 us, at most 16 of them a filter.
+Bytes: R * V of logits once, and little more. 64 rows of 128 k float32 logits are 33 MB, 10 us at 3.3 TB/s. A single
+row is 0.5 MB, which 32 programs read in about the time of a launch; one multiprocessor, with some 60 GB/s, would take
+8 us, and so it does for each pass of the wide search.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -26,6 +26,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.key_search import (
+    HIGHEST,
+    HIGHEST_KEY,
+    crossing,
+    finite,
+    gap_below,
+    key_of,
+    least_key,
+    least_key_of_row,
+    mass_of,
+)
 from engine.runner.sample_table import SampleTable
 from engine.runner.sampler import LEAST_TEMPERATURE
 
@@ -36,13 +47,12 @@ PICK_WARPS = 8
 BLOCK_TILES = 64
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-HIGHEST = tl.constexpr(2.0**100)
-"""Stands for infinity: over the least temperature it is still a number."""
-HIGHEST_KEY = tl.constexpr(227 << 23)
+SLACK = tl.constexpr(5e-7)
+"""Of the mass: no finer is the edge of a nucleus too wide for the registers, and float32 can hardly tell."""
 
 
 def pick_tokens(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:
-    """Writes each row's token to `out_R` (int64). Logits are float32, bfloat16 or float16; rows may be strided.
+    """A RowPicker. Logits are float32, bfloat16 or float16; rows may be strided. Points may be float32 or float64.
 
     What is picked is what engine/runner/sampler.py picks (temperature, top-k, top-p, min-p, then the inverse of the
     cumulative distribution at the row's point), with masses summed in float32. Candidates are always ranked by token
@@ -96,77 +106,6 @@ def pick_tokens(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:
 
 
 @triton.jit
-def _finite(logits):
-    """As float32; NaN becomes -inf, and +inf the largest that a logit can be."""
-    wide = logits.to(tl.float32)
-    return tl.minimum(tl.where(wide == wide, wide, float("-inf")), HIGHEST)
-
-
-@triton.jit
-def _gap(peak, logits):
-    """HIGHEST for tokens that cannot be picked."""
-    return tl.minimum(tl.maximum(peak, -HIGHEST) - logits, HIGHEST)
-
-
-@triton.jit
-def _mass(gap, cold):
-    """Not normalised: the most likely has 1. `cold` is log2(e) / temperature; with 0 this counts tokens."""
-    return tl.where(gap < HIGHEST, tl.exp2(-gap * cold), 0.0)
-
-
-@triton.jit
-def _key(gap):
-    return gap.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _least_key(keys, masses, target, low, high):
-    """The least key up to which `masses` reach `target`; it lies in (low, high]."""
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        reached = tl.sum(tl.where(keys <= middle, masses, 0.0)) >= target
-        high = tl.where(reached, middle, high)
-        low = tl.where(reached, low, middle)
-    return high
-
-
-@triton.jit
-def _least_key_of_row(
-    row_V,
-    vocab_size,
-    peak,
-    cold,
-    target,
-    low,
-    high,
-    BLOCK: tl.constexpr,
-):
-    """_least_key over a whole row in memory: each pass quarters what is left."""
-    columns = tl.arange(0, BLOCK)
-    while high - low > 1:
-        step = tl.maximum((high - low) // 4, 1)
-        first = low + step
-        second = tl.minimum(first + step, high)
-        third = tl.minimum(second + step, high)
-        upto_first = tl.zeros([BLOCK], tl.float32)
-        upto_second = tl.zeros([BLOCK], tl.float32)
-        upto_third = tl.zeros([BLOCK], tl.float32)
-        for start in tl.range(0, vocab_size, BLOCK, num_stages=3):
-            tokens = start + columns
-            gap = _gap(peak, _finite(tl.load(row_V + tokens, tokens < vocab_size, float("-inf"))))
-            key, mass = _key(gap), _mass(gap, cold)
-            upto_first += tl.where(key <= first, mass, 0.0)
-            upto_second += tl.where(key <= second, mass, 0.0)
-            upto_third += tl.where(key <= third, mass, 0.0)
-        in_first = tl.sum(upto_first) >= target
-        in_second = tl.sum(upto_second) >= target
-        in_third = tl.sum(upto_third) >= target
-        low = tl.where(in_first, low, tl.where(in_second, first, tl.where(in_third, second, third)))
-        high = tl.where(in_first, first, tl.where(in_second, second, tl.where(in_third, third, high)))
-    return high
-
-
-@triton.jit
 def _write_masses(
     row_V,
     vocab_size,
@@ -184,22 +123,11 @@ def _write_masses(
     for start in tl.range(0, num_tiles, BLOCK_TILES, num_stages=3):
         tiles = start + tl.arange(0, BLOCK_TILES)
         tokens = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        gap = _gap(peak, _finite(tl.load(row_V + tokens, tokens < vocab_size, float("-inf"))))
-        mass = _mass(gap, cold)
-        kept = tl.where((_key(gap) <= limit) & (mass >= least_mass), mass, 0.0)
+        gap = gap_below(peak, finite(tl.load(row_V + tokens, tokens < vocab_size, float("-inf"))))
+        mass = mass_of(gap, cold)
+        kept = tl.where((key_of(gap) <= limit) & (mass >= least_mass), mass, 0.0)
         tl.store(masses_T + tiles, tl.sum(kept, 1), tiles < num_tiles)
     tl.debug_barrier()
-
-
-@triton.jit
-def _crossing(masses, point, SIZE: tl.constexpr):
-    """Where the running sum of `masses` exceeds `point` of the whole: the index (SIZE if rounding hides it), the sum
-    to exceed, and the sum before the index."""
-    indices = tl.arange(0, SIZE)
-    upto = tl.cumsum(masses, 0)
-    target = (tl.max(upto, 0) * point).to(tl.float32)
-    index = tl.min(tl.where((upto > target) & (masses > 0.0), indices, SIZE), 0)
-    return index, target, tl.sum(tl.where(indices == index - 1, upto, 0.0), 0)
 
 
 @triton.jit
@@ -220,13 +148,13 @@ def survey_tiles(
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     tokens = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     row_V = logits_RV + row.to(tl.int64) * row_stride
-    logits = _finite(tl.load(row_V + tokens, tokens < vocab_size, float("-inf")))
+    logits = finite(tl.load(row_V + tokens, tokens < vocab_size, float("-inf")))
     peaks = tl.max(logits, 1)
     tl.store(peaks_RT + row * num_tiles + tiles, peaks, tiles < num_tiles)
     temperature = tl.load(temperature_R + row)
     if temperature > 0.0:
         cold = LOG2_E / tl.maximum(temperature, LEAST)
-        masses = tl.sum(_mass(_gap(peaks[:, None], logits), cold), 1)
+        masses = tl.sum(mass_of(gap_below(peaks[:, None], logits), cold), 1)
         tl.store(masses_RT + row * num_tiles + tiles, masses, tiles < num_tiles)
 
 
@@ -260,7 +188,7 @@ def pick_row(
     in_tile = tl.arange(0, TILE)
     peaks = tl.load(peaks_RT + row * num_tiles + all_tiles, all_tiles < num_tiles, float("-inf"))
     peak = tl.max(peaks, 0)
-    gaps = _gap(peak, peaks)
+    gaps = gap_below(peak, peaks)
     nearest = tl.min(gaps, 0)
     best_tile = tl.min(tl.where(gaps == nearest, all_tiles, TILES), 0)
 
@@ -279,15 +207,15 @@ def pick_row(
         least_mass = tl.load(min_p_R + row)
         has_k = (top_k > 0) & (top_k < vocab_size)
         has_p = top_p < 1.0
-        masses = tl.load(masses_T + all_tiles, all_tiles < num_tiles, 0.0) * _mass(gaps, cold)
+        masses = tl.load(masses_T + all_tiles, all_tiles < num_tiles, 0.0) * mass_of(gaps, cold)
         settled = False
         if has_k | has_p | (least_mass > 0.0):
             # Every token up to key `reach` lies in one of at most GROUP tiles.
-            keys_T = _key(gaps)
+            keys_T = key_of(gaps)
             reach = HIGHEST_KEY + tl.zeros_like(best_tile)
             none = reach * 0 - 1
             if num_tiles > GROUP:
-                reach = _least_key(keys_T, tl.full([TILES], 1.0, tl.float32), GROUP + 1.0, none, reach) - 1
+                reach = least_key(keys_T, tl.full([TILES], 1.0, tl.float32), GROUP + 1.0, none, reach) - 1
             near = (keys_T <= reach) & (all_tiles < num_tiles)
             places = tl.cumsum(near.to(tl.int32), 0) - 1
             tl.store(tiles_RG + row * GROUP + places, all_tiles, near)
@@ -297,31 +225,33 @@ def pick_row(
             tiles_G = tl.load(tiles_RG + row * GROUP + members, held, 0)
             tokens = tiles_G[:, None] * TILE + in_tile[None, :]
             inside = held[:, None] & (tokens < vocab_size)
-            gaps_GT = _gap(peak, _finite(tl.load(row_V + tokens, inside, float("-inf"))))
-            keys_GT = _key(gaps_GT)
-            masses_GT = _mass(gaps_GT, cold)
+            gaps_GT = gap_below(peak, finite(tl.load(row_V + tokens, inside, float("-inf"))))
+            keys_GT = key_of(gaps_GT)
+            masses_GT = mass_of(gaps_GT, cold)
 
             total = tl.sum(masses, 0)
             bound = reach
             total_known = True
+            within = tl.sum(tl.where(keys_GT <= reach, masses_GT, 0.0))
             if has_k:
-                ones_GT = _mass(gaps_GT, 0.0)
-                total_known = tl.sum(tl.where(keys_GT <= reach, ones_GT, 0.0)) >= top_k
+                ones_GT = mass_of(gaps_GT, 0.0)
+                within = tl.sum(tl.where(keys_GT <= reach, ones_GT, 0.0))
+                total_known = within >= top_k
                 if total_known:
-                    bound = _least_key(keys_GT, ones_GT, top_k.to(tl.float32), none, reach)
+                    bound = least_key(keys_GT, ones_GT, top_k.to(tl.float32), none, reach)
                     total = tl.sum(tl.where(keys_GT <= bound, masses_GT, 0.0))
                     settled = True
             if has_p & total_known:  # noqa: SIM102 (Triton's `and` would compute both)
                 if tl.sum(tl.where(keys_GT <= bound, masses_GT, 0.0)) >= top_p * total:
-                    bound = _least_key(keys_GT, masses_GT, top_p * total, none, bound)
+                    bound = least_key(keys_GT, masses_GT, top_p * total, none, bound)
                     settled = True
             # Nothing out of reach has more than this; reach is -1 if there are too many equals.
-            beyond = _mass(tl.maximum(reach, 0).to(tl.float32, bitcast=True), cold)
+            beyond = mass_of(tl.maximum(reach, 0).to(tl.float32, bitcast=True), cold)
             settled = settled | ((beyond < least_mass) & (total_known | (top_p >= 1.0)))
             limit = bound
             if settled:
                 kept_GT = tl.where((keys_GT <= limit) & (masses_GT >= least_mass), masses_GT, 0.0)
-                place, target, before = _crossing(tl.sum(kept_GT, 1), point, GROUP)
+                place, target, before = crossing(tl.sum(kept_GT, 1), point, GROUP)
                 drawn = place < GROUP
                 tile = tl.sum(tl.where(members == place, tiles_G, 0), 0)
             else:
@@ -329,7 +259,10 @@ def pick_row(
                 limit = HIGHEST_KEY + tl.zeros_like(best_tile)
                 if has_k:
                     wanted = top_k.to(tl.float32)
-                    limit = _least_key_of_row(row_V, vocab_size, peak, 0.0, wanted, reach, limit, BLOCK)
+                    everything = vocab_size.to(tl.float32)
+                    limit = least_key_of_row(
+                        row_V, vocab_size, peak, 0.0, wanted, 0.0, reach, limit, within, everything, BLOCK
+                    )
                     if has_p:
                         _write_masses(
                             row_V, vocab_size, masses_T, num_tiles, peak, cold, limit, 0.0, BLOCK_TILES, TILE
@@ -338,27 +271,29 @@ def pick_row(
                 if has_p:
                     # Tokens past this gap have less than 1 - top_p between them, were they the whole vocabulary.
                     widest = tl.log2(vocab_size.to(tl.float32) / ((1.0 - top_p) * total)) * 1.001 / cold
-                    far = _key(tl.minimum(tl.maximum(widest, 0.0), HIGHEST))
+                    far = tl.minimum(limit, key_of(tl.minimum(tl.maximum(widest, 0.0), HIGHEST)))
                     low = tl.where(has_k, none, reach)
-                    limit = _least_key_of_row(
-                        row_V, vocab_size, peak, cold, top_p * total, low, tl.minimum(limit, far), BLOCK
+                    upto_low = tl.where(has_k, 0.0, within)
+                    wanted = top_p * total
+                    limit = least_key_of_row(
+                        row_V, vocab_size, peak, cold, wanted, SLACK * total, low, far, upto_low, total, BLOCK
                     )
                 _write_masses(
                     row_V, vocab_size, masses_T, num_tiles, peak, cold, limit, least_mass, BLOCK_TILES, TILE
                 )
                 masses = tl.load(masses_T + all_tiles, all_tiles < num_tiles, 0.0)
         if not settled:
-            place, target, before = _crossing(masses, point, TILES)
+            place, target, before = crossing(masses, point, TILES)
             drawn = place < TILES
             tile = place
     tile = tl.where(drawn, tile, best_tile)
 
     tokens = tile * TILE + in_tile
-    gaps_I = _gap(peak, _finite(tl.load(row_V + tokens, tokens < vocab_size, float("-inf"))))
+    gaps_I = gap_below(peak, finite(tl.load(row_V + tokens, tokens < vocab_size, float("-inf"))))
     picked = tl.min(tl.where(gaps_I == nearest, in_tile, TILE), 0)
     if drawn:
-        masses_I = _mass(gaps_I, cold)
-        masses_I = tl.where((_key(gaps_I) <= limit) & (masses_I >= least_mass), masses_I, 0.0)
+        masses_I = mass_of(gaps_I, cold)
+        masses_I = tl.where((key_of(gaps_I) <= limit) & (masses_I >= least_mass), masses_I, 0.0)
         upto = before + tl.cumsum(masses_I, 0)
         last = tl.max(tl.where(masses_I > 0.0, in_tile, 0), 0)
         crossed = tl.min(tl.where((upto > target) & (masses_I > 0.0), in_tile, TILE), 0)
