@@ -110,7 +110,7 @@ class LiveRequest:
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV the next steps must compute."""
-        return self.total_len - self.launched_len
+        return len(self.tokens) + self.num_pending - self.launched_len
 
     @property
     def max_prefix_len(self) -> int:

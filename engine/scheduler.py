@@ -152,22 +152,21 @@ class Scheduler:
         items: list[BatchItem] = []
         short = False
         # Decodes first: a long prompt must not hold up the others' next token.
-        for decoding in (True, False):
-            for request in list(self._running):
-                if request.status is not Status.RUNNING or (request.num_uncomputed == 1) is not decoding:
-                    continue
-                count = min(request.num_uncomputed, self._settings.chunk_size, budget)
-                if count == 0 or not self._maker.can_go_on(request):
-                    continue
-                room = self._make_room(request, count)
-                if room is Room.SHORT and self._batches_in_flight:
-                    return None
-                short = short or room is Room.WAIT
-                if room is not Room.READY:
-                    continue
-                item = self._maker.make(request, count, budget)
-                items.append(item)
-                budget -= item.num_tokens
+        for request in sorted(self._running, key=_decodes_first):
+            if request.status is not Status.RUNNING:
+                continue
+            count = min(request.num_uncomputed, self._settings.chunk_size, budget)
+            if count == 0 or not self._maker.can_go_on(request):
+                continue
+            room = self._make_room(request, count)
+            if room is Room.SHORT and self._batches_in_flight:
+                return None
+            short = short or room is Room.WAIT
+            if room is not Room.READY:
+                continue
+            item = self._maker.make(request, count, budget)
+            items.append(item)
+            budget -= item.num_tokens
         items = self._without_retracted(items)
         # While those that run wait for pages nobody joins them: taking back a session that is being saved to the host
         # for its pages would have them wait for ever.
@@ -352,6 +351,10 @@ class Scheduler:
             self._sessions_in_turn.discard(session_id)
             self._cache.unexpect(session_id)
         return delta_of(request, token_ids, logprobs, input_logprobs, finish)
+
+
+def _decodes_first(request: LiveRequest) -> bool:
+    return request.num_uncomputed != 1
 
 
 def _order(request: LiveRequest) -> tuple[int, int]:
