@@ -18,19 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 SUITES = (
     "tests/unit/engine/kernels",
     "tests/unit/engine/attention",
-    "tests/unit/engine/models",
     "tests/unit/engine/runner",
-    "tests/unit/engine",
     "tests/parity",
+    "tests/unit/engine/models",
+    "tests/unit/engine",
     "tests/property",
 )
-"""Kernels and attention first: what is cut off by the time limit matters least. The fifth runs what is not in a
-folder above."""
+"""What matters least is last, where the time limit may cut it off. tests/unit/engine leaves out the folders above."""
 
 DRY_SUITES = ("tests/unit/engine/test_device.py",)
 FAILURES_SHOWN = 4
 TAIL_CHARACTERS = 1500
 ONE_TEST_S = 240
+WORKERS = min(8, os.cpu_count() or 1)
 
 
 class Counts(NamedTuple):
@@ -61,6 +61,8 @@ def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
     file = stage.out.path.with_suffix(f".{suite.replace('/', '_')}.xml")
     command = [sys.executable, "-m", "pytest", suite, "-p", "no:cacheprovider", "-q", "--maxfail=20"]
     command += [f"--ignore={name}" for name in without] + [f"--junit-xml={file}", "-o", "addopts="]
+    if not stage.dry and importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(WORKERS), "--dist", "loadfile"]  # kernels compile on the host
     if importlib.util.find_spec("pytest_timeout") is not None:
         command += [f"--timeout={ONE_TEST_S}"]
     if importlib.util.find_spec("pytest_asyncio") is None:

@@ -159,6 +159,7 @@ class Bench:
             scheduler=scheduler,
             execution=execution,
         )
+        self._clear()
         with self._shared_weights():
             engine = build_engine(settings, watch)
         engine.start()
@@ -180,7 +181,8 @@ class Bench:
         real = load_model
 
         def load(*arguments: Any, **options: Any) -> Any:
-            key = repr((arguments, sorted(options.items())))
+            parts = [*arguments, *(value for _, value in sorted(options.items()))]
+            key = repr([part if isinstance(part, ModelSettings) else type(part).__name__ for part in parts])
             if key not in self._loads:
                 self._loads[key] = real(*arguments, **options)
             return self._loads[key]

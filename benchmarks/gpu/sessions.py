@@ -26,6 +26,9 @@ TTFT_TARGET = 0.2
 KEDGE_SHARE = 0.35
 """Of the section's time, at most."""
 
+ROOM = 256
+"""Tokens a session beside its turns: pages that are not full, and what the warm-up leaves."""
+
 DRY = Plan(sessions=3, turns=3, shared=40, new=5, out=6)
 
 
@@ -152,9 +155,9 @@ class Kedge:
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
         plan = self._plan
-        tokens = plan.shared + plan.sessions * (plan.longest - plan.shared + 32)
+        tokens = 2 * plan.shared + plan.sessions * (plan.longest - plan.shared + ROOM)
         scheduler = SchedulerSettings(max_batch_tokens=8192, chunk_size=2048, max_running=plan.sessions)
-        with self._bench.engine(self._take, 2 * tokens, ExecutionSettings(), scheduler) as engine:
+        with self._bench.engine(self._take, tokens, ExecutionSettings(), scheduler) as engine:
             self._engine = engine
             yield ", ".join(f"{key} {value}" for key, value in engine.describe().items())
         self._engine = None
