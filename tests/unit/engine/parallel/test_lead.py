@@ -228,7 +228,7 @@ def test_all_done_gives_the_first_error() -> None:
 
 
 def _step_on(leading: LeadRunner) -> None:
-    for _ in range(200):
+    for _ in range(1000):
         leading.launch(ScheduledBatch([item([5, 6, 7])])).result()
         time.sleep(0.01)
 
