@@ -28,6 +28,7 @@ PAGE_TOKENS = 64
 """Its default is 256; with fewer a turn's history is shared almost to its end, which is kinder to it here."""
 
 POLL_S = 0.5
+STOP_S = 30.0
 
 
 class PeerUnavailable(RuntimeError):
@@ -65,9 +66,9 @@ class Peer:
         model = self._model()
         config = self._settings()
         generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
-        on_card = self._bench.device.type == "cuda"
+        captures = self._bench.device.type == "cuda" and "without graphs" not in self._way
         context = model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=config, warmup=on_card, timeout=60
+            generation_config=generation, continuous_batching_config=config, warmup=captures, timeout=STOP_S
         )
         with context as manager:
             self._manager = manager
@@ -77,6 +78,7 @@ class Peer:
                 f"CUDA graphs {used.use_cuda_graph}, async batching {used.use_async_batching}, "
                 f"prefix sharing {used.allow_block_sharing}, pages of {self._page_tokens} tokens"
             )
+            manager.stop(block=True, timeout=STOP_S, hard_stop=True)  # what is in flight is not waited for
         self._manager = None
         del model
         self._bench.close()

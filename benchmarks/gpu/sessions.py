@@ -29,6 +29,9 @@ KEDGE_SHARE = 0.35
 ROOM = 256
 """Tokens a session beside its turns: pages that are not full, and what the warm-up leaves."""
 
+SETTLE_S = 0.3
+"""In which an idle engine publishes its counts."""
+
 DRY = Plan(sessions=3, turns=3, shared=40, new=5, out=6)
 
 
@@ -50,8 +53,15 @@ def kedge_turns(stage: Stage, bench: Bench, plan: Plan) -> list[Turn]:
     side = Kedge(bench, plan)
     with side.running() as about:
         warm_up(side, plan)
+        before = side.counts()
         done = run_load(side, plan, KEDGE_SHARE * stage.left_s)
+        time.sleep(SETTLE_S)
+        counts = {name: count - before[name] for name, count in side.counts().items()}
     side_row(stage, "Kedge", plan, done, last_whole_turn(done, plan), about)
+    stage.row(
+        "Kedge: prompt tokens computed", counts["prefill_tokens"], "",
+        note=", ".join(f"{name} {count:,}" for name, count in counts.items()), details=counts,
+    )  # fmt: skip
     return done
 
 
@@ -171,6 +181,20 @@ class Kedge:
                 session_id=None if session.endswith("-0") else session,
             )
         )  # fmt: skip
+
+    def counts(self) -> dict[str, int]:
+        """As the engine last published them."""
+        assert self._engine is not None
+        stats = self._engine.stats()
+        names = (
+            "prefill_tokens",
+            "cached_tokens",
+            "generated_tokens",
+            "steps",
+            "retractions",
+            "evicted_pages",
+        )
+        return {name: getattr(stats, name) for name in names}
 
     def events(self, limit_s: float) -> list[Event]:
         try:
