@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-LARGE_SHARED = (80, 90, 100)
-"""Capabilities whose blocks may have 163 KiB of shared memory and more; others have about 99."""
+from engine.runner.kv_pool import FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +47,20 @@ class AttentionTiles:
 
 
 def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) -> AttentionTiles:
-    """For a pool of `kv_dtype` on a card (None: the interpreter)."""
-    if kv_dtype == torch.float32:
-        return AttentionTiles((TileShape(16, 32, 4, 2, 4), TileShape(32, 32, 4, 2, 2)))
-    large = capability is None or capability in LARGE_SHARED
+    """For a pool of `kv_dtype` on a card (None: the interpreter). Chosen so that nothing spills and shared memory
+    suffices; their speed is for a benchmark to tell."""
+    if kv_dtype == torch.float32:  # no matrix units: every thread holds what it multiplies
+        if head_dim > 128:
+            return AttentionTiles((TileShape(16, 16, 8, 2, 4),))
+        return AttentionTiles((TileShape(16, 32, 8, 2, 4), TileShape(32, 16, 8, 2, 2)))
+    hopper = capability is not None and capability >= 90
+    fp8 = kv_dtype == FP8
     if head_dim <= 64:
-        return AttentionTiles(
-            (TileShape(16, 128, 4, 3, 8), TileShape(64, 64, 4, 3, 2), TileShape(128, 64, 8, 3, 1))
-        )
+        narrow, middle = TileShape(16, 128, 4, 3, 8), TileShape(64, 64, 4, 3, 2)
+        return AttentionTiles((narrow, middle, TileShape(128, 64, 8, 3, 1)))
     if head_dim <= 128:
-        return AttentionTiles(
-            (
-                TileShape(16, 64, 4, 3 if large else 2, 8),
-                TileShape(64, 64, 4, 3 if large else 2, 2),
-                TileShape(128, 64, 8, 3 if large else 2, 1),
-            )
-        )
-    return AttentionTiles((TileShape(16, 32, 4, 3 if large else 2, 8), TileShape(64, 32, 4, 2, 2)))
+        block_n = 64 if hopper else 32
+        middle, wide = TileShape(64, block_n, 4, 3, 2), TileShape(128, block_n, 8, 2 if fp8 else 3, 1)
+        return AttentionTiles((TileShape(16, 64, 4, 3, 8), middle, wide))
+    wide = TileShape(64, 64 if hopper and not fp8 else 32, 8, 2, 2)
+    return AttentionTiles((TileShape(16, 32, 4, 3 if hopper else 2, 8), wide))

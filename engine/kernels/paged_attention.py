@@ -38,10 +38,10 @@ def _find_item(query_starts, num_items, tile, GROUP: tl.constexpr, BLOCK_M: tl.c
 @triton.jit
 def _load_pages(pages, block, last_key, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Of each key of a block, or of the whole block where it lies in one page. Past the end: the last key's."""
-    if PAGE_SIZE % BLOCK_N == 0:
-        return tl.load(pages + tl.minimum(block * BLOCK_N, last_key) // PAGE_SIZE)
-    keys_N = tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), last_key)
-    return tl.load(pages + keys_N // PAGE_SIZE)
+    keys_N = block * BLOCK_N
+    if PAGE_SIZE % BLOCK_N != 0:
+        keys_N += tl.arange(0, BLOCK_N)
+    return tl.load(pages + tl.minimum(keys_N, last_key) // PAGE_SIZE)
 
 
 @triton.jit

@@ -1,0 +1,144 @@
+"""The attention kernels compiled for cards that need not be here: nothing spills, shared memory suffices, loads are
+wide and products go to the matrix units. Every way through the kernel compiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from engine.attention.tiles import TileShape, default_tiles
+from engine.attention.triton_backend import JOIN_ELEMENTS
+from engine.runner.kv_pool import FP8
+from tests.unit.engine.kernels.ahead_of_time import Build, Constant, build
+
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", FP8: "fp8e4nv"}
+DIVISIBLE = (
+    "out q kv scales pages query_starts kv_lens partials sums counters "
+    "q_stride_row q_stride_head kv_stride_part kv_stride_head"
+)
+WIDE_COPY = "LDGSTS.E.BYPASS.128"
+CASES = [
+    (dim, dtype, capability)
+    for dim in (64, 128, 256)
+    for dtype, capability in ((torch.bfloat16, 80), (torch.bfloat16, 90), (FP8, 90))
+]
+
+
+def attention(
+    shape: TileShape, dim: int, kv: torch.dtype, capability: int, page_size: int = 16, **others: Constant
+) -> Build:
+    """Grouped heads, several tiles an item, splits; `others` are constants that differ."""
+    q = torch.bfloat16 if kv == FP8 else kv
+    block_d = max(16, triton.next_power_of_2(dim))
+    constants: dict[str, Constant] = {
+        "GROUP": 8,
+        "DIM": dim,
+        "BLOCK_D": block_d,
+        "PAGE_SIZE": page_size,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "JOIN_D": min(block_d, JOIN_ELEMENTS * shape.num_warps // shape.block_m),
+        "MAX_SPLITS": 32,
+        "MIN_BLOCKS": 8,
+        "TILE_PER_ITEM": shape.block_m == 16,
+        "Q_FACTOR": 1,
+        "COMPUTE": str({"bf16": "tl.bfloat16", "fp32": "tl.float32", "fp16": "tl.float16"}[NAMES[q]]),
+        "HAS_SCALES": kv == FP8,
+        "HAS_CAP": False,
+        "HAS_WINDOW": False,
+        "HAS_SINKS": False,
+        "WIDE": False,
+    }
+    signature = {
+        **dict.fromkeys(("out", "q"), "*" + NAMES[q]),
+        "kv": "*" + NAMES[kv],
+        **dict.fromkeys(("scales", "sinks", "partials", "sums"), "*fp32"),
+        **dict.fromkeys(("pages", "query_starts", "kv_lens", "counters"), "*i32"),
+        **dict.fromkeys(("num_items", "q_stride_row", "q_stride_head", "kv_stride_head"), "i32"),
+        **dict.fromkeys(("pages_stride", "window"), "i32"),
+        "kv_stride_part": "i64",
+        **dict.fromkeys(("score_scale", "cap"), "fp32"),
+    }
+    return Build(
+        "engine.kernels.paged_attention:paged_attention",
+        signature,
+        constants | others,
+        capability,
+        DIVISIBLE.split(),
+        shape.num_warps,
+        shape.num_stages,
+        texts=True,
+    )
+
+
+def check(builds: list[Build]) -> None:
+    for one, report in zip(builds, build(builds), strict=True):
+        assert report.spilled_bytes == 0, f"{one}: {report}"
+        assert report.fits(one.capability), f"{one}: {report}"
+        if one.signature["q"] != "*fp32":
+            products = "HGMMA" if one.capability >= 90 and one.constants["BLOCK_M"] != 16 else "HMMA"
+            assert products in report.sass, f"{one}: no {products}"
+            assert report.sass.count(WIDE_COPY) >= 8, f"{one}: copies are narrow"
+
+
+def test_defaults_of_common_models() -> None:
+    check(
+        [
+            attention(shape, 128, torch.bfloat16, capability)
+            for capability in (80, 90)
+            for shape in default_tiles(128, torch.bfloat16, capability).shapes
+        ]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "dtype", "capability"), CASES)
+def test_defaults(dim: int, dtype: torch.dtype, capability: int) -> None:
+    """With and without splits, pages larger and smaller than a block."""
+    builds = []
+    for shape in default_tiles(dim, dtype, capability).shapes:
+        for page_size, splits in ((16, 32), (128, 1)):
+            builds.append(attention(shape, dim, dtype, capability, page_size, MAX_SPLITS=splits))
+    check(builds)
+
+
+def test_every_way_through_the_kernel() -> None:
+    narrow, *_, wide = default_tiles(128, torch.bfloat16, 90).shapes
+    everything: dict[str, Constant] = {
+        "HAS_CAP": True,
+        "HAS_WINDOW": True,
+        "HAS_SINKS": True,
+        "Q_FACTOR": -1,
+        "WIDE": True,
+        "GROUP": 7,
+    }
+    check(
+        [
+            attention(narrow, 80, torch.float16, 90, 17, **everything),
+            attention(wide, 96, torch.bfloat16, 90, 64, **(everything | {"TILE_PER_ITEM": True})),
+            attention(narrow, 112, FP8, 90, 128, **everything),
+            attention(default_tiles(64, torch.float32, 90).shapes[0], 64, torch.float32, 90, 3, **everything),
+        ]
+    )
+
+
+@pytest.mark.parametrize(("pool", "kv"), [("bf16", "bf16"), ("fp8e4nv", "bf16"), ("fp32", "fp32")])
+def test_writes(pool: str, kv: str) -> None:
+    constants: dict[str, Constant] = {"NUM_HEADS": 8, "DIM": 128, "BLOCK_D": 128, "ROWS": 16}
+    signature = {
+        **{"pool": "*" + pool, "scales": "*fp32", "kv": "*" + kv, "slots": "*i64"},
+        **dict.fromkeys(("kv_stride_row", "kv_stride_part", "kv_stride_head", "pool_stride_head"), "i32"),
+    }
+    one = Build(
+        "engine.kernels.kv_write:write_kv",
+        signature,
+        constants | {"HAS_SCALES": pool == "fp8e4nv"},
+        90,
+        tuple(signature),
+        texts=True,
+    )
+    report = build([one])[0]
+    assert report.spilled_bytes == 0
+    assert "LDG.E.128" in report.sass
+    assert "STG.E.128" in report.sass
