@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -26,15 +26,7 @@ from engine.settings import SchedulerSettings
 from tests.unit.engine.driver import VOCAB, greedy, request, slot_kv
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
 
-
-@pytest.fixture(
-    autouse=True, params=[(False, 1), (True, 1), (True, 4)], ids=["plain", "ahead", "ahead by four"]
-)
-def ways_to_step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs with a step at a time, with one planned ahead, and with several in one go."""
-    runs_ahead, decode_steps = request.param
-    monkeypatch.setattr(Rig, "runs_ahead", runs_ahead)
-    monkeypatch.setattr(Rig, "decode_steps", decode_steps)
+pytestmark = pytest.mark.usefixtures("ways_to_step")
 
 
 def error_of(rig: Rig, request_id: str) -> Exception | None:
@@ -354,43 +346,6 @@ def test_stats_add_up() -> None:
     assert (stats.sessions, stats.running, stats.waiting, stats.retractions) == (2, 0, 0, 0)
     assert stats.steps > 0
     assert (stats.page_size, stats.page_size_bytes, stats.pages.leaked) == (4, 16, 0)
-
-
-def test_many_threads_at_once() -> None:
-    """Four threads open, talk, abort, rewind, flush and close; every turn is exact and the books end empty."""
-
-    def talk(rig: Rig, number: int) -> int:
-        name, history, done = f"s{number}", [], 0
-        for turn in range(12):
-            spec = request(
-                f"{name}/{turn}", [1 + number, 2 + turn], 2 + turn % 5, session_id=name,
-                history=list(history), history_len=len(history),
-            )  # fmt: skip
-            rig.submit(spec)
-            if turn % 4 == 3:
-                rig.engine.abort(spec.request_id)
-            outcome = rig.wait(spec.request_id)[0]
-            prompt = [*history, *spec.new_tokens]
-            expected = null_generate(prompt, spec.sampling.max_new_tokens, VOCAB)
-            assert outcome.token_ids == expected[: len(outcome.token_ids)]
-            if outcome.reason is FinishReason.LENGTH:
-                history = prompt + outcome.token_ids
-                done += 1
-            if turn % 5 == 4:
-                history = history[: len(history) // 2]
-                rig.engine.rewind_session(name, len(history)).result(WAIT_S)
-            rig.engine.flush()
-        rig.engine.close_session(name).result(WAIT_S)
-        return done
-
-    settings = SchedulerSettings(16, 8, 3)
-    with running(num_pages=24, scheduler=settings) as rig, ThreadPoolExecutor(4) as pool:
-        done = [pool.submit(talk, rig, number) for number in range(4)]
-        assert all(future.result(60) >= 9 for future in done)
-        assert rig.engine.flush().result(WAIT_S)
-        rig.check()
-        rig.engine.stop(WAIT_S)
-        assert rig.engine.stats().pages.free == 24
 
 
 def test_sampled_requests_depend_on_their_seed_only() -> None:
