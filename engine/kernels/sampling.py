@@ -230,6 +230,7 @@ def pick_row(
             masses_GT = mass_of(gaps_GT, cold)
 
             total = tl.sum(masses, 0)
+            vocab = total * 0.0 + vocab_size  # a launch turns a size of 1 into a constant, which has no methods
             bound = reach
             total_known = True
             within = tl.sum(tl.where(keys_GT <= reach, masses_GT, 0.0))
@@ -259,9 +260,8 @@ def pick_row(
                 limit = HIGHEST_KEY + tl.zeros_like(best_tile)
                 if has_k:
                     wanted = top_k.to(tl.float32)
-                    everything = vocab_size.to(tl.float32)
                     limit = least_key_of_row(
-                        row_V, vocab_size, peak, 0.0, wanted, 0.0, reach, limit, within, everything, BLOCK
+                        row_V, vocab_size, peak, 0.0, wanted, 0.0, reach, limit, within, vocab, BLOCK
                     )
                     if has_p:
                         _write_masses(
@@ -270,7 +270,7 @@ def pick_row(
                         total = tl.sum(tl.load(masses_T + all_tiles, all_tiles < num_tiles, 0.0), 0)
                 if has_p:
                     # Tokens past this gap have less than 1 - top_p between them, were they the whole vocabulary.
-                    widest = tl.log2(vocab_size.to(tl.float32) / ((1.0 - top_p) * total)) * 1.001 / cold
+                    widest = tl.log2(vocab / ((1.0 - top_p) * total)) * 1.001 / cold
                     far = tl.minimum(limit, key_of(tl.minimum(tl.maximum(widest, 0.0), HIGHEST)))
                     low = tl.where(has_k, none, reach)
                     upto_low = tl.where(has_k, 0.0, within)

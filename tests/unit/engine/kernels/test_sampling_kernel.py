@@ -92,7 +92,7 @@ def some_params(random: torch.Generator, vocab_size: int) -> SamplingParams:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("vocab_size", "rows"), [(1, 4), (17, 10), (64, 6), (1000, 20), (HELD, 2), (HELD + 77, 8)]
+    ("vocab_size", "rows"), [(1, 2), (17, 6), (64, 4), (1000, 12), (HELD, 2), (HELD + 77, 6)]
 )
 def test_any_parameters(vocab_size: int, rows: int, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(vocab_size)
@@ -111,7 +111,7 @@ def test_any_parameters(vocab_size: int, rows: int, dtype: torch.dtype) -> None:
 def test_same_tokens_as_the_sampler() -> None:
     """No tolerance: the numbers that requests draw, over many seeds. Seeds on an edge of float32 would show here."""
     random = torch.Generator().manual_seed(11)
-    rows, vocab_size = 160 * TIMES, 333
+    rows, vocab_size = 120 * TIMES, 333
     logits_RV = torch.randn((rows, vocab_size), generator=random) * 3
     params = [SamplingParams(temperature=(0.0, 0.6, 1.0, 1.4)[row % 4], seed=row) for row in range(rows)]
     params += [SamplingParams(temperature=0.8, top_p=0.9, min_p=0.02, seed=row) for row in range(20)]
@@ -124,11 +124,11 @@ def test_same_tokens_as_the_sampler() -> None:
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=9), SamplingParams(top_p=0.8)])
 def test_points_divide_the_row_by_shares(params: SamplingParams) -> None:
     logits_V = torch.randn(40, generator=torch.Generator().manual_seed(3))
-    points = [(index + 0.5) / 24 for index in range(24)]
-    tokens = picks(logits_V.expand(24, 40).contiguous(), [params] * 24, points)
+    points = [(index + 0.5) / 16 for index in range(16)]
+    tokens = picks(logits_V.expand(16, 40).contiguous(), [params] * 16, points)
     assert tokens == sorted(tokens)
     counts_V = torch.bincount(torch.tensor(tokens), minlength=40)
-    assert float((counts_V / 24 - shares(logits_V, params)).abs().max()) <= 1 / 24 + CLOSE
+    assert float((counts_V / 16 - shares(logits_V, params)).abs().max()) <= 1 / 16 + CLOSE
 
 
 @pytest.mark.parametrize("spread", [0.05, 1.0])
@@ -232,7 +232,7 @@ def test_rows_do_not_see_each_other_or_what_lies_between_them() -> None:
 def test_points_may_be_float32() -> None:
     logits_RV = torch.randn((8, 100), generator=torch.Generator().manual_seed(1))
     points = [index / 8 for index in range(8)]
-    params = [SamplingParams(top_k=30)] * 8
+    params = [SamplingParams(min_p=0.01)] * 4 + [SamplingParams()] * 4
     assert picks(logits_RV, params, points, wide_points=False) == picks(logits_RV, params, points)
 
 

@@ -104,7 +104,6 @@ def kernels() -> Iterator[Build]:
         yield norm(dtype, capability, 128, 128, 4, 1)
         yield rotation(dtype, capability, 128, 8, False)
         yield rotation(dtype, capability, 64, 16, True)
-        yield silu(dtype, capability, 1024)
         yield silu(dtype, capability, 2048)
         yield survey(dtype, capability)
         yield pick(dtype, capability)
