@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache
 from cache.sequence_kv import pages_for
@@ -9,13 +12,16 @@ from cache.session_cache import SessionAwareCache
 from cache.tiers import HostTier
 from cache.window import WindowPool
 from engine.api import DeltaSink
-from engine.build_runner import build_runner
+from engine.build_rank import make_rank, make_runner
 from engine.counters import EngineCounters
 from engine.device import resolve_device
 from engine.engine import LocalEngine
-from engine.models.errors import UnsupportedModel
-from engine.models.loader import LoadedModel, load_model
-from engine.models.ops import choose_ops
+from engine.models.loader import LoadedModel
+from engine.parallel.lead import lead
+from engine.parallel.local_ranks import HOST, LocalRanks
+from engine.parallel.ranks import OneRank
+from engine.parallel.team import RankStarter, gather_team
+from engine.parallel.ticket import Timeouts
 from engine.runner.kv_pool import PoolTooSmall
 from engine.runner.protocol import Runner
 from engine.scheduler import Scheduler
@@ -31,33 +37,44 @@ from engine.speculative.proposers import DraftModelProposer, NoProposer, Propose
 from engine.stops import StopCriteria
 
 DEFAULT_EXECUTION = ExecutionSettings()
+STOP_S = 5.0
 
 
 def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
-    """An engine with the settings' model, not started.
+    """An engine with the settings' model, not started. Ranks other than this process are its children.
 
-    Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable or engine.runner.kv_pool.PoolTooSmall.
+    Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable, engine.runner.kv_pool.PoolTooSmall,
+    engine.attention.errors.AttentionUnavailable, or engine.parallel.errors.RanksNotStarted.
     """
-    ops = choose_ops(resolve_device(settings.model.device))
-    loaded = load_model(settings.model, ops=ops)
-    speculation = settings.speculation
-    runner = build_runner(
-        loaded,
-        settings.cache,
-        _load_draft(loaded, speculation),
-        scheduler=settings.scheduler,
-        execution=settings.execution,
-        num_drafts=speculation.max_draft_tokens if speculation.method != "off" else 0,
-    )
-    return assemble_engine(
-        runner,
-        settings.cache,
-        settings.scheduler,
-        settings.speculation,
-        loaded.eos_token_ids,
-        sink,
-        settings.execution,
-    )
+    if settings.execution.tensor_parallel > 1:
+        return build_parallel_engine(settings, sink)
+    runner, loaded = make_rank(settings, OneRank())
+    return _engine(runner, loaded, settings, sink)
+
+
+def build_parallel_engine(
+    settings: EngineSettings,
+    sink: DeltaSink,
+    start: RankStarter | None = None,
+    host: str = HOST,
+    timeouts: Timeouts | None = None,
+) -> LocalEngine:
+    """An engine of `settings.execution.tensor_parallel` ranks, not started; this process is rank 0.
+
+    `start` starts the others, which reach this one at `host`; without it they are child processes here. Raises what
+    build_engine raises. When a rank is lost the engine stops.
+    """
+    starter = start or LocalRanks(settings, make_runner)
+    size, device = settings.execution.tensor_parallel, resolve_device(settings.model.device)
+    team = gather_team(size, host, device, starter, timeouts)
+    try:
+        runner, loaded = make_rank(settings, team.ranks)
+        engine = _engine(lead(runner, team), loaded, settings, sink)
+    except BaseException:
+        team.close()
+        raise
+    team.when_lost(_stopper(engine))
+    return engine
 
 
 def assemble_engine(
@@ -91,17 +108,25 @@ def assemble_engine(
     return LocalEngine(sessions, planner, runner, counters, scheduler, sink, cache.books)
 
 
-def _load_draft(target: LoadedModel, speculation: SpeculationSettings) -> LoadedModel | None:
-    if speculation.method != "draft":
-        return None
-    if speculation.draft_model is None:
-        raise UnsupportedModel("speculation with a draft model needs draft_model")
-    draft = load_model(speculation.draft_model)
-    if draft.vocab_size != target.vocab_size:
-        raise UnsupportedModel(
-            f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size}"
-        )
-    return draft
+def _engine(runner: Runner, loaded: LoadedModel, settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
+    return assemble_engine(
+        runner,
+        settings.cache,
+        settings.scheduler,
+        settings.speculation,
+        loaded.eos_token_ids,
+        sink,
+        settings.execution,
+    )
+
+
+def _stopper(engine: LocalEngine) -> Callable[[], None]:
+    """Stops the engine on a thread of its own: whoever notices a loss may be the engine's own thread."""
+
+    def stop() -> None:
+        engine.stop(STOP_S)
+
+    return lambda: threading.Thread(target=stop, name="kedge-engine-stop", daemon=True).start()
 
 
 def _proposer(speculation: SpeculationSettings, eos_token_ids: frozenset[int]) -> Proposer:

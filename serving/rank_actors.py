@@ -16,7 +16,8 @@ from ray.util import get_current_placement_group, get_node_ip_address
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.api import DeltaSink, Engine
-from engine.parallel.assembly import build_parallel_engine, make_runner
+from engine.build import build_parallel_engine
+from engine.build_rank import make_runner
 from engine.parallel.errors import RanksNotStarted
 from engine.parallel.follow import run_rank
 from engine.parallel.team import RankProcess

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.api import Engine, GenerateRequest, TokenDelta
-from engine.build import build_engine
-from engine.parallel.assembly import build_parallel_engine, make_runner
+from engine.build import build_engine, build_parallel_engine
+from engine.build_rank import make_runner
 from engine.parallel.local_ranks import HOST, LocalRanks
 from engine.parallel.ticket import Timeouts
 from engine.settings import CacheSettings, EngineSettings, ExecutionSettings, ModelSettings, SchedulerSettings
