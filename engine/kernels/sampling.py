@@ -230,7 +230,8 @@ def pick_row(
             masses_GT = mass_of(gaps_GT, cold)
 
             total = tl.sum(masses, 0)
-            vocab = total * 0.0 + vocab_size  # a launch turns a size of 1 into a constant, which has no methods
+            # Not vocab_size.to: a launch turns a size of 1 into a constant, which has no methods.
+            vocab = total * 0.0 + vocab_size
             bound = reach
             total_known = True
             within = tl.sum(tl.where(keys_GT <= reach, masses_GT, 0.0))
