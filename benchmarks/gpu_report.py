@@ -5,7 +5,8 @@
     python -m benchmarks.gpu_report --dry                   # without a card: proves the paths, measures nothing
 
 Each section runs in a process of its own with a time limit, so that one that fails, hangs or spoils the card's context
-costs its own rows only. Figures go to benchmarks/results/gpu_<card>.json; a dry run writes only where --json says.
+costs its own rows only. Figures go to benchmarks/results/gpu_<card>.json, which keeps the sections that were not run
+now; a dry run writes only where --json says.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from benchmarks.gpu.record import Record, SectionRecord
 from benchmarks.gpu.rows import Row, RowFile, failed, markdown, skipped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,6 +80,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     unknown = sorted(set(names) - set(SECTIONS))
     if unknown:
         parser.error(f"unknown sections {unknown}; there are {sorted(SECTIONS)}")
+    if not options.dry:
+        names.insert(0, "environment")  # whose figures they are
     options.names = list(dict.fromkeys(names))
     return options
 
@@ -92,16 +93,29 @@ def main(arguments: list[str] | None = None) -> None:
         return
     begin_s = time.monotonic()
     given = list(arguments) if arguments is not None else sys.argv[1:]
+    record = Record(list(SECTIONS), options.dry)
     with tempfile.TemporaryDirectory() as folder:
-        rows: list[Row] = []
         for name in options.names:
             left_s = None if options.limit_s is None else options.limit_s - (time.monotonic() - begin_s)
-            rows += in_own_process(name, given, Path(folder), left_s)
-            write(rows, options, time.monotonic() - begin_s)
-    title = f"{_card(rows) or 'no card'}, {time.monotonic() - begin_s:.0f} s"
-    if options.dry:
-        title = f"DRY RUN: not a measurement ({title})"
-    print(markdown(rows, title, options.dry), flush=True)
+            section_s = time.monotonic()
+            rows = in_own_process(name, given, Path(folder), left_s)
+            record.sections[name] = SectionRecord.now(rows, time.monotonic() - section_s, _settings(options))
+            if path := options.json or record.default_path(ROOT / "benchmarks" / "results"):
+                record.save(path)
+    print(markdown(record.rows, _title(record, options, time.monotonic() - begin_s), options.dry), flush=True)
+
+
+def _title(record: Record, options: argparse.Namespace, spent_s: float) -> str:
+    title = f"{record.card or 'no card'}, {spent_s:.0f} s"
+    kept = [name for name in record.sections if name not in options.names]
+    if kept:
+        title += f"; from before: {', '.join(kept)}"
+    return f"DRY RUN: not a measurement ({title})" if options.dry else title
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    told = ("cases", "tests", "model", "sessions", "turns", "shared_tokens", "peers", "limit_s")
+    return {name: str(getattr(options, name)) for name in told if getattr(options, name)}
 
 
 def in_own_process(name: str, arguments: list[str], folder: Path, left_s: float | None) -> list[Row]:
@@ -147,39 +161,6 @@ def run_section(options: argparse.Namespace) -> None:
     stage = Stage(options.section, options.dry, device, file, begin_s + options.deadline_s, options)
     module, _, function = SECTIONS[options.section].entry.partition(":")
     getattr(importlib.import_module(module), function)(stage)
-
-
-def write(rows: list[Row], options: argparse.Namespace, spent_s: float) -> None:
-    """After every section, so that a run that is cut off leaves what it found."""
-    card, path = _card(rows), options.json
-    if path is None and card is not None and not options.dry:
-        path = (
-            ROOT
-            / "benchmarks"
-            / "results"
-            / f"gpu_{re.sub(r'[^a-z0-9]+', '_', card.lower()).strip('_')}.json"
-        )
-    if path is not None:
-        path.write_text(json.dumps(_as_json(rows, options, card, spent_s), indent=1, default=str) + "\n")
-
-
-def _card(rows: list[Row]) -> str | None:
-    return next((row.details["card"] for row in rows if row.details.get("card")), None)
-
-
-def _as_json(
-    rows: list[Row], options: argparse.Namespace, card: str | None, spent_s: float
-) -> dict[str, Any]:
-    settings = {
-        name: str(value) for name, value in vars(options).items() if value and name not in ("rows", "json")
-    }
-    return {
-        "card": card,
-        "dry_run": options.dry,
-        "settings": settings,
-        "seconds": spent_s,
-        "rows": [{**asdict(row), "verdict": row.verdict(options.dry)} for row in rows],
-    }
 
 
 if __name__ == "__main__":

@@ -11,25 +11,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from engine.api import DeltaSink, FinishReason, GenerateRequest, SamplingParams, TokenDelta
-from engine.build import build_engine
+from engine.build import assemble_engine
+from engine.build_runner import build_runner
 from engine.engine import LocalEngine
 from engine.models.config import read_spec
-from engine.models.loader import load_model
+from engine.models.loader import LoadedModel, load_model
+from engine.models.ops import choose_ops
 from engine.models.weights import DummyWeights, tensor_shapes
 from engine.settings import (
     CacheSettings,
     DeviceName,
     DTypeName,
-    EngineSettings,
     ExecutionSettings,
     KVDType,
     ModelSettings,
     SchedulerSettings,
+    SpeculationSettings,
 )
 
 LLAMA = {
@@ -121,7 +122,7 @@ class Bench:
         (folder / "config.json").write_text(json.dumps(self.config))
         self.folder = folder
         self.spec = read_spec(folder)
-        self._loads: dict[str, Any] = {}
+        self._loaded: LoadedModel | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -153,42 +154,31 @@ class Bench:
         model = ModelSettings(
             str(self.folder), load_format="dummy", dtype=dtype, device=device, seed=self.seed
         )
-        settings = EngineSettings(
-            model=model,
-            cache=CacheSettings(page_size=PAGE_SIZE, num_pages=-(-kv_tokens // PAGE_SIZE), kv_dtype=kv_dtype),
-            scheduler=scheduler,
-            execution=execution,
-        )
+        cache = CacheSettings(page_size=PAGE_SIZE, num_pages=-(-kv_tokens // PAGE_SIZE), kv_dtype=kv_dtype)
         self._clear()
-        with self._shared_weights():
-            engine = build_engine(settings, watch)
+        loaded = self._load(model)
+        runner = build_runner(loaded, cache, scheduler=scheduler, execution=execution)
+        speculation = SpeculationSettings()
+        engine = assemble_engine(
+            runner, cache, scheduler, speculation, loaded.eos_token_ids, watch, execution
+        )
         engine.start()
         try:
             yield engine
         finally:
             engine.stop(STOP_S)
-            del engine
+            del engine, runner
             self._clear()
 
     def close(self) -> None:
-        self._loads.clear()
+        self._loaded = None
         self._clear()
 
-    @contextlib.contextmanager
-    def _shared_weights(self) -> Iterator[None]:
-        """Engines built inside get the same loaded model wherever they ask for it with the same arguments."""
-
-        real = load_model
-
-        def load(*arguments: Any, **options: Any) -> Any:
-            parts = [*arguments, *(value for _, value in sorted(options.items()))]
-            key = repr([part if isinstance(part, ModelSettings) else type(part).__name__ for part in parts])
-            if key not in self._loads:
-                self._loads[key] = real(*arguments, **options)
-            return self._loads[key]
-
-        with mock.patch("engine.build.load_model", load):
-            yield
+    def _load(self, settings: ModelSettings) -> LoadedModel:
+        """Once; engine/build.py does the same for each engine."""
+        if self._loaded is None:
+            self._loaded = load_model(settings, ops=choose_ops(self.device))
+        return self._loaded
 
     def _clear(self) -> None:
         gc.collect()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_report
-from benchmarks.gpu.rows import RowFile
+from benchmarks.gpu.record import Record, SectionRecord
+from benchmarks.gpu.rows import Row, RowFile
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +35,9 @@ def test_a_dry_run_measures_nothing_and_says_so(tmp_path: Path) -> None:
     written = json.loads(path.read_text())
     assert written["dry_run"] is True
     assert written["card"] is None
-    rows = {f"{row['section']}: {row['item']}": row for row in written["rows"]}
+    rows = {
+        f"{name}: {row['item']}": row for name, part in written["sections"].items() for row in part["rows"]
+    }
     measured = [row for row in rows.values() if row["outcome"] == "measured"]
     assert {row["section"] for row in measured} == {"environment", "ceilings", "sessions"}
     assert all(row["verdict"] == "dry run: not a measurement" for row in measured)
@@ -42,6 +45,33 @@ def test_a_dry_run_measures_nothing_and_says_so(tmp_path: Path) -> None:
     kedge = rows["sessions: Kedge: 2 sessions, turns 2–2"]
     assert kedge["measured"] > 0
     assert kedge["details"]["turns"] == 2
+
+
+def test_a_card_is_measured_in_parts(tmp_path: Path) -> None:
+    names = ["environment", "attention", "decode"]
+
+    def record(card: str, **rows: float) -> Record:
+        made = Record(names, dry=False)
+        made.sections["environment"] = SectionRecord.now(
+            [Row("environment", "memory", details={"card": card})], 1.0, {}
+        )
+        for name, measured in rows.items():
+            made.sections[name] = SectionRecord.now(
+                [Row(name, "item", measured, share=0.5, target=0.4)], 2.0, {}
+            )
+        return made
+
+    path = record("NVIDIA H100 80GB HBM3").default_path(tmp_path)
+    assert path == tmp_path / "gpu_nvidia_h100_80gb_hbm3.json"
+    record("H100", decode=1.0).save(path)
+    record("H100", attention=2.0).save(path)
+    last = record("H100", attention=3.0)
+    last.save(path)
+    assert [row.measured for row in last.rows] == [None, 3.0, 1.0]
+    assert list(json.loads(path.read_text())["sections"]) == names
+    other = record("H200", attention=4.0)
+    other.save(path)
+    assert [row.measured for row in other.rows] == [None, 4.0]
 
 
 def test_without_a_card_sections_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
