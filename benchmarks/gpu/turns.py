@@ -80,8 +80,9 @@ def run_load(side: Side, plan: Plan, seconds: float) -> list[Turn]:
     seed must not follow each other on one side. Raises OutOfTime, and whatever the side raises."""
     deadline_s = time.perf_counter() + seconds
     shared = plan.shared_tokens()
-    side.submit(f"{plan.seed}-0/1", [], shared, 1)
-    while not any(event.finished for event in side.events(1.0)):
+    name_of_shared = f"{plan.seed}-0/1"
+    side.submit(name_of_shared, [], shared, 1)
+    while not any(event.finished and event.name == name_of_shared for event in side.events(1.0)):
         if time.perf_counter() > deadline_s:
             raise OutOfTime(f"{side.name}: {len(shared)} tokens took more than {seconds:.0f} s")
     histories = {session: list(shared) for session in range(1, plan.sessions + 1)}
@@ -99,7 +100,9 @@ def run_load(side: Side, plan: Plan, seconds: float) -> list[Turn]:
         begin(session, 1)
     while running and (left_s := deadline_s - time.perf_counter()) > 0:
         for event in side.events(left_s):
-            turn = running[event.name]
+            turn = running.get(event.name)
+            if turn is None:  # of a load before that was cut off
+                continue
             if event.token_ids and not turn.output:
                 turn.first_s = event.time_s
             turn.output += event.token_ids

@@ -63,6 +63,13 @@ def test_a_side_that_never_answers_does_not_hold_the_run() -> None:
         run_load(Parrot(silent=True), PLAN, 0.0)
 
 
+def test_what_a_load_before_left_behind_is_passed_over() -> None:
+    side = Parrot()
+    for number in (1, 2):
+        side.submit(f"6-1/{number}", [], [4, 5], 3)
+    assert len(run_load(side, PLAN, 30.0)) == 12
+
+
 def test_figures_are_of_whole_turns_from_the_second() -> None:
     done = []
     for session in (1, 2, 3):
