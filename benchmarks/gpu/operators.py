@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.gpu.attention_scene import Heads, Scene, WrongResult, decode_like
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.gpu.stage import Stage, time_device
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_backend import TritonAttention, TritonStep
 from engine.kernels.decoder_ops import TritonOps
 from engine.kernels.sampling import pick_tokens
 from engine.models.config import RopeSpec
@@ -60,14 +60,13 @@ class Operator:
 def run(stage: Stage) -> None:
     sizes = DRY if stage.dry else Sizes()
     copied = copy_bandwidth(stage)
+    parts: list[tuple[str, Callable[[], Operator]]] = []
     for rows in (sizes.few, sizes.many):
-        for make in (norm, rotation, silu, kv_write):
-            stage.attempt(
-                f"{make.__name__}, {rows} rows",
-                partial(report, stage, copied, partial(make, stage, sizes, rows)),
-            )
-    for kind in PICKS:
-        stage.attempt(f"pick, {kind}", partial(report, stage, copied, partial(picks, stage, sizes, kind)))
+        parts += [(f"{make.__name__}, {rows} rows", partial(make, stage, sizes, rows)) for make in MAKERS]
+    parts += [(f"pick, {kind}", partial(picks, stage, sizes, kind)) for kind in PICKS]
+    for name, make in parts:
+        if stage.wants(name):
+            stage.attempt(name, partial(report, stage, copied, make))
 
 
 def report(stage: Stage, copied: float, make: Callable[[], Operator]) -> None:
@@ -149,22 +148,23 @@ def kv_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
     """New keys and values into scattered slots of one layer, read and written once."""
     heads = Heads(4, 2, sizes.dim) if stage.dry else Heads()
     scene = Scene(stage, decode_like(rows, heads))
-    step = TritonAttention(scene.pool).plan(scene.tables)
+    step = TritonStep(TritonAttention(scene.pool), scene.tables)
     kv_N2KD = scene.kv_LN2KD[0]
-    paged, place = scene.pool.places[0]
+    pool_L2KSD = scene.pool.full.kv_L2KSD
 
     def call(index: int) -> Tensor:
-        step._write(paged, place, scene.kv_LN2KD[index], scene.tables.slots_PN[0])  # type: ignore[attr-defined]
-        return paged.kv_L2KSD
+        step.write(index, scene.kv_LN2KD[index])
+        return pool_L2KSD
 
     def check() -> float:
-        paged.kv_L2KSD.fill_(torch.nan)
+        pool_L2KSD.fill_(torch.nan)
         call(0)
         return _error(scene.pool.layer(0)[scene.tables.slots_PN[0]], kv_N2KD)
 
     return Operator(f"kv_write, {rows} rows", call, len(scene.kv_LN2KD), 2 * kv_N2KD.numel() * 2, check)
 
 
+MAKERS = (norm, rotation, silu, kv_write)
 PICKS = {
     "greedy": (0.0, 0, 1.0),
     "temperature": (1.0, 0, 1.0),

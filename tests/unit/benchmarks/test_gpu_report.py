@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,35 +17,49 @@ from benchmarks.gpu.rows import Row, RowFile
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_dry_run_measures_nothing_and_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_report", "--dry", "--json", str(path)]
-    command += [
-        "--sections",
-        "environment,ceilings,sessions",
-        "--sessions",
-        "2",
-        "--turns",
-        "2",
-        "--peers",
-        "none",
-    ]
+def dry_run(path: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """What is written, and the table."""
+    command = [sys.executable, "-m", "benchmarks.gpu_report", "--dry", "--json", str(path), *options]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert answer.returncode == 0, answer.stderr
-    table = answer.stdout[answer.stdout.index("## DRY RUN: not a measurement") :]
-    written = json.loads(path.read_text())
+    return json.loads(path.read_text()), answer.stdout[answer.stdout.index("## DRY RUN: not a measurement") :]
+
+
+def test_a_dry_run_measures_nothing_and_says_so(tmp_path: Path) -> None:
+    options = ["--sessions", "2", "--turns", "2", "--peers", "none"]
+    written, table = dry_run(
+        tmp_path / "figures.json", "--sections", "environment,ceilings,sessions", *options
+    )
     assert written["dry_run"] is True
     assert written["card"] is None
-    rows = {
-        f"{name}: {row['item']}": row for name, part in written["sections"].items() for row in part["rows"]
-    }
-    measured = [row for row in rows.values() if row["outcome"] == "measured"]
-    assert {row["section"] for row in measured} == {"environment", "ceilings", "sessions"}
-    assert all(row["verdict"] == "dry run: not a measurement" for row in measured)
-    assert all(item in table for item in rows)
-    kedge = rows["sessions: Kedge: 2 sessions, turns 2–2"]
+    assert list(written["sections"]) == ["environment", "ceilings", "sessions"]
+    rows = [row for part in written["sections"].values() for row in part["rows"]]
+    assert all(row["verdict"] == "dry run: not a measurement" for row in rows), rows
+    assert all(f"{row['section']}: {row['item']}" in table for row in rows)
+    kedge = next(row for row in rows if row["item"] == "Kedge: 2 sessions, turns 2–2")
     assert kedge["measured"] > 0
     assert kedge["details"]["turns"] == 2
+
+
+def test_kernels_are_checked_where_they_are_timed(tmp_path: Path) -> None:
+    written, _ = dry_run(
+        tmp_path / "figures.json",
+        "--sections",
+        "operators,attention",
+        "--cases",
+        "decode,norm,kv_write,greedy",
+    )
+    rows = [row for part in written["sections"].values() for row in part["rows"]]
+    assert [row["item"] for row in rows] == [
+        "decode 2 × 40, bf16 KV",
+        "decode 2 × 40, fp8 KV",
+        "rms_norm + residual, 2 rows",
+        "kv_write, 2 rows",
+        "rms_norm + residual, 5 rows",
+        "kv_write, 5 rows",
+        "pick of 2 × 300, greedy",
+    ]
+    assert {row["outcome"] for row in rows} == {"measured"}, rows
 
 
 def test_a_card_is_measured_in_parts(tmp_path: Path) -> None:
