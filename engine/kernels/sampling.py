@@ -55,9 +55,8 @@ def pick_tokens(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:
     """A RowPicker. Logits are float32, bfloat16 or float16; rows may be strided. Points may be float32 or float64.
 
     What is picked is what engine/runner/sampler.py picks (temperature, top-k, top-p, min-p, then the inverse of the
-    cumulative distribution at the row's point), with masses summed in float32. Candidates are always ranked by token
-    id, and all equals of the k-th most likely stay, where the sampler ranks what top-k left by likelihood and drops
-    equals at will. NaN counts as -inf. Raises ValueError for logits whose rows are not dense.
+    cumulative distribution at the row's point, by token id), with masses summed in float32. NaN counts as -inf. Raises
+    ValueError for logits whose rows are not dense.
     """
     rows, vocab_size = logits_RV.shape
     if logits_RV.stride(1) != 1 or vocab_size < 1:

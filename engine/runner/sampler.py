@@ -105,12 +105,15 @@ def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: PenaltyCoun
 def candidates(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
     """What to draw from after temperature, top-k, top-p and min-p, in this order.
 
-    Gives masses [C], not renormalised, and their token ids [C]; None for the ids means all tokens in order.
+    Gives masses [C], not renormalised, and their token ids [C], ascending; None for the ids means all tokens. Equals of
+    the k-th most likely all stay.
     """
     # The largest becomes zero, so that cold temperatures cannot overflow.
     scaled_C, ids_C = (logits_V - logits_V.max()) / max(params.temperature, LEAST_TEMPERATURE), None
     if 0 < params.top_k < len(logits_V):
-        scaled_C, ids_C = scaled_C.topk(params.top_k)
+        least = scaled_C.topk(params.top_k, sorted=False).values.min()
+        ids_C = (~(scaled_C < least)).nonzero()[:, 0]  # NaN stays, too: nothing is left without it
+        scaled_C = scaled_C[ids_C]
     probs_C = torch.softmax(scaled_C, dim=0)
     if params.top_p < 1.0:
         probs_C = probs_C.masked_fill(probs_C < _nucleus_floor(probs_C, params.top_p), 0.0)

@@ -147,3 +147,12 @@ def test_token_logprobs_are_of_the_raw_distribution() -> None:
     assert scored[0].top == ()
     assert [token for token, _ in scored[1].top] == expected[1].topk(3).indices.tolist()
     assert token_logprobs(logits_RV, [4, 0], [99, 0])[0].top[-1][0] == int(logits_RV[0].argmin())
+
+
+def test_top_k_keeps_the_order_of_tokens_and_all_equals_of_the_last() -> None:
+    """As the kernel on a GPU does: a request may be sampled by either from one step to the next."""
+    logits = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.0, 2.0])
+    probs, ids = candidates(logits, SamplingParams(top_k=2))
+    assert ids is not None
+    assert ids.tolist() == [1, 2, 4, 5]
+    assert torch.equal(probs, torch.softmax(logits[[1, 2, 4, 5]], 0))
