@@ -55,7 +55,6 @@ def kedge_turns(stage: Stage, bench: Bench, plan: Plan) -> list[Turn]:
         warm_up(side, plan)
         before = side.counts()
         done = run_load(side, plan, KEDGE_SHARE * stage.left_s)
-        time.sleep(SETTLE_S)
         counts = {name: count - before[name] for name, count in side.counts().items()}
     side_row(stage, "Kedge", plan, done, last_whole_turn(done, plan), about)
     stage.row(
@@ -183,8 +182,8 @@ class Kedge:
         )  # fmt: skip
 
     def counts(self) -> dict[str, int]:
-        """As the engine last published them."""
         assert self._engine is not None
+        time.sleep(SETTLE_S)
         stats = self._engine.stats()
         names = (
             "prefill_tokens",
