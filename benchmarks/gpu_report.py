@@ -100,8 +100,9 @@ def main(arguments: list[str] | None = None) -> None:
             section_s = time.monotonic()
             rows = in_own_process(name, given, Path(folder), left_s)
             record.sections[name] = SectionRecord.now(rows, time.monotonic() - section_s, _settings(options))
-            if path := options.json or record.default_path(ROOT / "benchmarks" / "results"):
-                record.save(path)
+            default = record.default_path(ROOT / "benchmarks" / "results")
+            if path := options.json or default:
+                record.save(path, also=default)
     print(markdown(record.rows, _title(record, options, time.monotonic() - begin_s), options.dry), flush=True)
 
 

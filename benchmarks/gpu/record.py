@@ -49,9 +49,11 @@ class Record:
             return None
         return folder / f"gpu_{re.sub(r'[^a-z0-9]+', '_', self.card.lower()).strip('_')}.json"
 
-    def save(self, path: Path) -> None:
-        """With the sections of the file that were not run now."""
-        self._keep(path)
+    def save(self, path: Path, *, also: Path | None = None) -> None:
+        """With the sections that were not run now, of the file that is there or else of `also`."""
+        source = path if path.is_file() else also
+        if source is not None:
+            self._keep(source)
         content = {
             "card": self.card,
             "dry_run": self._dry,

@@ -84,6 +84,9 @@ def test_a_card_is_measured_in_parts(tmp_path: Path) -> None:
     last.save(path)
     assert [row.measured for row in last.rows] == [None, 3.0, 1.0]
     assert list(json.loads(path.read_text())["sections"]) == names
+    elsewhere = record("H100", decode=5.0)
+    elsewhere.save(tmp_path / "elsewhere.json", also=path)
+    assert [row.measured for row in elsewhere.rows] == [None, 3.0, 5.0]
     other = record("H200", attention=4.0)
     other.save(path)
     assert [row.measured for row in other.rows] == [None, 4.0]
