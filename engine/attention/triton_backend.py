@@ -30,6 +30,9 @@ LOG2_E = math.log2(math.e)
 WRITE_ELEMENTS = 2048
 """Of one program that writes to the pool."""
 
+WIDE_ELEMENTS = 2**31
+"""Of one head in a layer's pool, from which offsets need 64 bits."""
+
 JOIN_ELEMENTS = 512
 """Of a tile's output that a warp holds while it joins splits."""
 
@@ -165,7 +168,7 @@ class TritonStep:
             HAS_CAP=traits.softcap is not None,
             HAS_WINDOW=traits.window is not None,
             HAS_SINKS=traits.sinks_H is not None,
-            WIDE=num_slots * dim >= 2**31,
+            WIDE=num_slots * dim >= WIDE_ELEMENTS,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )

@@ -6,8 +6,8 @@ r % GROUP of the group. Grid: tiles, key heads, splits. Keys are taken in blocks
 with many keys is cut into splits that run side by side ("Flash-Decoding", Dao et al., 2023); the last of them to end
 joins their partial sums.
 
-Legend: M rows of a tile, N keys of a block, D head size padded to a power of two, S splits. Scores and their maxima
-are in units of log 2.
+Legend: M rows of a tile, N keys of a block, D head size padded to a power of two, S splits, J columns.
+Scores and their maxima are in units of log 2.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
 
@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+JOIN_STAGES = tl.constexpr(5)
+"""Partial outputs of a tile that are on their way at once, and one."""
 
 LOWEST = tl.constexpr(-1.0e30)
 """Where maxima begin: below every score, and finite, so that no difference of two is NaN."""
@@ -165,12 +168,12 @@ def _join_splits(
     for start in tl.range(0, BLOCK_D, JOIN_D):
         column_J = start + tl.arange(0, JOIN_D)
         acc_MJ = tl.zeros((BLOCK_M, JOIN_D), tl.float32)
-        for split in tl.range(0, num_used, loop_unroll_factor=4):
+        for split in tl.range(0, num_used, num_stages=JOIN_STAGES):
             part = first_part + split
-            weight_M = tl.exp2(tl.load(sums + part * 2 * BLOCK_M + rows_M, cache_modifier=".cg") - max_M)
             at_MJ = (part * BLOCK_M + rows_M)[:, None] * BLOCK_D + column_J[None, :]
             part_MJ = tl.load(partials + at_MJ, mask=alive_M[:, None], other=0.0, cache_modifier=".cg")
-            acc_MJ += weight_M[:, None] * part_MJ
+            part_max_M = tl.load(sums + part * 2 * BLOCK_M + rows_M, cache_modifier=".cg")
+            acc_MJ += tl.exp2(part_max_M - max_M)[:, None] * part_MJ
         mean_MJ = (acc_MJ / sum_M[:, None]).to(out.dtype.element_ty)
         inside_MJ = alive_M[:, None] & (column_J < DIM)[None, :]
         tl.store(out + out_M[:, None] + column_J[None, :], mean_MJ, mask=inside_MJ)

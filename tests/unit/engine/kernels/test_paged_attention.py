@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.attention import triton_backend
 from engine.attention.tiles import AttentionTiles, TileShape
 from engine.attention.triton_backend import TritonAttention
 from tests.unit.engine.attention.stage import DEVICE, Shape, make_stage, memory_of_nan
@@ -132,6 +133,12 @@ def test_tables_may_hold_other_contents() -> None:
         stages[0].pool.full.kv_L2KSD[:, :, :, : kv_L2KSD.shape[3]].copy_(kv_L2KSD)
         got = stage.got(attention, tables)
         torch.testing.assert_close(got, stage.expected(), atol=2e-5, rtol=2e-5)
+
+
+def test_offsets_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "WIDE_ELEMENTS", 1)
+    for page_size in (5, 16):
+        check(Shape(((1, 70), (5, 40)), page_size, kv_heads=1, window=30))
 
 
 def random_shape(choose: random.Random) -> Shape:
