@@ -58,8 +58,10 @@ def write_kv(
     if HAS_SCALES:
         x_RD = x_RD.to(tl.float32)
         largest_R = tl.max(tl.abs(x_RD), 1)
-        scale_R = tl.where(largest_R > 0.0, largest_R / FP8_LARGEST, 1.0)
-        x_RD = _round_to_fp8(tl.clamp(x_RD / scale_R[:, None], -FP8_LARGEST, FP8_LARGEST))
+        scale_R = tl.where(
+            largest_R > 0.0, tl.div_rn(largest_R, tl.full((ROWS,), FP8_LARGEST, tl.float32)), 1.0
+        )
+        x_RD = _round_to_fp8(tl.clamp(tl.div_rn(x_RD, scale_R[:, None]), -FP8_LARGEST, FP8_LARGEST))
         at_R = rows_R.to(tl.int64) * (pool_stride_head // DIM) + slot
         tl.store(scales + at_R, scale_R, mask=rows_R < 2 * NUM_HEADS)
     tl.store(pool + to_R[:, None] + offsets_D[None, :], x_RD.to(pool.dtype.element_ty), mask=inside_RD)

@@ -42,7 +42,7 @@ def check(shape: Shape, seed: int = 0, tiles: AttentionTiles = SMALL_TILES) -> T
     return attention
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 5, 16, 17, 64, 256])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 17, 256])
 def test_page_sizes(page_size: int) -> None:
     check(Shape(MIXED, page_size, kv_heads=1, window=23))
 
@@ -58,7 +58,7 @@ def test_head_sizes(dim: int) -> None:
     check(Shape(((3, 70), (1, 9)), page_size=16, dim=dim, scale=dim**-0.5, window=40))
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 100])
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 100])
 def test_windows(window: int) -> None:
     check(Shape(MIXED, kv_heads=1, window=window, sinks=window % 2 == 1))
     check(Shape(((1, 90), (1, 33), (1, 2)), 16, kv_heads=1, window=window), tiles=ONE_SPLIT)
@@ -160,7 +160,7 @@ def random_shape(choose: random.Random) -> Shape:
     )
 
 
-@pytest.mark.parametrize("seed", range(8 if DEVICE.type == "cpu" else 60))
+@pytest.mark.parametrize("seed", range(6 if DEVICE.type == "cpu" else 60))
 def test_any_step(seed: int) -> None:
     """The seed is the test's parameter."""
     choose = random.Random(seed)
