@@ -95,7 +95,8 @@ class ScheduledBatch:
     """The items of one step, decodes and extends mixed. Never empty.
 
     With `num_steps` > 1 it is that many steps in one go: every item computes one token, samples, and goes on with what
-    it picked; its pages cover them all, and its output has that many tokens.
+    it picked; its pages cover them all, and its output has that many tokens. No item of it has drafts, edits logits or
+    asks for log-probabilities.
     """
 
     items: list[BatchItem]

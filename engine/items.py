@@ -34,11 +34,13 @@ class ItemMaker:
         room = min(self._output_left(request), self._max_context_len - request.total_len)
         return request.num_pending == 0 or room > 0
 
+    def step_by_step(self, request: LiveRequest) -> bool:
+        """Whether every step of it needs the host: for proposals, edits of its logits, or log-probabilities."""
+        spec = request.spec
+        return self._speculates or spec.sampling.edits_logits or spec.logprobs is not None
+
     def steps_left(self, request: LiveRequest) -> int:
-        """How many decode steps it could take in one go; 1 if each step needs the scheduler."""
-        if self._speculates or request.penalties is not None or request.spec.logprobs is not None:
-            return 1
-        # The last token of all needs no KV.
+        """Decode steps until it must end. The last token of all needs no KV."""
         return min(self._output_left(request), self._max_context_len - request.total_len)
 
     def make(self, request: LiveRequest, count: int, budget: int) -> BatchItem:

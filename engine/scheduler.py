@@ -172,7 +172,9 @@ class Scheduler:
         # for its pages would have them wait for ever.
         if self._waiting and not short:
             self._admit_waiting(items, budget)
-        return self._launch(ScheduledBatch(items, self._num_steps(items))) if items else None
+        if not items:
+            return None
+        return self._launch(ScheduledBatch(items, 1 if short else self._num_steps(items)))
 
     def refuse_stuck(self) -> TokenDelta | None:
         """Ends the first waiting request if it found no room although nothing runs and no copy is on its way: it
@@ -274,8 +276,11 @@ class Scheduler:
         self._proposer.begin(request)
 
     def _num_steps(self, items: list[BatchItem]) -> int:
-        """How many steps to run in one go: several if everyone decodes, nobody waits, and pages are free."""
+        """How many steps to run in one go: several if everyone decodes, nobody waits (neither in the queue nor for
+        a result that its next step needs), and pages are free."""
         if self._decode_steps == 1 or self._waiting or any(item.sample is None for item in items):
+            return 1
+        if any(map(self._maker.step_by_step, self._running)):
             return 1
         requests = [self._live[item.request_id] for item in items]
         wanted = min(self._decode_steps, self._settings.max_batch_tokens // len(items))

@@ -200,6 +200,28 @@ class TestSeveralStepsInOneGo:
                 assert batch.num_steps == 1
         assert driver.batches[-1].num_steps == 4
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"sampling": greedy(6, logit_bias={5: 2.0})},
+            {"sampling": greedy(6, presence_penalty=0.5)},
+            {"logprobs": LogprobParams(output=True)},
+        ],
+        ids=["bias", "penalties", "log-probabilities"],
+    )
+    @pytest.mark.parametrize("runs_ahead", [False, True])
+    def test_never_when_a_step_needs_the_host(self, options: dict[str, Any], runs_ahead: bool) -> None:
+        """Also not without that request, while it sits a step out for its result: it would wait for all of them."""
+        driver = Driver(decode_steps=4, ahead=runs_ahead)
+        driver.add(request("needs the host", [1, 2, 3], 6, **options))
+        driver.add(request("plain", [4, 5, 6], 24))
+        driver.step_until(lambda: driver.outcomes["needs the host"].finish is not None)
+        flying = 1 if driver.in_flight is not None else 0
+        assert {batch.num_steps for batch in driver.batches[: len(driver.batches) - flying]} == {1}
+        driver.run()
+        assert max(batch.num_steps for batch in driver.batches) > 1
+        assert driver.outcomes["plain"].token_ids == driver.oracle([4, 5, 6], 24)
+
     def test_the_shortest_decides(self) -> None:
         driver = Driver(decode_steps=8)
         driver.add(request("short", [1, 2, 3], 3))
