@@ -36,8 +36,8 @@ SIZES = st.builds(
     st.sampled_from([0, 4, 40]),
     st.sampled_from(["off", "ngram", "draft"]),
     st.sampled_from([VOCAB, VOCAB, 3]),
-    st.booleans(),
-    st.sampled_from([1, 1, 2, 5]),
+    st.sampled_from([False, True, True]),
+    st.sampled_from([1, 1, 2, 8]),
 )
 
 rules_run: Counter[str] = Counter()
@@ -170,16 +170,18 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(
         tokens=PROMPTS, output=OUTPUT, steps=STEPS, priority=st.integers(0, 1),
         logprobs=st.booleans(), large=st.sampled_from([False, False, True]),
+        penalty=st.sampled_from([0.0, 0.0, 0.5]),
     )  # fmt: skip
     @counted
     def plain(
-        self, tokens: list[int], output: int, steps: int, priority: int, logprobs: bool, large: bool
-    ) -> None:
-        """A request without session; a large one pushes others out."""
+        self, tokens: list[int], output: int, steps: int, priority: int, logprobs: bool, large: bool,
+        penalty: float,
+    ) -> None:  # fmt: skip
+        """A request without session; a large one pushes others out. With penalties each step waits for the last."""
         room = self.world.sizes.room
         tokens = [1 + token % (self.world.sizes.vocab - 1) for token in tokens]
         prompt = (tokens * (64 if large else 1))[: max(room - output, 1)]
-        self.world.plain_request(prompt, min(output, room - len(prompt)), priority, logprobs)
+        self.world.plain_request(prompt, min(output, room - len(prompt)), priority, logprobs, penalty)
         self._steps(steps)
 
     @precondition(lambda self: 0 < len(self.world.sessions) < MAX_SESSIONS)
@@ -207,12 +209,12 @@ class SessionMachine(RuleBasedStateMachine):
     # What gets in the way.
 
     @precondition(has_request)
-    @rule(pick=PICK, how=st.sampled_from(["abort", "retract", "retract", "failed_step"]))
+    @rule(pick=PICK, how=st.sampled_from(["abort", "retract", "retract", "failed_launch", "failed_step"]))
     @counted
     def disturb_a_request(self, pick: int, how: str) -> None:
         rules_run[f"disturb: {how}"] += 1
-        if how == "failed_step":
-            self.world.failed_step()
+        if how in ("failed_launch", "failed_step"):
+            getattr(self.world, how)()
         else:
             getattr(self.world, how)(self.asked(pick))
 

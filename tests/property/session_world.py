@@ -18,7 +18,7 @@ from engine.api import FinishReason, LogprobParams, SessionBusy, StepFailed
 from engine.batch import ScheduledBatch
 from engine.settings import SpeculationMethod
 from tests.property.world_checks import check_world
-from tests.unit.engine.driver import DRAFTS, Driver, Outcome, request
+from tests.unit.engine.driver import DRAFTS, Driver, Outcome, greedy, request
 
 TIMEOUT_S = 100.0
 
@@ -197,12 +197,15 @@ class World:
             assert isinstance(finish.error, SessionBusy)
             self.events["SessionBusy"] += 1
 
-    def plain_request(self, prompt: list[int], max_new_tokens: int, priority: int, logprobs: bool) -> None:
+    def plain_request(
+        self, prompt: list[int], max_new_tokens: int, priority: int, logprobs: bool, penalty: float
+    ) -> None:
         name = self._name("p")
         start = len(prompt) // 2 if logprobs else None
         self.asks[name] = Ask(prompt, max_new_tokens, start)
         params = LogprobParams(input_start=start) if logprobs else None
-        self.driver.add(request(name, prompt, max_new_tokens, priority=priority, logprobs=params))
+        sampling = greedy(max_new_tokens, presence_penalty=penalty)
+        self.driver.add(request(name, prompt, priority=priority, logprobs=params, sampling=sampling))
 
     def abort(self, name: str) -> None:
         self.driver.abort(name)
@@ -221,9 +224,15 @@ class World:
         self._settle()
         return batch
 
-    def failed_step(self) -> None:
+    def failed_launch(self) -> None:
         """The device wrote the step's KV, then raised: its requests end with an error."""
-        self.driver.fail_step(StepFailed("device lost"))
+        self.driver.fail_launch(StepFailed("device lost"))
+        self._settle()
+
+    def failed_step(self) -> None:
+        """What is in flight fails once the next step is on its way."""
+        self.events["step failed under another"] += self.driver.in_flight is not None
+        self.driver.step(StepFailed("device lost"))
         self._settle()
 
     def retract(self, name: str) -> None:

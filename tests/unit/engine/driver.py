@@ -156,8 +156,9 @@ class Driver:
         self._take(self.scheduler.abort(request_id))
         self.check()
 
-    def step(self) -> ScheduledBatch | None:
-        """One step, as LocalEngine does it. None if there was nothing to do."""
+    def step(self, failure: EngineError | None = None) -> ScheduledBatch | None:
+        """One step, as LocalEngine does it; what was in flight before ends with `failure`, if given. None if there was
+        nothing to do."""
         before = self.in_flight
         batch = self.scheduler.schedule()
         self.copying = self.cache.tiers.copies_in_flight > 0
@@ -165,7 +166,9 @@ class Driver:
         self.in_flight = None if batch is None else (batch, self.execute(batch))
         if batch is not None:
             self.batches.append(batch)
-        if before is not None:
+        if before is not None and failure is not None:
+            self._fail(before[0], failure)
+        elif before is not None:
             self._take_in(*before)
         if not self.ahead:
             self.settle()
@@ -179,15 +182,14 @@ class Driver:
         if before is not None:
             self._take_in(*before)
 
-    def fail_step(self, error: EngineError) -> None:
-        """The device writes the next step's KV, then raises."""
-        self.settle()
+    def fail_launch(self, error: EngineError) -> None:
+        """The device writes the next step's KV, then raises; what was in flight before comes to its end."""
         batch = self.scheduler.schedule()
+        self.check()
         if batch is not None:
             self.execute(batch)
-            for delta in self.scheduler.fail(batch, error):
-                self._take(delta)
-            self.check()
+            self._fail(batch, error)
+        self.settle()
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         return self.runner.launch(batch).result()
@@ -246,6 +248,11 @@ class Driver:
             assert self.allocator.num_free == self.allocator.num_pages
             assert self.window is None or self.window.num_free == self.window.num_pages
             assert self.cache.tiers.accounts().used_bytes == 0 or self.cache.tiers.copies_in_flight
+
+    def _fail(self, batch: ScheduledBatch, error: EngineError) -> None:
+        for delta in self.scheduler.fail(batch, error):
+            self._take(delta)
+        self.check()
 
     def _take_in(self, batch: ScheduledBatch, output: ModelOutput) -> None:
         for delta in self.scheduler.update(batch, output):

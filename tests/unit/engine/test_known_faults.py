@@ -34,7 +34,7 @@ def gap_of_failed_step(driver: Driver, talk: Talk, page_size: int) -> None:
     full_page_history(talk, page_size)
     spec = talk.spec([5, 6], 4)
     driver.add(spec)
-    driver.fail_step(StepFailed("the device is gone"))
+    driver.fail_launch(StepFailed("the device is gone"))
     assert driver.outcomes[spec.request_id].finish is not None
 
 

@@ -219,7 +219,7 @@ def test_fail_ends_only_the_requests_of_the_step() -> None:
         driver.add(request(name, [1, 2, 3], 4))
     driver.step()
     error = SessionBusy("because")
-    driver.fail_step(error)
+    driver.fail_launch(error)
     finish = driver.outcomes["a"].finish
     assert finish is not None
     assert finish.error is error
