@@ -276,7 +276,7 @@ def pick_row(
                     upto_low = tl.where(has_k, 0.0, within)
                     wanted = top_p * total
                     limit = least_key_of_row(
-                        row_V, vocab_size, peak, cold, wanted, SLACK * total, low, far, upto_low, total, BLOCK
+                        row_V, vocab_size, peak, cold, wanted, total * SLACK, low, far, upto_low, total, BLOCK
                     )
                 _write_masses(
                     row_V, vocab_size, masses_T, num_tiles, peak, cold, limit, least_mass, BLOCK_TILES, TILE
