@@ -1,4 +1,4 @@
-"""Writes a step's keys and values to the pool in one launch, for backends whose own kernels only read.
+"""Writes a step's keys and values to the pool in one launch.
 
 Legend: N tokens of the step, K key/value heads, D head size, S slots.
 """
@@ -16,17 +16,15 @@ ELEMENTS = 2048
 
 
 def write_rows(paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor) -> None:
-    """Row n goes to slot `slots_N[n]` of the pool's layer `place`, to none if that is negative. For pools without
-    scales."""
-    assert paged.scales_L2KS is None
+    """Row n goes to slot `slots_N[n]` of the pool's layer `place`, to none if that is negative."""
     kv_N2KD = kv_N2KD if kv_N2KD.stride(3) == 1 else kv_N2KD.contiguous()
-    pool_2KSD = paged.kv_L2KSD[place]
+    pool_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
     rows, _, kv_heads, dim = kv_N2KD.shape
     block_d = max(16, triton.next_power_of_2(dim))
     block_rows = min(triton.next_power_of_2(2 * kv_heads), max(1, ELEMENTS // block_d))
     write_kv[(rows, triton.cdiv(2 * kv_heads, block_rows))](
         pool_2KSD,
-        pool_2KSD,
+        pool_2KSD if scales is None else scales[place],
         kv_N2KD,
         slots_N,
         kv_N2KD.stride(0),
@@ -37,5 +35,5 @@ def write_rows(paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor) -> 
         DIM=dim,
         BLOCK_D=block_d,
         ROWS=block_rows,
-        HAS_SCALES=False,
+        HAS_SCALES=scales is not None,
     )

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.attention.errors import AttentionUnavailable
 from engine.attention.interface import AttentionStep, AttentionTables, LayerTraits
+from engine.attention.kv_writer import write_rows
 from engine.attention.tiles import AttentionTiles, TileShape, default_tiles
 from engine.device import compute_capability, num_multiprocessors
-from engine.kernels.kv_write import write_kv
 from engine.kernels.paged_attention import paged_attention
 from engine.runner.kv_pool import FP8, KVPool, PagedKV
 
@@ -27,9 +27,6 @@ FIRST_WITH_FP8 = 89
 """The first capability whose float8_e4m3fn Triton can convert."""
 
 LOG2_E = math.log2(math.e)
-WRITE_ELEMENTS = 2048
-"""Of one program that writes to the pool."""
-
 WIDE_ELEMENTS = 2**31
 """Of one head in a layer's pool, from which offsets need 64 bits."""
 
@@ -93,26 +90,7 @@ class TritonStep:
         """The first half of a call: puts the new keys and values in the layer's pool."""
         pool = self._attention.pool
         paged, place = pool.places[layer]
-        kv_N2KD = kv_N2KD if kv_N2KD.stride(3) == 1 else kv_N2KD.contiguous()
-        pool_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
-        rows, _, kv_heads, dim = kv_N2KD.shape
-        block_d = self._attention.block_d
-        block_rows = min(triton.next_power_of_2(2 * kv_heads), max(1, WRITE_ELEMENTS // block_d))
-        write_kv[(rows, triton.cdiv(2 * kv_heads, block_rows))](
-            pool_2KSD,
-            pool_2KSD if scales is None else scales[place],
-            kv_N2KD,
-            self._tables.slots_PN[int(paged is pool.window)],
-            kv_N2KD.stride(0),
-            kv_N2KD.stride(1),
-            kv_N2KD.stride(2),
-            pool_2KSD.stride(1),
-            NUM_HEADS=kv_heads,
-            DIM=dim,
-            BLOCK_D=block_d,
-            ROWS=block_rows,
-            HAS_SCALES=scales is not None,
-        )
+        write_rows(paged, place, kv_N2KD, self._tables.slots_PN[int(paged is pool.window)])
 
     def _attend(
         self, paged: PagedKV, place: int, q_NHD: Tensor, pages_BM: Tensor, traits: LayerTraits
