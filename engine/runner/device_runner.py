@@ -150,21 +150,29 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures every size of the ladder, the largest first so that the others fit its memory."""
+        """Captures every size of the ladder, the largest first so that the others fit its memory. Steps that cannot be
+        captured are run once. Nothing is written to the pools."""
+        most_sampled = self._padded(self._max_sampled)
         for size in reversed(self._sizes):
             for decode in (True, False):
                 shape = StepShape(size, size, decode)
+                parts = self._parts(shape)
+                self._plans[shape][0].blank()
                 if self._attention.captures(1 if decode else size):
-                    for name, function in self._parts(shape).items():
+                    for name, function in parts.items():
                         self._graphs.capture((name, shape), function)
-            if size <= self._max_sampled:
+                else:
+                    parts["body"]()
+            if size <= most_sampled:
                 self._graphs.capture(("head", size), partial(self._head, size))
 
     @torch.inference_mode()
     def rehearse(self, rows: int, items: int) -> None:
-        """Runs a step of padding, the largest there is, to see what memory it takes. Overwrites slot 0."""
-        parts = self._parts(StepShape(rows, items, decode=False), rows, self._max_sampled)
-        parts["body"]()
+        """Runs a step of padding, the largest there is, to see what memory it takes. Nothing is written to the
+        pools."""
+        shape = StepShape(rows, items, decode=False)
+        self._buffers.tensors(shape).blank()
+        self._parts(shape, rows, self._max_sampled)["body"]()
         self._head(self._max_sampled)
 
     @torch.inference_mode()

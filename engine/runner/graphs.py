@@ -60,7 +60,8 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         gc.disable()  # a collection would free memory in the middle of a capture
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may use the device meanwhile: what they do is no part of the capture.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 function()
         finally:
             gc.enable()

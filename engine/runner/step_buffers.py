@@ -54,6 +54,13 @@ class StepTensors:
     sampled_N: Tensor
     tables: AttentionTables
 
+    def blank(self) -> None:
+        """A step of padding alone: its keys and values go nowhere."""
+        self.ints_FN.zero_()
+        self.ints_FN[SLOT:] = -1
+        for slots_N in self.tables.slots_PN:
+            slots_N.fill_(-1)
+
     def unpack(self, picks_R: Tensor) -> None:
         """Fills in pending tokens, and gives every field the type that operators take."""
         ints_FN, rows = self.ints_FN, self.shape.rows

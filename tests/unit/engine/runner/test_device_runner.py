@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from engine.api import SamplingParams
 from engine.attention.choose import choose_attention
+from engine.attention.table_torch import TorchTables
 from engine.batch import PENDING, BatchItem, PenaltyCounts, SampleSpec, ScheduledBatch
 from engine.build_runner import StepLimits, careful_runner, device_runner
 from engine.device import device_name, resolve_device
@@ -52,8 +54,28 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(settings, ops=choose_ops(resolve_device("auto")))
 
 
+class Recorded:
+    """Graphs of a CPU: calls what was captured, whatever else it is given later. What a capture leaves out of account
+    is therefore missed in every run."""
+
+    replays = True
+
+    def __init__(self) -> None:
+        self.captured: dict[Hashable, Callable[[], None]] = {}
+        self.runs: list[tuple[Hashable, bool]] = []
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None:
+        for _ in range(3):
+            function()
+        self.captured[key] = function
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        self.runs.append((key, key in self.captured))
+        self.captured.get(key, function)()
+
+
 def make_pair(
-    loaded: LoadedModel, max_graph_tokens: int = 8, *, graphs: bool = True
+    loaded: LoadedModel, max_graph_tokens: int = 8, *, graphs: bool = True, recorded: Recorded | None = None
 ) -> tuple[TorchRunner, DeviceRunner]:
     """The plain runner, and the GPU's over pools of its own."""
     execution = ExecutionSettings(graphs=graphs, max_graph_tokens=max_graph_tokens, decode_steps=4)
@@ -65,7 +87,7 @@ def make_pair(
         choice = choose_attention("auto", pool, loaded.device)
         runners.append(careful_runner(loaded, pool, choice, None, execution))
     limits = StepLimits(rows=64, items=6, sampled=12, steps=4)
-    made = make_graphs(loaded.device, wanted=graphs)
+    made = recorded or make_graphs(loaded.device, wanted=graphs)
     runner = device_runner(loaded, runners[1], pool, choice, limits, made, execution, OneRank())
     runner.capture()
     return runners[0], runner
@@ -232,6 +254,70 @@ def test_pending_tokens_reach_the_careful_way(loaded: LoadedModel) -> None:
     theirs = plain.launch(ScheduledBatch([known, scored])).result().items
     assert [output.token_ids for output in ours] == [output.token_ids for output in theirs]
     assert len(ours[1].input_logprobs) == len(text) - 2
+
+
+def captures_all(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    monkeypatch.setattr(TorchTables, "captures", lambda *_: True)
+    return Recorded()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_what_was_captured_serves_every_step_of_its_size(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
+    recorded = captures_all(monkeypatch)
+    plain, device = make_pair(loaded, max_graph_tokens=24, recorded=recorded)
+    texts = prompts(3, length=5)
+    for _ in range(2):  # the second time over what the first has left in the buffers
+        first = [item(i, text, 0, params) for i, text in enumerate(texts)]
+        picks = both((plain, device), first)
+        items = [item(i, list(pick), len(texts[i]), params) for i, pick in enumerate(picks)]
+        launch = device.launch(ScheduledBatch(items, 4))
+        expected = plain.launch(ScheduledBatch(items, 4)).result().items
+        assert [output.token_ids for output in launch.result().items] == [o.token_ids for o in expected]
+        texts = [text[2:] for text in texts[:2]]
+    assert all(captured for _, captured in recorded.runs)
+    names = {key[0] for key, _ in recorded.runs}  # type: ignore[index]
+    assert names == {"unpack", "body", "advance", "head"}
+
+
+def test_the_head_is_captured_for_all_that_run_at_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five of at most five are padded to eight."""
+    recorded = captures_all(monkeypatch)
+    execution = ExecutionSettings(max_graph_tokens=8)
+    pool = make_kv_pool(loaded.layout, CacheSettings(PAGE_SIZE, 60), loaded.dtype, loaded.device)
+    choice = choose_attention("torch", pool, loaded.device)
+    careful = careful_runner(loaded, pool, choice, None, execution)
+    limits = StepLimits(rows=64, items=5, sampled=5, steps=1)
+    runner = device_runner(loaded, careful, pool, choice, limits, recorded, execution, OneRank())
+    runner.capture()
+    runner.launch(ScheduledBatch([item(i, [7], 0, GREEDY) for i in range(5)])).result()
+    assert all(captured for _, captured in recorded.runs)
+
+
+def test_captures_write_nothing_to_the_pools(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends may read what no token was written to, and multiply it by zero."""
+    recorded = captures_all(monkeypatch)
+    execution = ExecutionSettings(max_graph_tokens=8, decode_steps=4)
+    pool = make_kv_pool(loaded.layout, CacheSettings(PAGE_SIZE, 60), loaded.dtype, loaded.device)
+    pool.full.kv_L2KSD.fill_(7.0)
+    choice = choose_attention("torch", pool, loaded.device)
+    careful = careful_runner(loaded, pool, choice, None, execution)
+    limits = StepLimits(rows=64, items=5, sampled=5, steps=4)
+    runner = device_runner(loaded, careful, pool, choice, limits, recorded, execution, OneRank())
+    runner.rehearse(64, 5)
+    runner.capture()
+    assert (pool.full.kv_L2KSD == 7.0).all()
+
+
+def test_attention_that_cannot_be_captured_leaves_the_head_to_graphs(loaded: LoadedModel) -> None:
+    recorded = Recorded()
+    pair = make_pair(loaded, recorded=recorded)
+    both(pair, [item(0, prompts(1)[0][:5], 0, GREEDY)])
+    if loaded.device.type == "cpu":
+        assert {key[0] for key in recorded.captured} == {"head"}  # type: ignore[index]
 
 
 def test_what_is_reported(loaded: LoadedModel) -> None:
