@@ -32,7 +32,7 @@ from engine.api import (
 )
 from engine.batch import ScheduledBatch
 from engine.counters import EngineCounters
-from engine.runner.protocol import Launch, Runner
+from engine.runner.protocol import Launch, Runner, RunnerLost
 from engine.scheduler import Scheduler
 from engine.settings import BooksCheck, SchedulerSettings
 
@@ -47,7 +47,7 @@ class LocalEngine:
 
     Ownership: `cache`, `scheduler` and `runner` belong to the step thread from `start` on. Other threads only
     post commands to the inbox and read the last published stats. A fault in one model step fails the requests of
-    that step; a fault in the books stops the engine and fails every request.
+    that step; a fault in the books, or the loss of the runner, stops the engine and fails every request.
     """
 
     def __init__(
@@ -189,6 +189,8 @@ class LocalEngine:
         """None if it failed, which its requests are told."""
         try:
             return batch, self._runner.launch(batch)
+        except RunnerLost:
+            raise
         except Exception as error:
             self._fail(batch, error)
             return None
@@ -197,6 +199,8 @@ class LocalEngine:
         """Waits for a step and lets the scheduler have what came of it."""
         try:
             output = launch.result()
+        except RunnerLost:
+            raise
         except Exception as error:
             self._fail(batch, error)
         else:

@@ -25,7 +25,7 @@ from engine.device import Fence, pinned
 from engine.models.protocol import CausalModel
 from engine.parallel.ranks import RankGroup
 from engine.runner.graphs import Graphs
-from engine.runner.protocol import Done, Launch
+from engine.runner.protocol import Done, Launch, RunnerLost
 from engine.runner.sample_table import RowPicker
 from engine.runner.sampler import edit_logits
 from engine.runner.step_buffers import StepBuffers, StepShape, StepTensors
@@ -47,7 +47,10 @@ class DeviceLaunch:
         self._logits_RV = logits_RV
 
     def result(self) -> ModelOutput:
-        self._fence.wait(STEP_TIMEOUT_S)
+        try:
+            self._fence.wait(STEP_TIMEOUT_S)
+        except Exception as error:
+            raise RunnerLost(f"{type(error).__name__}: {error}") from error
         picks_SR: list[list[int]] = self._picks_SR.tolist()
         outputs: list[ItemOutput] = []
         sampling: list[BatchItem] = []
@@ -175,8 +178,18 @@ class DeviceRunner:
         self._parts(shape, rows, self._max_sampled)["body"]()
         self._head(self._max_sampled)
 
-    @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Launch:
+        try:
+            return self._start(batch)
+        except Exception as error:
+            try:  # nothing of it may be on its way when its buffers and pages are given to others
+                Fence(self._device).wait(STEP_TIMEOUT_S)
+            except Exception:
+                raise RunnerLost(f"{type(error).__name__}: {error}") from error
+            raise
+
+    @torch.inference_mode()
+    def _start(self, batch: ScheduledBatch) -> Launch:
         batch = self._careful.with_drafts(batch)
         if any(map(_needs_host, batch.items)):
             return self._launch_carefully(batch)

@@ -9,11 +9,16 @@ from cache.tiers import PoolPages
 from engine.batch import ModelOutput, ScheduledBatch
 
 
+class RunnerLost(RuntimeError):
+    """No step can run any more: the device has failed, or does not come to the end of what it was given."""
+
+
 class Launch(Protocol):
     """A step on its way."""
 
     def result(self) -> ModelOutput:
-        """Waits for it. Called once, in the order of launches. Raises whatever went wrong in the step."""
+        """Waits for it. Called once, in the order of launches. Raises whatever went wrong in the step; RunnerLost is
+        the end of the runner."""
 
 
 class Done:
@@ -63,7 +68,8 @@ class Runner(Protocol):
 
     def launch(self, batch: ScheduledBatch) -> Launch:
         """Starts a step: writes the KV of every token in the batch, then samples and verifies where asked. Steps,
-        saves and clones see memory as if each was done before the next was asked for."""
+        saves and clones see memory as if each was done before the next was asked for. Raises what Launch.result
+        raises."""
 
     def describe(self) -> dict[str, str | int | float | bool]:
         """What it runs on and how, to be reported at start."""

@@ -21,7 +21,9 @@ from engine.api import (
     SessionBusy,
     StepFailed,
 )
+from engine.batch import ModelOutput, ScheduledBatch
 from engine.runner.null import null_generate
+from engine.runner.protocol import RunnerLost
 from engine.settings import SchedulerSettings
 from tests.unit.engine.driver import VOCAB, greedy, request, slot_kv
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
@@ -209,6 +211,35 @@ def test_a_failed_step_fails_its_requests_only() -> None:
         again = rig.generate(request("three", [6], 4, history=history, history_len=8, session_id="s"))
         assert again.token_ids == null_generate([*history, 6], 4, VOCAB)
         assert again.cached in (7, 8), "the session stands at its last commit, KV and all"
+
+
+@pytest.mark.parametrize("where", ["launch", "result"])
+def test_a_lost_runner_ends_the_engine_and_everyone_is_told(where: str) -> None:
+    """Also those whose steps it does not carry: no later step could run."""
+    rig = Rig(scheduler=SchedulerSettings(max_running=1))
+    rig.submit(request("running", [1, 2], 50), request("waiting", [3], 5))
+    launch = rig.runner.launch
+
+    def broken(batch: ScheduledBatch) -> Any:
+        if batch.items[0].start < 9:
+            return launch(batch)
+        if where == "launch":
+            raise RunnerLost("no such device")
+        return LostLaunch()
+
+    rig.runner.launch = broken  # type: ignore[method-assign]
+    rig.engine.start()
+    for name in ("running", "waiting"):
+        error = error_of(rig, name)
+        assert isinstance(error, EngineStopped)
+        assert "no such device" in error.message
+    rig.engine.stop(WAIT_S)
+    assert not rig.engine.alive
+
+
+class LostLaunch:
+    def result(self) -> ModelOutput:
+        raise RunnerLost("no such device")
 
 
 def test_stop_answers_running_and_waiting_requests() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.api import SamplingParams
 from engine.attention.choose import choose_attention
@@ -22,9 +23,11 @@ from engine.device import device_name, resolve_device
 from engine.models.loader import LoadedModel, load_model
 from engine.models.ops import choose_ops
 from engine.parallel.ranks import OneRank
+from engine.runner import device_runner as device_runner_module
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.graphs import make_graphs
 from engine.runner.kv_pool import make_kv_pool
+from engine.runner.protocol import RunnerLost
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ExecutionSettings, ModelSettings
 
@@ -318,6 +321,38 @@ def test_attention_that_cannot_be_captured_leaves_the_head_to_graphs(loaded: Loa
     both(pair, [item(0, prompts(1)[0][:5], 0, GREEDY)])
     if loaded.device.type == "cpu":
         assert {key[0] for key in recorded.captured} == {"head"}  # type: ignore[index]
+
+
+class Hung:
+    """A Fence that the device never reaches."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def wait(self, timeout_s: float) -> None:
+        raise TimeoutError(f"{timeout_s} s are over")
+
+
+def test_a_device_that_does_not_answer_is_lost(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was given may yet be done: buffers and pages cannot be used again."""
+    _, device = make_pair(loaded)
+    monkeypatch.setattr(device_runner_module, "Fence", Hung)
+    launch = device.launch(ScheduledBatch([item(0, [1, 2], 0, GREEDY)]))
+    with pytest.raises(RunnerLost, match="s are over"):
+        launch.result()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_launch_that_fails_leaves_nothing_under_way(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    pair = make_pair(loaded)
+    with monkeypatch.context() as broken:
+        broken.setattr(loaded.model, "logits", lambda _: 1 // 0)
+        if hangs:
+            broken.setattr(device_runner_module, "Fence", Hung)
+        with pytest.raises(RunnerLost if hangs else ZeroDivisionError, match="zero"):
+            pair[1].launch(ScheduledBatch([item(0, [1, 2], 0, GREEDY)]))
+    both(pair, [item(0, [1, 2], 0, GREEDY)])
 
 
 def test_what_is_reported(loaded: LoadedModel) -> None:

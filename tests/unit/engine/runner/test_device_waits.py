@@ -110,6 +110,8 @@ class Plain:
 class NoFence:
     def __init__(self, device: torch.device) -> None: ...
 
+    def wait(self, timeout_s: float) -> None: ...
+
 
 def pick_likeliest(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:
     assert len(table.point_R) == len(out_R)
