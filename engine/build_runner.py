@@ -153,20 +153,26 @@ def _room_bytes(
     limits: StepLimits,
     ranks: RankGroup,
 ) -> int:
-    """What a GPU has for KV: its share of memory, less what the largest step took at its peak."""
+    """What a GPU has for KV: its share of memory, less what the largest step took at its peak, and what graphs keep
+    for theirs. A draft model's steps are not tried."""
     if cache.num_pages is not None or cache.size_bytes is not None:
         return 0
     trial = replace(cache, num_pages=PROFILE_PAGES, window_ratio=1.0)
     pool = make_kv_pool(loaded.layout, trial, loaded.dtype, loaded.device)
     attention = choose_attention(execution.attention, pool, loaded.device)
     careful = careful_runner(loaded, pool, attention, None, execution)
-    eager = replace(execution, graphs=False)
-    runner = device_runner(
-        loaded, careful, pool, attention, limits, make_graphs(loaded.device, wanted=False), eager, ranks
-    )
-    reset_peak(loaded.device)
-    runner.rehearse(limits.rows, limits.items)
-    room = memory_room(loaded.device, cache.memory_share, peak_bytes(loaded.device))
+    graphs = make_graphs(loaded.device, wanted=False)
+    runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)
+    steps = [(limits.rows, limits.items)]
+    if execution.graphs:
+        largest = min(execution.max_graph_tokens, limits.rows)
+        steps.append((largest, largest))
+    reserve = 0
+    for rows, items in steps:
+        reset_peak(loaded.device)
+        runner.rehearse(rows, items)
+        reserve += peak_bytes(loaded.device)
+    room = memory_room(loaded.device, cache.memory_share, reserve)
     runner.close()
     return ranks.least(room)  # one set of books counts the pages of all
 

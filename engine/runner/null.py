@@ -50,7 +50,7 @@ class NullRunner:
         runs_ahead: bool = False,
     ) -> None:
         self._runs_ahead = runs_ahead
-        self._steps = StepByStep(self.execute)
+        self._steps = StepByStep()
         self._num_pages = num_pages
         self._page_size = page_size
         self._vocab_size = vocab_size
@@ -103,7 +103,7 @@ class NullRunner:
         return self._runs_ahead
 
     def launch(self, batch: ScheduledBatch) -> Done:
-        return Done(self._steps.run(batch))
+        return Done(self._steps.run(batch, self.execute))
 
     def describe(self) -> dict[str, str | int | float | bool]:
         return {"runner": "null"}

@@ -9,18 +9,19 @@ from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
 
 
 class StepByStep:
-    """Remembers what the last batch picked. `execute` runs one step in which every token is known."""
+    """Remembers what the last batch picked."""
 
-    def __init__(self, execute: Callable[[ScheduledBatch], ModelOutput]) -> None:
-        self._execute = execute
+    def __init__(self) -> None:
         self._last: list[ItemOutput] = []
 
-    def run(self, batch: ScheduledBatch) -> ModelOutput:
+    def run(self, batch: ScheduledBatch, execute: Callable[[ScheduledBatch], ModelOutput]) -> ModelOutput:
+        """`execute` runs one step in which every token is known. It is not kept: it may belong to the runner that
+        keeps this, and a runner's memory goes with its last reference."""
         items = [self._known(item) for item in batch.items]
-        outputs = self._execute(ScheduledBatch(items)).items
+        outputs = execute(ScheduledBatch(items)).items
         for _ in range(batch.num_steps - 1):
             items = [_next(item, output) for item, output in zip(items, outputs, strict=True)]
-            more = self._execute(ScheduledBatch(items)).items
+            more = execute(ScheduledBatch(items)).items
             outputs = [ItemOutput(a.token_ids + b.token_ids) for a, b in zip(outputs, more, strict=True)]
         self._last = outputs
         return ModelOutput(outputs)

@@ -62,7 +62,7 @@ class TorchRunner:
         self._device = pool.full.kv_L2KSD.device
         self._runs_ahead = runs_ahead
         self._about = about or {}
-        self._steps = StepByStep(self.execute)
+        self._steps = StepByStep()
 
     @property
     def num_pages(self) -> int:
@@ -102,7 +102,7 @@ class TorchRunner:
         return self._runs_ahead
 
     def launch(self, batch: ScheduledBatch) -> Done:
-        return Done(self._steps.run(batch))
+        return Done(self._steps.run(batch, self.execute))
 
     def describe(self) -> dict[str, str | int | float | bool]:
         return {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -53,6 +55,20 @@ def test_a_cpu_gets_the_plain_runner_and_a_pool_of_fixed_size(loaded: LoadedMode
     runner.close()
 
 
+def test_a_runner_s_memory_goes_with_its_last_reference(loaded: LoadedModel) -> None:
+    """The next engine of the process sizes its pool by what is free then."""
+    gc.collect()
+    gc.disable()
+    try:
+        runner = build_runner(loaded, CacheSettings(4, 4))
+        runner.close()
+        pool = weakref.ref(runner._pool.full.kv_L2KSD)  # type: ignore[attr-defined]
+        del runner
+        assert pool() is None
+    finally:
+        gc.enable()
+
+
 def test_what_cannot_run_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(AttentionUnavailable):
         build_runner(loaded, CacheSettings(4, 4), execution=ExecutionSettings(attention="flash"))
@@ -65,7 +81,8 @@ def test_what_cannot_run_is_refused(loaded: LoadedModel) -> None:
 def test_the_pool_takes_what_the_largest_step_leaves(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step that is tried has every row, item and sample there may be; its peak is kept free."""
+    """The step that is tried has every row, item and sample there may be; its peak is kept free, and graphs keep that
+    of the largest of theirs."""
     rehearsed: list[Any] = []
     forward = loaded.model.forward
     logits = loaded.model.logits
@@ -73,12 +90,15 @@ def test_the_pool_takes_what_the_largest_step_leaves(
         loaded.model, "forward", lambda *args: rehearsed.append(len(args[0])) or forward(*args)
     )
     monkeypatch.setattr(loaded.model, "logits", lambda rows: rehearsed.append(len(rows)) or logits(rows))
-    monkeypatch.setattr(composition, "peak_bytes", lambda _device: 12_345)
+    monkeypatch.setattr(composition, "peak_bytes", lambda _device: 1000 * rehearsed[-2] + rehearsed[-1])
     monkeypatch.setattr(composition, "memory_room", lambda _device, share, reserve: (share, reserve))
     limits = StepLimits(rows=40, items=5, sampled=9, steps=2)
-    room = composition._room_bytes(loaded, CacheSettings(4), ExecutionSettings(), limits, OneRank())
-    assert room == (0.9, 12_345)
-    assert rehearsed == [40, 9]
+    for graphs, expected in ((False, [40, 9]), (True, [40, 9, 16, 9])):
+        rehearsed.clear()
+        execution = ExecutionSettings(graphs=graphs, max_graph_tokens=16)
+        room = composition._room_bytes(loaded, CacheSettings(4), execution, limits, OneRank())
+        assert rehearsed == expected
+        assert room == (0.9, 40_009 + (16_009 if graphs else 0))
 
 
 def test_a_given_size_asks_the_card_for_nothing(loaded: LoadedModel) -> None:
