@@ -77,6 +77,9 @@ def build_runner(
     graphs = make_graphs(loaded.device, wanted=execution.graphs)
     runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)
     runner.capture()
+    # Kernels of steps beyond graphs are compiled now, and memory for the largest is found to be there.
+    for items in (1, limits.items):
+        runner.rehearse(limits.rows, items)
     return runner
 
 
