@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.api import SamplingParams, TokenLogprob
 from engine.batch import PenaltyCounts
+from engine.device import send
 
 SEED_MASK = 2**64 - 1
 UNIT_53 = 2.0**-53
@@ -86,19 +87,17 @@ def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: PenaltyCoun
     device = logits_V.device
     if penalties is not None:
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(
-                [*(penalties.prompt | penalties.output.keys())], dtype=torch.int64, device=device
-            )
+            seen = send([*(penalties.prompt | penalties.output.keys())], torch.int64, device)
             scores = edited_V[seen]
             penalty = params.repetition_penalty
             edited_V[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
         if penalties.output and (params.frequency_penalty or params.presence_penalty):
-            ids = torch.tensor([*penalties.output.keys()], dtype=torch.int64, device=device)
-            counts = torch.tensor([*penalties.output.values()], dtype=torch.float32, device=device)
+            ids = send([*penalties.output.keys()], torch.int64, device)
+            counts = send([*penalties.output.values()], torch.float32, device)
             edited_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
     if params.logit_bias:
-        ids = torch.tensor([*params.logit_bias.keys()], dtype=torch.int64, device=device)
-        edited_V[ids] += torch.tensor([*params.logit_bias.values()], dtype=torch.float32, device=device)
+        ids = send([*params.logit_bias.keys()], torch.int64, device)
+        edited_V[ids] += send([*params.logit_bias.values()], torch.float32, device)
     return edited_V
 
 

@@ -47,7 +47,6 @@ class TorchRunner:
         draft: DraftModel | None = None,
         copies: HostCopies | None = None,
         *,
-        runs_ahead: bool = False,
         about: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
         self._model = model
@@ -60,7 +59,6 @@ class TorchRunner:
             draft.check_fits(vocab_size, pool.full)
         self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
         self._device = pool.full.kv_L2KSD.device
-        self._runs_ahead = runs_ahead
         self._about = about or {}
         self._steps = StepByStep()
 
@@ -99,7 +97,7 @@ class TorchRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        return self._runs_ahead
+        return False
 
     def launch(self, batch: ScheduledBatch) -> Done:
         return Done(self._steps.run(batch, self.execute))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.api import SamplingParams
 from engine.attention.interface import AttentionStep, AttentionTables, LayerTraits
-from engine.batch import PENDING, BatchItem, SampleSpec, ScheduledBatch
+from engine.batch import PENDING, BatchItem, PenaltyCounts, SampleSpec, ScheduledBatch
 from engine.models.config import parse_spec
 from engine.models.decoder import Decoder
 from engine.models.linear import PlainLinear
@@ -21,6 +22,7 @@ from engine.models.ops import TorchOps
 from engine.models.weights import tensor_shapes
 from engine.parallel.ranks import OneRank
 from engine.runner import device_runner as device_runner_module
+from engine.runner import sampler as sampler_module
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.graphs import NoGraphs
 from engine.runner.sample_table import SampleTable, pick_by_row
@@ -42,6 +44,8 @@ CONFIG = {
     "max_position_embeddings": 64,
 }
 GREEDY = SamplingParams(temperature=0.0)
+BIASED = SamplingParams(temperature=0.0, logit_bias={5: 2.0})
+PENAL = SamplingParams(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.5)
 SAMPLED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
 
 COPY = torch.ops.aten.copy_.default
@@ -122,9 +126,14 @@ def refuse(*_args: object, **_options: object) -> None:
     raise AssertionError("a tensor of numbers on the host")
 
 
+def sent(numbers: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(len(numbers), dtype=dtype, device=device)
+
+
 @pytest.fixture
 def make_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceRunner]:
     monkeypatch.setattr(device_runner_module, "Fence", NoFence)
+    monkeypatch.setattr(sampler_module, "send", sent)
 
     def make(picker: Any = pick_likeliest) -> DeviceRunner:
         spec = parse_spec(CONFIG)
@@ -151,7 +160,9 @@ def item(
     spec = None
     if params is not None:
         position = start + len(tokens) - options.get("num_drafts", 0)
-        spec = SampleSpec(params, position, None, logprobs := options.pop("logprobs", False), 2 * logprobs)
+        penalties = PenaltyCounts(Counter({3: 2}), frozenset([1, 2])) if params is PENAL else None
+        logprobs = options.pop("logprobs", False)
+        spec = SampleSpec(params, position, penalties, logprobs, 2 * logprobs)
     return BatchItem(str(index), tokens, start, pages, True, spec, **options)
 
 
@@ -171,6 +182,7 @@ CASES = {
         [item(0, [PENDING], 3, GREEDY, pending_from=0), item(1, [PENDING], 1, SAMPLED, pending_from=1)],
         MOST_STEPS,
     ),
+    "edited": ScheduledBatch([item(0, [9], 3, PENAL), item(1, [PENDING], 1, BIASED, pending_from=1)]),
     "scored": ScheduledBatch([item(0, [9], 3, GREEDY, logprobs=True)]),
 }
 
