@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.attention.choose import AttentionChoice, choose_attention
-from engine.device import memory_room, peak_bytes, reset_peak
+from engine.device import is_gpu, memory_room, peak_bytes, reset_peak
 from engine.models.loader import LoadedModel
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.device_runner import DeviceRunner
@@ -64,7 +64,7 @@ def build_runner(
     if not loaded.native:
         execution = replace(execution, graphs=False)
     limits = StepLimits.of(scheduler, execution, num_drafts)
-    on_gpu = loaded.device.type == "cuda"
+    on_gpu = is_gpu(loaded.device)
     room_bytes = _room_bytes(loaded, cache, execution, limits, ranks) if on_gpu else CPU_POOL_BYTES
     draft_bytes = 0
     if draft is not None:
@@ -78,8 +78,8 @@ def build_runner(
     runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)
     runner.capture()
     # Kernels of steps beyond graphs are compiled now, and memory for the largest is found to be there.
-    for items in (1, limits.items):
-        runner.rehearse(limits.rows, items)
+    for rows, items in ((execution.max_graph_tokens + 1, 1), (limits.rows, 1), (limits.rows, limits.items)):
+        runner.rehearse(min(rows, limits.rows), items)
     return runner
 
 

@@ -46,6 +46,10 @@ def use_cpu_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def device_name(device: torch.device) -> str:
     """The card's name, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -7,15 +7,20 @@ import json
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine import build_runner as composition
+from engine.api import SamplingParams
+from engine.attention.choose import choose_attention
 from engine.attention.errors import AttentionUnavailable
+from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.build_runner import StepLimits, build_runner, choose_picker
 from engine.models.loader import LoadedModel, load_model
 from engine.parallel.ranks import OneRank
-from engine.runner.kv_pool import PoolTooSmall
+from engine.runner.device_runner import DeviceRunner
+from engine.runner.kv_pool import PoolTooSmall, make_kv_pool
 from engine.runner.sample_table import pick_by_row
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ExecutionSettings, ModelSettings, SchedulerSettings
@@ -31,6 +36,7 @@ CONFIG = {
     "max_position_embeddings": 64,
 }
 PAGE_BYTES = 2 * 2 * 16 * 4 * 4
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +105,45 @@ def test_the_pool_takes_what_the_largest_step_leaves(
         room = composition._room_bytes(loaded, CacheSettings(4), execution, limits, OneRank())
         assert rehearsed == expected
         assert room == (0.9, 40_009 + (16_009 if graphs else 0))
+
+
+@pytest.mark.parametrize(
+    ("execution", "tried"),
+    [
+        (ExecutionSettings(max_graph_tokens=16), [(40, 5), (16, 16), (17, 1), (40, 1), (40, 5)]),
+        (ExecutionSettings(max_graph_tokens=64), [(40, 5), (40, 40), (40, 1), (40, 1), (40, 5)]),
+        (ExecutionSettings(graphs=False, decode_steps=4), [(40, 5), (40, 1), (40, 1), (40, 5)]),
+    ],
+    ids=["graphs", "all in graphs", "no graphs"],
+)
+def test_the_runner_of_a_gpu_is_put_together(
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    execution: ExecutionSettings,
+    tried: list[tuple[int, int]],
+) -> None:
+    """Of a CPU that is taken for one: steps are tried for their memory, then for their kernels."""
+    rehearsed: list[tuple[int, int]] = []
+    rehearse = DeviceRunner.rehearse
+    monkeypatch.setattr(DeviceRunner, "rehearse", lambda *args: rehearsed.append(args[1:]) or rehearse(*args))
+    monkeypatch.setattr(composition, "is_gpu", lambda _device: True)
+    monkeypatch.setattr(composition, "memory_room", lambda *_: 10 * PAGE_BYTES)
+    limits = SchedulerSettings(max_batch_tokens=40, chunk_size=16, max_running=5)
+    runner = build_runner(loaded, CacheSettings(4), scheduler=limits, execution=execution)
+    assert isinstance(runner, DeviceRunner)
+    assert rehearsed == tried
+    assert (runner.num_pages, runner.runs_ahead) == (10, True)
+    plain = build_plain(loaded)
+    item = BatchItem("a", [1, 2, 3], 0, np.arange(2, dtype=np.int32), True, SampleSpec(GREEDY, 3))
+    expected = plain.launch(ScheduledBatch([item])).result()
+    assert runner.launch(ScheduledBatch([item])).result() == expected
+    runner.close()
+
+
+def build_plain(loaded: LoadedModel) -> TorchRunner:
+    pool = make_kv_pool(loaded.layout, CacheSettings(4, 10), loaded.dtype, loaded.device)
+    choice = choose_attention("auto", pool, loaded.device)
+    return composition.careful_runner(loaded, pool, choice, None, ExecutionSettings())
 
 
 def test_a_given_size_asks_the_card_for_nothing(loaded: LoadedModel) -> None:
