@@ -140,11 +140,12 @@ class CopyStream:
             finally:
                 self._stream.synchronize()
 
-    def to_host(self, part: Tensor) -> Tensor:
-        """A copy in pinned memory, complete at the end of the block; `part` itself if it is in host memory."""
-        if self._stream is None:
-            return part
-        return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+
+def fetch(part: Tensor) -> Tensor:
+    """A copy in pinned memory, complete once the stream gets past it; `part` itself if it is in host memory."""
+    if part.device.type != "cuda":
+        return part
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -27,24 +27,22 @@ from engine.parallel.ranks import RankGroup
 from engine.runner.graphs import Graphs
 from engine.runner.protocol import Done, Launch, RunnerLost
 from engine.runner.sample_table import RowPicker
-from engine.runner.sampler import edit_logits
+from engine.runner.sampler import Scores, edit_logits
 from engine.runner.step_buffers import StepBuffers, StepShape, StepTensors
 from engine.runner.torch_runner import TorchRunner
-from engine.runner.verify import add_logprobs, agreed
+from engine.runner.verify import agreed
 
 STEP_TIMEOUT_S = 120.0
 
 
 class DeviceLaunch:
-    """A Launch whose picks are on their way to host memory, [num_steps, R]."""
+    """A Launch whose picks are on their way to host memory, [num_steps, R], with their scores if asked for."""
 
-    def __init__(
-        self, batch: ScheduledBatch, picks_SR: Tensor, fence: Fence, logits_RV: Tensor | None
-    ) -> None:
+    def __init__(self, batch: ScheduledBatch, picks_SR: Tensor, fence: Fence, scores: Scores | None) -> None:
         self._batch = batch
         self._picks_SR = picks_SR
         self._fence = fence
-        self._logits_RV = logits_RV
+        self._scores = scores
 
     def result(self) -> ModelOutput:
         try:
@@ -53,21 +51,22 @@ class DeviceLaunch:
             raise RunnerLost(f"{type(error).__name__}: {error}") from error
         picks_SR: list[list[int]] = self._picks_SR.tolist()
         outputs: list[ItemOutput] = []
-        sampling: list[BatchItem] = []
-        firsts: list[int] = []
-        row = 0
+        scored: list[tuple[int, ItemOutput]] = []
+        tops: list[int] = []
         for item in self._batch.items:
-            if item.sample is None:
+            spec, row = item.sample, len(tops)
+            if spec is None:
                 outputs.append(ItemOutput(()))
                 continue
             tokens = agreed(item, picks_SR[0], row) + tuple(later_R[row] for later_R in picks_SR[1:])
             outputs.append(ItemOutput(tokens, num_proposed=item.num_drafts))
-            sampling.append(item)
-            firsts.append(row)
-            row += 1 + item.num_drafts
-        if self._logits_RV is not None:
-            sampled = [output for output in outputs if output.token_ids]
-            add_logprobs(self._logits_RV, sampling, firsts, sampled)
+            tops += [spec.top_logprobs] * (1 + item.num_drafts)
+            if spec.logprobs:
+                scored.append((row, outputs[-1]))
+        if self._scores is not None:
+            entries = self._scores.read(picks_SR[0], tops)
+            for row, output in scored:
+                output.logprobs = tuple(entries[row : row + len(output.token_ids)])
         return ModelOutput(outputs)
 
 
@@ -199,7 +198,7 @@ class DeviceRunner:
         parts = self._parts(shape, max(len(item.token_ids) for item in batch.items), padded)
         for name in ("unpack", "body"):
             self._graphs.run((name, shape), parts[name])
-        logits_RV = self._pick(batch, padded) if num_sampled else None
+        scores = self._pick(batch, padded, num_sampled) if num_sampled else None
         self._count += 1
         host_SR = self._picks[self._count % 2][: batch.num_steps * num_sampled]
         host_SR = host_SR.view(batch.num_steps, num_sampled)
@@ -212,7 +211,7 @@ class DeviceRunner:
             self._graphs.run(("head", padded), partial(self._head, padded))
             host_SR[step].copy_(picks_R, non_blocking=True)
         self._last_rows = _last_rows(batch.items)
-        return DeviceLaunch(batch, host_SR, Fence(self._device), logits_RV)
+        return DeviceLaunch(batch, host_SR, Fence(self._device), scores)
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         return self._careful.save(key, pages)
@@ -285,14 +284,14 @@ class DeviceRunner:
         self._picker(logits_RV, self._buffers.sample_table(num_sampled), picks_R)
         self._ranks.share_(picks_R)
 
-    def _pick(self, batch: ScheduledBatch, num_sampled: int) -> Tensor | None:
-        """Runs the head. Gives the logits if some of them are to be scored."""
+    def _pick(self, batch: ScheduledBatch, padded: int, num_sampled: int) -> Scores | None:
+        """Runs the head. Gives the scores of the picks if some of them are wanted."""
         specs = [item.sample for item in batch.items if item.sample is not None]
         scored = any(spec.logprobs for spec in specs)
         if not scored and not any(spec.params.edits_logits for spec in specs):
-            self._graphs.run(("head", num_sampled), partial(self._head, num_sampled))
+            self._graphs.run(("head", padded), partial(self._head, padded))
             return None
-        raw_RV = self._logits(num_sampled)
+        raw_RV = self._logits(padded)
         edited_RV = raw_RV.clone()
         row = 0
         for item in batch.items:
@@ -302,8 +301,11 @@ class DeviceRunner:
                 if spec.params.edits_logits:
                     edited_RV[row] = edit_logits(raw_RV[row], spec.params, spec.penalties)
                 row += 1
-        self._choose(edited_RV, num_sampled)
-        return raw_RV if scored else None
+        self._choose(edited_RV, padded)
+        if not scored:
+            return None
+        most = max(spec.top_logprobs for spec in specs)
+        return Scores.of(raw_RV[:num_sampled], self._buffers.picks_R[:num_sampled], most).fetched()
 
     def _launch_carefully(self, batch: ScheduledBatch) -> Launch:
         """Runs the batch at once, and leaves its picks where the next one looks for them."""

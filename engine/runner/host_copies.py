@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache.tiers import PoolPages
-from engine.device import CopyStream
+from engine.device import CopyStream, fetch
 from engine.runner.kv_pool import KVPool, PagedKV
 
 PIECE_BYTES = 32 * 2**20
@@ -48,7 +48,7 @@ class HostCopies:
 
         def copy() -> None:
             self._saved[key] = [
-                self._stream.to_host(pool_L2KPpD.index_select(_PAGE_DIM, piece_n.to(pool_L2KPpD.device)))
+                fetch(pool_L2KPpD.index_select(_PAGE_DIM, piece_n.to(pool_L2KPpD.device)))
                 for pool_L2KPpD, piece_n in pieces
             ]
 

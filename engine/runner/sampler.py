@@ -9,6 +9,7 @@ Legend: R sampled rows, V vocabulary, C candidates left to draw from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from engine.api import SamplingParams, TokenLogprob
 from engine.batch import PenaltyCounts
-from engine.device import send
+from engine.device import fetch, send
 
 SEED_MASK = 2**64 - 1
 UNIT_53 = 2.0**-53
@@ -44,18 +45,42 @@ def uniform(seed: int, position: int) -> float:
     return float(int(bits) >> 11) * UNIT_53
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """By row the log-probability of its token, and those of the K most likely with their ids, of the raw model
+    distribution."""
+
+    chosen_R: Tensor
+    top_RK: Tensor
+    ids_RK: Tensor
+
+    @classmethod
+    def of(cls, logits_RV: Tensor, tokens_R: Tensor, most: int) -> Scores:
+        """For up to `most` likely tokens, made where the logits are."""
+        logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+        chosen_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
+        most = min(most, logprobs_RV.shape[1])
+        if not most:
+            return cls(chosen_R, logprobs_RV[:, :0], tokens_R[:, None][:, :0])
+        return cls(chosen_R, *logprobs_RV.topk(most, dim=-1))
+
+    def fetched(self) -> Scores:
+        """In host memory, once the device gets past it."""
+        return Scores(fetch(self.chosen_R), fetch(self.top_RK), fetch(self.ids_RK))
+
+    def read(self, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+        """Row by row, each with its `tops` most likely tokens."""
+        chosen, values, ids = self.chosen_R.tolist(), self.top_RK.tolist(), self.ids_RK.tolist()
+        return [
+            TokenLogprob(token, chosen[row], tuple(zip(ids[row], values[row], strict=True))[: tops[row]])
+            for row, token in enumerate(token_ids)
+        ]
+
+
 def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     """Log-probabilities of the raw model distribution, with each row's `tops` most likely tokens."""
-    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
-    index_R1 = torch.tensor(token_ids, dtype=torch.int64, device=logprobs_RV.device)[:, None]
-    chosen = logprobs_RV.gather(1, index_R1)[:, 0].tolist()
-    widest = min(max(tops), logprobs_RV.shape[1])
-    values, ids = logprobs_RV.topk(widest, dim=-1) if widest else (logprobs_RV[:, :0], logprobs_RV[:, :0])
-    value_rows, id_rows = values.tolist(), ids.tolist()
-    return [
-        TokenLogprob(token, chosen[row], tuple(zip(id_rows[row], value_rows[row], strict=True))[: tops[row]])
-        for row, token in enumerate(token_ids)
-    ]
+    tokens_R = torch.tensor(token_ids, dtype=torch.int64, device=logits_RV.device)
+    return Scores.of(logits_RV, tokens_R, max(tops)).read(token_ids, tops)
 
 
 def sample_row(

@@ -232,6 +232,31 @@ def test_logprobs_bias_and_penalties(loaded: LoadedModel) -> None:
     assert picks[0] == (7,)
 
 
+def test_log_probabilities_are_made_with_the_step(loaded: LoadedModel) -> None:
+    """Nothing that is launched after it changes them; drafts have rows of their own."""
+    pair = plain, device = make_pair(loaded, max_graph_tokens=16)
+    texts = prompts(3)
+    picks = both(pair, [item(i, text, 0, GREEDY) for i, text in enumerate(texts)])
+    for text, pick in zip(texts, picks, strict=True):
+        text.extend(pick)
+    right = plain.launch(ScheduledBatch([item(1, texts[1][-1:], len(texts[1]) - 1, GREEDY)])).result()
+    batch = [
+        item(0, texts[0][-1:], len(texts[0]) - 1, GREEDY),
+        item(1, [texts[1][-1], right.items[0].token_ids[0], 5], len(texts[1]) - 1, GREEDY, num_drafts=2, logprobs=True),
+        item(2, texts[2][-1:], len(texts[2]) - 1, SAMPLED, logprobs=True),
+    ]  # fmt: skip
+    expected = plain.launch(ScheduledBatch(batch)).result().items
+    launch = device.launch(ScheduledBatch(batch))
+    device.launch(ScheduledBatch([item(4, [7, 8, 9], 0, SAMPLED, logprobs=True)]))
+    for ours, theirs in zip(launch.result().items, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert len(ours.logprobs) == len(theirs.logprobs)
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert (one.token_id, len(one.top)) == (other.token_id, len(other.top))
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert [len(output.logprobs) for output in expected] == [0, len(expected[1].token_ids), 1]
+
+
 def test_scores_of_input_tokens_take_the_careful_way(loaded: LoadedModel) -> None:
     """And a step may follow whose tokens are pending in it."""
     pair = make_pair(loaded)
