@@ -127,7 +127,7 @@ def measure(args: argparse.Namespace, streams: int, threads: int) -> dict[str, A
     sink, null_sink = Sink(), Sink()
     engine, runner = build_engine(settings, sink), make_runner(settings)
     null_runner = NullRunner(
-        runner.num_pages, PAGE_SIZE, runner.vocab_size, runner.max_context_len, poison=False
+        runner.facts.num_pages, PAGE_SIZE, runner.facts.vocab_size, runner.facts.max_context_len, poison=False
     )
     null_engine = assemble_engine(
         null_runner, settings.cache, settings.scheduler, settings.speculation, frozenset(), null_sink

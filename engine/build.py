@@ -23,7 +23,7 @@ from engine.parallel.ranks import OneRank
 from engine.parallel.team import RankStarter, gather_team
 from engine.parallel.ticket import Timeouts
 from engine.runner.kv_pool import PoolTooSmall
-from engine.runner.protocol import Runner
+from engine.runner.protocol import Runner, RunnerFacts
 from engine.scheduler import Scheduler
 from engine.settings import (
     CacheSettings,
@@ -88,14 +88,15 @@ def assemble_engine(
 ) -> LocalEngine:
     """An engine around a given runner, not started. The runner sizes the pools."""
     counters = EngineCounters()
-    host = HostTier(cache.host_size_bytes, runner.page_size_bytes, runner.window_page_size_bytes)
+    facts = runner.facts
+    host = HostTier(cache.host_size_bytes, facts.page_size_bytes, facts.window_page_size_bytes)
     step_tokens = max(min(scheduler.chunk_size, scheduler.max_batch_tokens), execution.decode_steps)
-    step_tokens = step_tokens * (2 if runner.runs_ahead else 1) + speculation.max_draft_tokens
-    window = _window_pool(runner, step_tokens)
-    allocator = PageAllocator(runner.num_pages)
-    prefixes = RadixPrefixCache(allocator, runner.page_size, enabled=cache.prefix_cache, window=window)
+    step_tokens = step_tokens * (2 if facts.runs_ahead else 1) + speculation.max_draft_tokens
+    window = _window_pool(facts, step_tokens)
+    allocator = PageAllocator(facts.num_pages)
+    prefixes = RadixPrefixCache(allocator, facts.page_size, enabled=cache.prefix_cache, window=window)
     sessions = SessionAwareCache(prefixes, host, step_tokens)
-    context_len = min(scheduler.max_context_len or runner.max_context_len, runner.max_context_len)
+    context_len = min(scheduler.max_context_len or facts.max_context_len, facts.max_context_len)
     planner = Scheduler(
         sessions,
         StopCriteria(eos_token_ids, context_len),
@@ -138,16 +139,16 @@ def _proposer(speculation: SpeculationSettings, eos_token_ids: frozenset[int]) -
     return NoProposer()
 
 
-def _window_pool(runner: Runner, step_tokens: int) -> WindowPool | None:
+def _window_pool(facts: RunnerFacts, step_tokens: int) -> WindowPool | None:
     """Raises PoolTooSmall if a single sequence could run out of window pages: what it sees, what a rollback of its
     turn would see, and a step."""
-    if runner.window_len is None:
+    if facts.window_len is None:
         return None
-    needed = pages_for(2 * (runner.window_len + 1) + step_tokens, runner.page_size) + 5
-    longest = pages_for(runner.max_context_len, runner.page_size)
-    if runner.num_window_pages < min(needed, longest):
+    needed = pages_for(2 * (facts.window_len + 1) + step_tokens, facts.page_size) + 5
+    longest = pages_for(facts.max_context_len, facts.page_size)
+    if facts.num_window_pages < min(needed, longest):
         raise PoolTooSmall(
-            f"windows of {runner.window_len} tokens need {min(needed, longest)} window pages, "
-            f"the pool has {runner.num_window_pages}"
+            f"windows of {facts.window_len} tokens need {min(needed, longest)} window pages, "
+            f"the pool has {facts.num_window_pages}"
         )
-    return WindowPool(PageAllocator(runner.num_window_pages), runner.page_size, runner.window_len)
+    return WindowPool(PageAllocator(facts.num_window_pages), facts.page_size, facts.window_len)

@@ -75,6 +75,7 @@ class LocalEngine:
         self._stopping = False
         self._deltas: list[TokenDelta] = []
         self._thread = threading.Thread(target=self._run, name="kedge-engine", daemon=True)
+        self._facts = runner.facts
         self._about = runner.describe()
         self._stats = self._take_stats()
         self._stats_due_s = 0.0
@@ -86,7 +87,7 @@ class LocalEngine:
     @property
     def max_context_len(self) -> int:
         limit = self._settings.max_context_len
-        return self._runner.max_context_len if limit is None else min(limit, self._runner.max_context_len)
+        return self._facts.max_context_len if limit is None else min(limit, self._facts.max_context_len)
 
     @property
     def pool_len(self) -> int:
@@ -94,7 +95,7 @@ class LocalEngine:
 
     @property
     def vocab_size(self) -> int:
-        return self._runner.vocab_size
+        return self._facts.vocab_size
 
     def start(self) -> None:
         self._thread.start()
@@ -175,7 +176,7 @@ class LocalEngine:
         self._in_flight = None if batch is None else self._launch(batch)
         if before is not None:
             self._take_in(*before)
-        if self._in_flight is not None and not self._runner.runs_ahead:
+        if self._in_flight is not None and not self._facts.runs_ahead:
             self._take_in(*self._in_flight)
             self._in_flight = None
         idle = batch is None and before is None
@@ -360,9 +361,9 @@ class LocalEngine:
             window_pages=self._cache.books.window_accounts(),
             host=self._cache.tiers.accounts(),
             page_size=self._cache.page_size,
-            page_size_bytes=self._runner.page_size_bytes,
-            window_len=self._runner.window_len,
-            window_page_size_bytes=self._runner.window_page_size_bytes,
+            page_size_bytes=self._facts.page_size_bytes,
+            window_len=self._facts.window_len,
+            window_page_size_bytes=self._facts.window_page_size_bytes,
             sessions=self._cache.num_sessions,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,

@@ -23,7 +23,6 @@ from engine.parallel.messages import (
     LAUNCH,
     READY,
     SAVE,
-    PoolFacts,
     packed,
     pages_in,
     unpacked,
@@ -60,7 +59,7 @@ def run_rank(ticket: Ticket, settings: EngineSettings, make_runner: RunnerMaker)
         ranks = join_ranks(ticket, join_store(ticket), resolve_device(settings.model.device))
         ranks.bound(ticket.timeouts.start_s)
         runner = make_runner(settings, ranks)
-        link.send(packed(READY, PoolFacts.of(runner)))
+        link.send(packed(READY, runner.facts))
         ranks.bound(ticket.timeouts.step_s)
         Follower(runner, link).run()
         closing.set()
@@ -111,7 +110,7 @@ class Follower:
         match command, parts:
             case (int(kind), [tuple(batch)]) if kind == LAUNCH:
                 self._launched.append(runner.launch(self._batches.decode(batch)))
-                self._finish(1 if runner.runs_ahead else 0)
+                self._finish(1 if runner.facts.runs_ahead else 0)
             case (int(kind), [int(key)]) if kind == DROP:
                 runner.drop(key)
             case (int(kind), [tuple(source), tuple(target)]) if kind == CLONE:

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
 from cache.tiers import PoolPages
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.parallel.errors import RanksLost, RanksNotStarted
-from engine.parallel.messages import CLONE, DROP, LAUNCH, LOAD, SAVE, PoolFacts, packed, pages_out
+from engine.parallel.messages import CLONE, DROP, LAUNCH, LOAD, SAVE, packed, pages_out
 from engine.parallel.team import Team
 from engine.parallel.wire import BatchEncoder
 from engine.runner.protocol import Launch, Runner
@@ -32,7 +33,7 @@ def lead(runner: Runner, team: Team) -> Runner:
 
     Raises RanksNotStarted if one has failed, or has other pools. The runner's `close` closes the team.
     """
-    own = PoolFacts.of(runner)
+    own = runner.facts
     for rank, facts in enumerate(team.wait_ready(), 1):
         if facts != own:
             raise RanksNotStarted(f"rank {rank} has {facts}, rank 0 {own}")
@@ -47,48 +48,18 @@ class LeadRunner:
         self._runner = runner
         self._team = team
         self._followers = team.followers
-        self._batches = BatchEncoder(runner.page_size)
+        size = team.ranks.size
+        # A page is saved to the host by every rank.
+        self.facts = replace(
+            runner.facts,
+            page_size_bytes=runner.facts.page_size_bytes * size,
+            window_page_size_bytes=runner.facts.window_page_size_bytes * size,
+        )
+        self._batches = BatchEncoder(runner.facts.page_size)
         self._spoiled: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._busy_since_s: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="kedge-step-watch", daemon=True).start()
-
-    @property
-    def num_pages(self) -> int:
-        return self._runner.num_pages
-
-    @property
-    def page_size(self) -> int:
-        return self._runner.page_size
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Of all ranks together: what a page takes of the host's memory when it is saved there."""
-        return self._runner.page_size_bytes * self._team.ranks.size
-
-    @property
-    def window_len(self) -> int | None:
-        return self._runner.window_len
-
-    @property
-    def num_window_pages(self) -> int:
-        return self._runner.num_window_pages
-
-    @property
-    def window_page_size_bytes(self) -> int:
-        return self._runner.window_page_size_bytes * self._team.ranks.size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def max_context_len(self) -> int:
-        return self._runner.max_context_len
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._runner.runs_ahead
 
     def describe(self) -> dict[str, str | int | float | bool]:
         return {**self._runner.describe(), "tensor_parallel": self._team.ranks.size}

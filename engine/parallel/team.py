@@ -15,9 +15,10 @@ import torch
 
 from engine.parallel.errors import RanksLost, RanksNotStarted
 from engine.parallel.link import Link, hear_hello
-from engine.parallel.messages import CLOSE, DONE, READY, PoolFacts, packed, unpacked
+from engine.parallel.messages import CLOSE, DONE, READY, packed, unpacked
 from engine.parallel.process_ranks import ProcessRanks, join_ranks, make_store
 from engine.parallel.ticket import Ticket, Timeouts
+from engine.runner.protocol import RunnerFacts
 
 HELLO_S = 5.0
 LOOK_S = 0.5
@@ -44,7 +45,7 @@ class Follower(Protocol):
     """Another rank. It carries out messages in the order they were posted."""
 
     @property
-    def ready(self) -> Future[PoolFacts]:
+    def ready(self) -> Future[RunnerFacts]:
         """Done when its runner is made."""
 
     def post(self, message: bytes) -> None:
@@ -64,7 +65,7 @@ class LinkedFollower:
     """A Follower over a Link. `lost` is told, once and on a thread of this object, why the rank is gone."""
 
     def __init__(self, rank: int, link: Link, lost: Callable[[str], None]) -> None:
-        self.ready: Future[PoolFacts] = Future()
+        self.ready: Future[RunnerFacts] = Future()
         self._rank = rank
         self._link = link
         self._lost = lost
@@ -193,7 +194,7 @@ class Team:
         if self._failure is not None:
             raise self._failure
 
-    def wait_ready(self) -> list[PoolFacts]:
+    def wait_ready(self) -> list[RunnerFacts]:
         """Raises RanksNotStarted."""
         deadline_s = time.monotonic() + self.timeouts.start_s
         facts = []

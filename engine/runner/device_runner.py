@@ -101,7 +101,7 @@ class DeviceRunner:
         self._max_sampled = max_sampled
         self._max_steps = max_steps
         self._ranks = ranks
-        self._runs_ahead = runs_ahead
+        self.facts = replace(careful.facts, runs_ahead=runs_ahead)
         self._plans: dict[StepShape, tuple[StepTensors, AttentionStep]] = {}
         self._device = buffers.picks_R.device
         self._sampled_RE: Tensor | None = None
@@ -109,46 +109,10 @@ class DeviceRunner:
         self._picks = [pinned(max_steps * max_sampled, torch.int64, self._device) for _ in range(2)]
         self._count = 0
 
-    @property
-    def num_pages(self) -> int:
-        return self._careful.num_pages
-
-    @property
-    def page_size(self) -> int:
-        return self._careful.page_size
-
-    @property
-    def page_size_bytes(self) -> int:
-        return self._careful.page_size_bytes
-
-    @property
-    def window_len(self) -> int | None:
-        return self._careful.window_len
-
-    @property
-    def num_window_pages(self) -> int:
-        return self._careful.num_window_pages
-
-    @property
-    def window_page_size_bytes(self) -> int:
-        return self._careful.window_page_size_bytes
-
-    @property
-    def vocab_size(self) -> int:
-        return self._careful.vocab_size
-
-    @property
-    def max_context_len(self) -> int:
-        return self._careful.max_context_len
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._runs_ahead
-
     def describe(self) -> dict[str, str | int | float | bool]:
         graphs = ",".join(map(str, self._sizes)) if self._graphs.replays else "off"
         about = self._careful.describe()
-        return {**about, "runner": "device", "graphs": graphs, "runs_ahead": self._runs_ahead}
+        return {**about, "runner": "device", "graphs": graphs, "runs_ahead": self.facts.runs_ahead}
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -260,7 +224,7 @@ class DeviceRunner:
             "body": partial(self._body, tensors, attend, rows),
         }
         if shape.decode and self._max_steps > 1:
-            parts["advance"] = partial(tensors.advance, picks_R, self.page_size)
+            parts["advance"] = partial(tensors.advance, picks_R, self.facts.page_size)
         return parts
 
     def _body(self, step: StepTensors, attend: AttentionStep, num_sampled: int) -> None:

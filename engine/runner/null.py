@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cache.tiers import PoolPages
 from engine.api import SamplingParams, TokenLogprob
 from engine.batch import BatchItem, DraftWork, ItemOutput, ModelOutput, ScheduledBatch
-from engine.runner.protocol import Done
+from engine.runner.protocol import Done, RunnerFacts
 from engine.runner.stepping import StepByStep
 
 EOS_TOKEN_ID = 0
@@ -49,7 +49,11 @@ class NullRunner:
         copies_wait: bool = False,
         runs_ahead: bool = False,
     ) -> None:
-        self._runs_ahead = runs_ahead
+        page_bytes = page_size * BYTES_PER_TOKEN
+        self.facts = RunnerFacts(
+            num_pages, page_size, page_bytes, vocab_size, max_context_len,
+            window_len, num_window_pages, page_bytes, runs_ahead,
+        )  # fmt: skip
         self._steps = StepByStep()
         self._num_pages = num_pages
         self._page_size = page_size
@@ -65,42 +69,6 @@ class NullRunner:
         self._window_kv = np.full((num_window_pages, page_size), UNWRITTEN, dtype=np.int32)
         self._saved: dict[int, tuple[NDArray[np.int32], ...]] = {}
         self._copies: list[tuple[Future[None], Callable[[], None]]] = []
-
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
-    @property
-    def page_size(self) -> int:
-        return self._page_size
-
-    @property
-    def page_size_bytes(self) -> int:
-        return self._page_size * BYTES_PER_TOKEN
-
-    @property
-    def window_len(self) -> int | None:
-        return self._window_len
-
-    @property
-    def num_window_pages(self) -> int:
-        return len(self._window_kv)
-
-    @property
-    def window_page_size_bytes(self) -> int:
-        return self._page_size * BYTES_PER_TOKEN
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_context_len(self) -> int:
-        return self._max_context_len
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._runs_ahead
 
     def launch(self, batch: ScheduledBatch) -> Done:
         return Done(self._steps.run(batch, self.execute))

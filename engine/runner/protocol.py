@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from cache.tiers import PoolPages
@@ -31,40 +32,32 @@ class Done:
         return self._output
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerFacts:
+    """What never changes about a runner.
+
+    A page's bytes are those of its KV over all layers with full attention, the draft model's included, or over all
+    layers with a sliding window, which have a pool of their own. `window_len` is the widest window in tokens, None
+    without such layers. `runs_ahead`: it pays to launch a batch before the result of the one before is taken; at most
+    two are on their way at any time.
+    """
+
+    num_pages: int
+    page_size: int
+    page_size_bytes: int
+    vocab_size: int
+    max_context_len: int
+    window_len: int | None = None
+    num_window_pages: int = 0
+    window_page_size_bytes: int = 0
+    runs_ahead: bool = False
+
+
 class Runner(Protocol):
     """Owns the model's weights and the KV pools' memory. Called only from the engine's thread."""
 
     @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of KV in one page, over all layers with full attention and those of the draft model."""
-
-    @property
-    def window_len(self) -> int | None:
-        """Widest sliding window in tokens; None without such layers."""
-
-    @property
-    def num_window_pages(self) -> int:
-        """Pages of the pool of sliding-window layers, 0 without."""
-
-    @property
-    def window_page_size_bytes(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_context_len(self) -> int: ...
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether it pays to launch a batch before the result of the one before is taken. At most two are on their
-        way at any time."""
+    def facts(self) -> RunnerFacts: ...
 
     def launch(self, batch: ScheduledBatch) -> Launch:
         """Starts a step: writes the KV of every token in the batch, then samples and verifies where asked. Steps,

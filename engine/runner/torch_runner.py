@@ -21,7 +21,7 @@ from engine.runner.draft_model import DraftModel
 from engine.runner.host_copies import HostCopies
 from engine.runner.inputs import make_inputs
 from engine.runner.kv_pool import KVPool
-from engine.runner.protocol import Done
+from engine.runner.protocol import Done, RunnerFacts
 from engine.runner.sampler import token_logprobs
 from engine.runner.stepping import StepByStep
 from engine.runner.verify import choose_tokens
@@ -53,51 +53,14 @@ class TorchRunner:
         self._pool = pool
         self._attention = attention
         self._vocab_size = vocab_size
-        self._max_context_len = max_context_len
         self._draft = draft
+        self.facts = _facts(pool, draft, vocab_size, max_context_len)
         if draft is not None:
             draft.check_fits(vocab_size, pool.full)
         self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
         self._device = pool.full.kv_L2KSD.device
         self._about = about or {}
         self._steps = StepByStep()
-
-    @property
-    def num_pages(self) -> int:
-        return self._pool.num_pages
-
-    @property
-    def page_size(self) -> int:
-        return self._pool.page_size
-
-    @property
-    def page_size_bytes(self) -> int:
-        draft_bytes = 0 if self._draft is None else self._draft.kv.page_size_bytes
-        return self._pool.full.page_size_bytes + draft_bytes
-
-    @property
-    def window_len(self) -> int | None:
-        return self._pool.window_len
-
-    @property
-    def num_window_pages(self) -> int:
-        return 0 if self._pool.window is None else self._pool.window.num_pages
-
-    @property
-    def window_page_size_bytes(self) -> int:
-        return 0 if self._pool.window is None else self._pool.window.page_size_bytes
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_context_len(self) -> int:
-        return self._max_context_len
-
-    @property
-    def runs_ahead(self) -> bool:
-        return False
 
     def launch(self, batch: ScheduledBatch) -> Done:
         return Done(self._steps.run(batch, self.execute))
@@ -181,3 +144,17 @@ class TorchRunner:
             tops = [item.top_input_logprobs] * len(tokens)
             scored += token_logprobs(self._model.logits(rows), tokens, tops)
         return tuple(scored)
+
+
+def _facts(pool: KVPool, draft: DraftModel | None, vocab_size: int, max_context_len: int) -> RunnerFacts:
+    window = pool.window
+    return RunnerFacts(
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        page_size_bytes=pool.full.page_size_bytes + (0 if draft is None else draft.kv.page_size_bytes),
+        vocab_size=vocab_size,
+        max_context_len=max_context_len,
+        window_len=pool.window_len,
+        num_window_pages=0 if window is None else window.num_pages,
+        window_page_size_bytes=0 if window is None else window.page_size_bytes,
+    )

@@ -75,8 +75,8 @@ class CellRun:
             max_batch_tokens=48, chunk_size=5 if cell.chunked else 48, max_running=6, max_context_len=CONTEXT
         )
         self.runner = build_runner(target, cache, draft, scheduler=limits, num_drafts=MOST_DRAFTS)
-        budget = HOST_PAGES[cell.page_size] * self.runner.page_size_bytes
-        budget += HOST_PAGES[cell.page_size] * self.runner.window_page_size_bytes
+        budget = HOST_PAGES[cell.page_size] * self.runner.facts.page_size_bytes
+        budget += HOST_PAGES[cell.page_size] * self.runner.facts.window_page_size_bytes
         cache = CacheSettings(**{**_fields(cache), "host_size_bytes": budget})
         speculation = SpeculationSettings(
             cell.speculation, MOST_DRAFTS, ngram_size=2, row_cost=0.0, draft_cost=0.0

@@ -135,7 +135,7 @@ class Driver:
         if window_len is not None:
             self.window = WindowPool(PageAllocator(num_window_pages), page_size, window_len)
         self.prefixes = RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache, window=self.window)
-        host = HostTier(host_pages * self.runner.page_size_bytes, self.runner.page_size_bytes, 0)
+        host = HostTier(host_pages * self.runner.facts.page_size_bytes, self.runner.facts.page_size_bytes, 0)
         self.cache = SessionAwareCache(self.prefixes, host, 2 * max(chunk_size, decode_steps) + DRAFTS)
         self.counters = EngineCounters()
         settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)

@@ -64,7 +64,7 @@ class Rig:
     ) -> None:
         runner.setdefault("runs_ahead", self.runs_ahead)
         self.runner = GatedRunner(num_pages, page_size, VOCAB, context_len, **runner)
-        host_bytes = host_pages * self.runner.page_size_bytes
+        host_bytes = host_pages * self.runner.facts.page_size_bytes
         self.engine: LocalEngine = assemble_engine(
             self.runner,
             CacheSettings(page_size, host_size_bytes=host_bytes, books=books),

@@ -55,8 +55,8 @@ def test_limits_of_a_step() -> None:
 def test_a_cpu_gets_the_plain_runner_and_a_pool_of_fixed_size(loaded: LoadedModel) -> None:
     runner = build_runner(loaded, CacheSettings(page_size=4))
     assert isinstance(runner, TorchRunner)
-    assert not runner.runs_ahead
-    assert runner.num_pages == 256 * 2**20 // PAGE_BYTES
+    assert not runner.facts.runs_ahead
+    assert runner.facts.num_pages == 256 * 2**20 // PAGE_BYTES
     assert runner.describe()["attention"] == "torch"
     runner.close()
 
@@ -132,7 +132,7 @@ def test_the_runner_of_a_gpu_is_put_together(
     runner = build_runner(loaded, CacheSettings(4), scheduler=limits, execution=execution)
     assert isinstance(runner, DeviceRunner)
     assert rehearsed == tried
-    assert (runner.num_pages, runner.runs_ahead) == (10, True)
+    assert (runner.facts.num_pages, runner.facts.runs_ahead) == (10, True)
     plain = build_plain(loaded)
     item = BatchItem("a", [1, 2, 3], 0, np.arange(2, dtype=np.int32), True, SampleSpec(GREEDY, 3))
     expected = plain.launch(ScheduledBatch([item])).result()

@@ -11,7 +11,7 @@ from engine.batch import ModelOutput, ScheduledBatch
 from engine.parallel.follow import Follower
 from engine.parallel.lead import LeadRunner, lead
 from engine.parallel.link import Link
-from engine.parallel.messages import FAILED, READY, PoolFacts, packed
+from engine.parallel.messages import FAILED, READY, packed
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.team import RankProcess, Team
 from engine.parallel.ticket import Timeouts
@@ -72,7 +72,7 @@ class FollowerThread:
 
     def _run(self) -> None:
         try:
-            self.link.send(packed(READY, PoolFacts.of(self._runner)))
+            self.link.send(packed(READY, self._runner.facts))
             Follower(self._runner, self.link).run()
         except Exception as error:
             if not self.killed:

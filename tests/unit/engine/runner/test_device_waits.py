@@ -25,6 +25,7 @@ from engine.runner import device_runner as device_runner_module
 from engine.runner import sampler as sampler_module
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.graphs import NoGraphs
+from engine.runner.protocol import RunnerFacts
 from engine.runner.sample_table import SampleTable, pick_by_row
 from engine.runner.step_buffers import StepBuffers
 
@@ -105,7 +106,7 @@ class StubAttention:
 class Plain:
     """What the device's runner asks of the plain one."""
 
-    page_size = PAGE_SIZE
+    facts = RunnerFacts(64, PAGE_SIZE, 1, 50, 128)
 
     def with_drafts(self, batch: ScheduledBatch) -> ScheduledBatch:
         return batch

@@ -152,5 +152,5 @@ def test_a_draft_model_must_fit(tmp_path: Path) -> None:
 def test_a_page_counts_both_models(tmp_path: Path) -> None:
     draft = make_draft(tmp_path / "small", SMALL)
     alone, both = make_runner(tmp_path, None), make_runner(tmp_path, draft)
-    assert both.page_size_bytes == alone.page_size_bytes + draft.kv.page_size_bytes
+    assert both.facts.page_size_bytes == alone.facts.page_size_bytes + draft.kv.page_size_bytes
     assert draft.kv.page_size_bytes == PAGE_SIZE * 2 * 2 * 8 * torch.float32.itemsize

@@ -175,8 +175,12 @@ def test_fast_parts_equal_the_simple_ones(directory: Path, plain: bool) -> None:
 
 def test_sizes(directory: Path) -> None:
     runner = make_runner(directory)
-    assert (runner.num_pages, runner.page_size) == (6 * PAGES_EACH, 4)
-    assert runner.page_size_bytes == 4 * 2 * 2 * 2 * 16 * 4
-    assert (runner.window_len, runner.num_window_pages, runner.window_page_size_bytes) == (None, 0, 0)
-    assert (runner.vocab_size, runner.max_context_len) == (VOCAB, 128)
+    assert (runner.facts.num_pages, runner.facts.page_size) == (6 * PAGES_EACH, 4)
+    assert runner.facts.page_size_bytes == 4 * 2 * 2 * 2 * 16 * 4
+    assert (runner.facts.window_len, runner.facts.num_window_pages, runner.facts.window_page_size_bytes) == (
+        None,
+        0,
+        0,
+    )
+    assert (runner.facts.vocab_size, runner.facts.max_context_len) == (VOCAB, 128)
     assert not torch.is_inference_mode_enabled()
