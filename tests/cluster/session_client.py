@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,23 @@ class Conversation:
         reply = client.post("/open_session", json={k: v for k, v in body.items() if v is not None})
         assert reply.status_code == 200, reply.text
         return cls(client, reply.json())
+
+    def turn_cut_off(self, kill: Callable[[], None]) -> list[str]:
+        """The lines of a long streamed turn in which `kill` is called after a few."""
+        body = {
+            "input_ids": [403],
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 3000, "temperature": 0, "ignore_eos": True},
+            "session_params": {"id": self.session_id},
+        }
+        lines: list[str] = []
+        with self.client.stream("POST", "/generate", json=body) as reply:
+            assert reply.status_code == 200
+            for line in filter(None, reply.iter_lines()):
+                lines.append(line)
+                if len(lines) == 3:
+                    kill()
+        return lines
 
     def turn(self, new: list[int], max_new_tokens: int = 8, *, resumed: bool = False) -> dict[str, Any]:
         """A greedy turn; checks the counts. `resumed`: the KV may have been lost since the last turn."""

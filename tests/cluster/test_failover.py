@@ -62,19 +62,7 @@ def test_stream_cut_off_by_a_crash_ends_with_a_typed_error(cluster: ServedCluste
         session.turn([400, 401, 402])
         owner = cluster.sessions()[session.session_id]["replica_id"]
         pid = cluster.replicas()[owner]["pid"]
-        body = {
-            "input_ids": [403],
-            "stream": True,
-            "sampling_params": {"max_new_tokens": 3000, "temperature": 0, "ignore_eos": True},
-            "session_params": {"id": session.session_id},
-        }
-        lines: list[str] = []
-        with client.stream("POST", "/generate", json=body) as reply:
-            assert reply.status_code == 200
-            for line in reply.iter_lines():
-                lines += [line] if line else []
-                if len(lines) == 3:
-                    threading.Thread(target=cluster.kill, args=(pid,)).start()
+        lines = session.turn_cut_off(threading.Thread(target=cluster.kill, args=(pid,)).start)
         assert lines[-1] == "data: [DONE]"
         assert "replica_lost" in lines[-2]
         # The turn left no trace; the session goes on elsewhere.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -78,7 +79,7 @@ def test_a_lost_rank_takes_its_replica_along_and_sessions_go_on(pair: ServedClus
         session = Conversation.open(client)
         session.turn(random_tokens(rng, 20), 6)
         (rank,) = pair.pids(RANKS)
-        lines = _stream_cut_off(pair, client, session, rank)
+        lines = session.turn_cut_off(partial(pair.kill, rank))
         assert lines[-1] == "data: [DONE]"
         assert "step_failed" in lines[-2] or "engine_stopped" in lines[-2]
         new = random_tokens(rng, 10)
@@ -100,24 +101,6 @@ def test_no_rank_outlives_its_replica(pair: ServedCluster) -> None:
     eventually(lambda: rank not in pair.pids(RANKS), 10.0)
     eventually(lambda: _one_replica(pair), 60.0, 0.5)
     assert len(pair.pids(RANKS)) == 1
-
-
-def _stream_cut_off(pair: ServedCluster, client: httpx.Client, session: Conversation, rank: int) -> list[str]:
-    """The events of a long turn in which the rank is killed."""
-    body = {
-        "input_ids": [403],
-        "stream": True,
-        "sampling_params": {"max_new_tokens": 3000, "temperature": 0, "ignore_eos": True},
-        "session_params": {"id": session.session_id},
-    }
-    lines: list[str] = []
-    with client.stream("POST", "/generate", json=body) as reply:
-        assert reply.status_code == 200
-        for line in reply.iter_lines():
-            lines += [line] if line else []
-            if len(lines) == 3:
-                pair.kill(rank)
-    return lines
 
 
 def _went_on(session: Conversation, new: list[int]) -> bool:
