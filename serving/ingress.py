@@ -36,7 +36,9 @@ class Ingress:
     async def __init__(self, args: AppArgs, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
         self._tasks = BackgroundTasks()
         controller = connect_controller(args)
-        calls = ReplicaCalls(replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S)
+        calls = self._replicas = ReplicaCalls(
+            replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
+        )
         metrics = IngressMetrics(serve.get_replica_context().replica_id.unique_id)
         dispatcher = TurnDispatcher(
             calls,
@@ -66,6 +68,7 @@ class Ingress:
 
     async def __del__(self) -> None:
         await self._tasks.stop(timeout_s=1.0)
+        await self._replicas.stop()
 
 
 async def _model_info(calls: ReplicaCalls) -> ModelInfo:

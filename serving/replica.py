@@ -26,6 +26,7 @@ from serving.background import BackgroundTasks
 from serving.config import AppArgs
 from serving.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
 from serving.errors import error_info
+from serving.event_feed import EventFeeds, FeedBatch
 from serving.live_turn import TurnTeller
 from serving.mailbox import Mailbox
 from serving.metrics import ReplicaMetrics
@@ -34,7 +35,7 @@ from serving.session_host import SessionHost
 from serving.text import TextProcessor
 from serving.turn_request import RequestBuilder
 from serving.turn_runner import TurnRunner
-from serving.turns import ChatPrompt, ErrorInfo, ForkedSession, ModelInfo, TurnCall, TurnEvent
+from serving.turns import ChatPrompt, ErrorInfo, FeedLine, ForkedSession, ModelInfo, TurnCall, TurnReply
 
 logger = logging.getLogger(__name__)
 serve_logger = logging.getLogger("ray.serve")  # what it is told at level INFO reaches the replica's log
@@ -60,6 +61,7 @@ class LLMReplica:
         self._text = await asyncio.to_thread(_load_text, settings.model.path, self._engine)
         self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
         self._gauges = RayGauges()
+        self._feeds = EventFeeds()
         self._controller = connect_controller(args)
         sessions = SessionController(time.monotonic, args.sessions.idle_timeout_s)
         self._host = SessionHost(
@@ -85,9 +87,15 @@ class LLMReplica:
         self._created = int(time.time())
         await self._start()
 
-    async def turn(self, call: TurnCall, epoch: int | None) -> AsyncGenerator[list[TurnEvent], None]:
-        """Streams a turn in batches of events, see TurnRunner.run."""
-        async for batch in self._turns.run(call, epoch):
+    async def turn(self, call: TurnCall, epoch: int | None, line: FeedLine) -> TurnReply:
+        """Runs a turn, see TurnRunner.run. News go ahead over the feed; cancelling the call aborts the turn."""
+        with self._feeds.line(line) as told:
+            last = await self._turns.run(call, epoch, told.put)
+            return told.reply(last)
+
+    async def feed(self, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
+        """News of every turn that names this feed, see EventFeeds.stream."""
+        async for batch in self._feeds.stream(feed_id):
             yield batch
 
     async def close_session(self, session_id: str) -> bool | ErrorInfo:

@@ -1,4 +1,4 @@
-"""Calls from an ingress to engine replicas: pinned streams, pinned calls, broadcasts. Every wait is bounded.
+"""Calls from an ingress to engine replicas: turns, pinned calls, broadcasts. Every wait is bounded.
 
 The only place that knows Ray Serve's handles and their exceptions. A replica that cannot be reached, before or
 during a call, is `ReplicaGone`; whether anything was delivered is for the caller to know.
@@ -8,32 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayActorError, TaskCancelledError
-from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
+from serving.event_feed import FeedBatch
+from serving.feed_reader import FeedReaders, TurnNews
 from serving.routing_errors import ReplicaGone
 from serving.turns import TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
 
 ANY_REPLICA = ""
-LOST = (RayActorError, TaskCancelledError, RequestCancelledError, DeploymentUnavailableError)
+CANCEL_TIMEOUT_S = 1.0
+LOST = (
+    RayActorError,
+    TaskCancelledError,
+    RequestCancelledError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
 
 
 class ReplicaCalls:
-    """`silence_timeout_s`: a streaming replica sends a sign of life more often than that, or counts as lost."""
+    """`silence_timeout_s`: a replica with turns sends a sign of life more often than that, or counts as lost."""
 
     def __init__(self, handle: DeploymentHandle, *, silence_timeout_s: float, call_timeout_s: float) -> None:
-        # By value over gRPC: measured faster than object references, for streams of small batches above all.
-        self._stream = handle.options(stream=True, method_name="turn", _by_reference=False)
+        # By value over gRPC: measured faster than object references.
         self._unary = handle.options(_by_reference=False)
+        self._turn = handle.options(method_name="turn", _by_reference=False)
+        self._feed = handle.options(
+            stream=True, method_name="feed", _by_reference=False, response_serialization="pickle"
+        )
         self._handle = handle
-        self._silence_timeout_s = silence_timeout_s
+        self._readers = FeedReaders(self._open_feed, silence_timeout_s)
         self._call_timeout_s = call_timeout_s
 
     @asynccontextmanager
@@ -41,30 +54,24 @@ class ReplicaCalls:
         self, replica_id: str, call: TurnCall, epoch: int | None
     ) -> AsyncIterator[AsyncIterator[list[TurnEvent]]]:
         """A turn on `replica_id` (ANY_REPLICA: the less loaded). Leaving the context early cancels it there."""
-        response = self._stream.options(session_id=replica_id).remote(call, epoch)
-        ended = False
-
-        async def batches() -> AsyncGenerator[list[TurnEvent], None]:
-            nonlocal ended
-            while True:
-                try:
-                    async with asyncio.timeout(self._silence_timeout_s):
-                        batch: list[TurnEvent] = await anext(response)
-                except StopAsyncIteration:
-                    ended = True
-                    return
-                except (*LOST, TimeoutError) as error:
-                    raise ReplicaGone(replica_id) from error
-                if batch:
-                    ended = batch[-1].finish is not None or batch[-1].error is not None
-                    yield batch
-
-        async with aclosing(batches()) as stream:
+        async with AsyncExitStack() as stack:
+            remote = self._turn.options(session_id=replica_id).remote
+            if replica_id == ANY_REPLICA:
+                replica_id, remote = await stack.enter_async_context(self._any_replica())
+            news = stack.enter_context(self._readers.listen(replica_id))
+            response = remote(call, epoch, news.line)
+            ending = asyncio.create_task(_end(news, response, replica_id))
             try:
-                yield stream
+                async with aclosing(news.events()) as events:
+                    yield events
             finally:
-                if not ended:
+                if not ending.done():
                     _cancel(response)
+                    await asyncio.wait([ending], timeout=CANCEL_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        """Ends the feeds."""
+        await self._readers.stop()
 
     async def call(self, replica_id: str, method: str, *args: Any) -> Any:
         """One pinned call. Raises ReplicaGone if the replica does not answer in time."""
@@ -88,6 +95,43 @@ class ReplicaCalls:
             if isinstance(answer, BaseException):
                 logger.warning("a replica did not answer %s: %s", method, answer)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    @asynccontextmanager
+    async def _any_replica(self) -> AsyncIterator[tuple[str, Callable[..., Any]]]:
+        """The less loaded of two, and the way to call it once. Raises ReplicaGone if there is none in time."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._call_timeout_s):
+                    selection = await stack.enter_async_context(self._turn.choose_replica())
+            except (*LOST, TimeoutError) as error:
+                raise ReplicaGone(ANY_REPLICA) from error
+            yield selection.replica_id, partial(self._turn.dispatch, selection)
+
+    async def _open_feed(self, replica_id: str, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
+        response = self._feed.options(session_id=replica_id).remote(feed_id)
+        ended = False
+        try:
+            async for batch in response:
+                yield batch
+            ended = True
+        except LOST as error:
+            ended = True
+            raise ReplicaGone(replica_id) from error
+        finally:
+            if not ended:
+                _cancel(response)
+
+
+async def _end(news: TurnNews, response: Any, replica_id: str) -> None:
+    """Hands over how the turn ended. However long it takes: the feed tells whether the replica lives."""
+    try:
+        news.end(await response)
+    except LOST as error:
+        lost = ReplicaGone(replica_id)
+        lost.__cause__ = error
+        news.fail(lost)
+    except Exception as error:
+        news.fail(error)
 
 
 def _cancel(response: Any) -> None:

@@ -1,7 +1,7 @@
-"""Runs turns on one replica: begin, submit, stream, then commit whole or leave no trace.
+"""Runs turns on one replica: begin, submit, tell, then commit whole or leave no trace.
 
-The stream may be dropped at any moment (a client that goes away): whatever a turn still owes is then done by a
-background task, so that no history stays lent out and no KV is left over.
+A turn may be cancelled at any moment (a client that goes away): whatever it still owes is then done by a background
+task, so that no history stays lent out and no KV is left over.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 
 from controllers.errors import ControllerError, SessionNotFound, StaleEpoch
 from controllers.session import Replay, SessionController, Turn
@@ -27,7 +27,7 @@ from serving.turns import TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
 
-SIGN_OF_LIFE_S = 2.0
+LOOK_UP_S = 2.0
 ABORT_TIMEOUT_S = 30.0
 
 
@@ -61,21 +61,20 @@ class TurnRunner:
         self._numbers = itertools.count(1)
         self._live: dict[str, LiveTurn] = {}
 
-    async def run(self, call: TurnCall, epoch: int | None) -> AsyncGenerator[list[TurnEvent], None]:
-        """Batches of events; an empty batch is a sign of life. The last event has a finish or an error."""
+    async def run(self, call: TurnCall, epoch: int | None, tell: Callable[[TurnEvent], None]) -> TurnEvent:
+        """Tells news as they come; returns the last event, which has a finish or an error."""
         try:
             begun = await self._begin(call, epoch)
         except (EngineError, ControllerError) as error:
             self._metrics.turn_ended("stale" if isinstance(error, StaleEpoch) else "refused")
-            yield [error_event(error)]
-            return
+            return error_event(error)
         if isinstance(begun, Replay):
             self._metrics.turn_ended("replayed")
-            yield [decode_result(begun.result)]
-            return
+            return decode_result(begun.result)
         try:
-            async for batch in self._stream(begun):
-                yield batch
+            await self._follow(begun, tell)
+            begun.settled = True
+            return await asyncio.shield(self._tasks.start(self._settle(begun)))
         finally:
             if not begun.settled:
                 begun.settled = True
@@ -144,17 +143,15 @@ class TurnRunner:
         self._live[engine_id] = live
         return live
 
-    async def _stream(self, live: LiveTurn) -> AsyncGenerator[list[TurnEvent], None]:
+    async def _follow(self, live: LiveTurn, tell: Callable[[TurnEvent], None]) -> None:
+        """Until the engine has sent the final delta, or cannot send it any more."""
         while live.finish is None:
-            deltas = await live.inbox.take(SIGN_OF_LIFE_S)
+            deltas = await live.inbox.take(LOOK_UP_S)
             if not deltas and not self._engine.alive:
                 error = EngineStopped("the engine stopped during the request")
                 live.finish = Finish(FinishReason.ERROR, error=error)
-            events = self._teller.tell(live, deltas)
-            if events or live.finish is None:
-                yield events
-        live.settled = True
-        yield [await asyncio.shield(self._tasks.start(self._settle(live)))]
+            for event in self._teller.tell(live, deltas):
+                tell(event)
 
     async def _settle(self, live: LiveTurn) -> TurnEvent:
         """Ends a turn whose final delta is there; returns its last event."""
@@ -224,7 +221,7 @@ class TurnRunner:
         except EngineStopped:
             return
         while live.finish is None and self._clock() < deadline_s and self._engine.alive:
-            for delta in await live.inbox.take(SIGN_OF_LIFE_S):
+            for delta in await live.inbox.take(LOOK_UP_S):
                 live.finish = delta.finish
         if live.finish is None:
             logger.error("request %s: the engine did not confirm the abort", live.request_id)

@@ -123,6 +123,25 @@ class TurnEvent:
     accepted_draft_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FeedLine:
+    """Where a replica is to tell a turn's news: the feed of one ingress, and the turn's number in it."""
+
+    feed_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReply:
+    """The end of a turn: `told` events went ahead over the feed, these are the rest.
+
+    The last of them has a finish or an error.
+    """
+
+    told: int
+    events: tuple[TurnEvent, ...]
+
+
 class ServiceError(Exception):
     """Raised by TurnService; carries what the client is to be told."""
 

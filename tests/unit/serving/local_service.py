@@ -53,19 +53,13 @@ class LocalService:
         if call.session is not None:
             epoch = self._epoch(call.session.session_id, call.tenant, create=call.session.create)
         try:
-            async with aclosing(self._events(call, epoch)) as events:
+            async with aclosing(self.rig.events(call, epoch)) as events:
                 first = await anext(events)
                 if first.error is not None:
                     raise ServiceError(first.error)
                 yield _from(first, events)
         finally:
             self.ended += 1
-
-    async def _events(self, call: TurnCall, epoch: int | None) -> Any:
-        async with aclosing(self.rig.turns.run(call, epoch)) as batches:
-            async for batch in batches:
-                for event in batch:
-                    yield event
 
     def _epoch(self, session_id: str, tenant: str, *, create: bool) -> int:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from engine.build import assemble_engine
 from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from serving.background import BackgroundTasks
+from serving.event_feed import EventFeeds
+from serving.feed_reader import FeedReaders, TurnNews
 from serving.live_turn import TurnTeller
 from serving.mailbox import Mailbox
 from serving.metrics import ReplicaMetrics
@@ -97,6 +99,8 @@ class Rig:
             frozenset({EOS_TOKEN_ID}),
             self.mailbox.deliver,
         )
+        self.feeds = EventFeeds()
+        self.readers = FeedReaders(lambda _, feed_id: self.feeds.stream(feed_id), 5.0)
         self.tasks = BackgroundTasks()
         self.sessions = SessionController(time.monotonic, idle_timeout_s)
         self.host = SessionHost(
@@ -133,7 +137,23 @@ class Rig:
 
     async def run(self, call: TurnCall, epoch: int | None = None) -> list[TurnEvent]:
         """The whole turn's events."""
-        return [event async for batch in self.turns.run(call, epoch) for event in batch]
+        return [event async for event in self.events(call, epoch)]
+
+    async def events(self, call: TurnCall, epoch: int | None = None) -> AsyncGenerator[TurnEvent, None]:
+        """The turn's events as an ingress reads them. Closing it cancels the turn."""
+        with self.readers.listen(REPLICA_ID) as news:
+            turn = asyncio.create_task(self._turn(call, epoch, news))
+            try:
+                async for batch in news.events():
+                    for event in batch:
+                        yield event
+            finally:
+                turn.cancel()
+                await asyncio.wait([turn])
+
+    async def _turn(self, call: TurnCall, epoch: int | None, news: TurnNews) -> None:
+        with self.feeds.line(news.line) as told:
+            news.end(told.reply(await self.turns.run(call, epoch, told.put)))
 
     async def settled(self) -> None:
         """Waits until nothing is left of any turn."""
@@ -162,6 +182,7 @@ async def running_rig(directory: Path, **options: Any) -> AsyncIterator[Rig]:
     try:
         yield rig
     finally:
+        await rig.readers.stop()
         await rig.tasks.stop(2.0)
         await asyncio.to_thread(rig.engine.stop, 5.0)
 

@@ -65,10 +65,9 @@ async def test_a_client_that_leaves_leaves_no_trace(rig: Rig) -> None:
     epoch = rig.open_session("s")
     history = [1, 2, *tokens_of(await rig.run(call([1, 2], "s"), epoch))]
     rig.runner.step_s = 0.01
-    stream = rig.turns.run(call([5, 6], "s", max_new_tokens=300), epoch)
-    while not await anext(stream):
-        pass
-    await stream.aclose()
+    events = rig.events(call([5, 6], "s", max_new_tokens=300), epoch)
+    await anext(events)
+    await events.aclose()
     assert rig.sessions.committed_len("s") == len(history)
     rig.runner.step_s = 0.0
     events = await rig.run(call([7], "s"), epoch)
