@@ -40,28 +40,29 @@ class NoGraphs:
 
 class CudaGraphs:
     """Owns the captured graphs, which share one pool of memory: only one runs at a time, and none leaves results
-    in it."""
+    in it. All are warmed up and captured on one stream: cuBLAS keeps a workspace for each stream that it has met."""
 
     replays = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
                 function()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         gc.disable()  # a collection would free memory in the middle of a capture
         try:
             # Other threads may use the device meanwhile: what they do is no part of the capture.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 function()
         finally:
             gc.enable()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from engine.runner.graphs import LADDER, CudaGraphs, NoGraphs, ladder, make_graphs
+from engine.runner import graphs as graphs_module
+from engine.runner.graphs import LADDER, WARM_UPS, CudaGraphs, NoGraphs, ladder, make_graphs
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -25,6 +31,53 @@ def test_without_a_gpu_functions_are_called() -> None:
     graphs.capture("key", lambda: calls.append("capture"))
     graphs.run("key", lambda: calls.append("run"))
     assert calls == ["run"]
+
+
+class StandInCuda:
+    """What a capture asks of torch.cuda. `met` has the stream of each run of what is captured, and of each capture."""
+
+    def __init__(self) -> None:
+        self.current: Any = SimpleNamespace(name="default", wait_stream=lambda _: None)
+        self.met: list[str] = []
+        self.streams = 0
+
+    def Stream(self, _device: torch.device) -> Any:  # noqa: N802 - torch's name
+        self.streams += 1
+        return SimpleNamespace(name=f"side {self.streams}", wait_stream=lambda _: None)
+
+    def current_stream(self, _device: torch.device) -> Any:
+        return self.current
+
+    def graph_pool_handle(self) -> object:
+        return object()
+
+    def synchronize(self, _device: torch.device) -> None: ...
+
+    def CUDAGraph(self) -> object:  # noqa: N802
+        return object()
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextmanager
+    def graph(self, _graph: object, stream: Any = None, **_options: Any) -> Iterator[None]:
+        with self.stream(stream or self.Stream(CPU)):
+            yield
+
+
+def test_all_captures_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps tens of megabytes for each stream it has met, which nobody accounts for."""
+    cuda = StandInCuda()
+    monkeypatch.setattr(graphs_module, "torch", SimpleNamespace(cuda=cuda))
+    graphs = CudaGraphs(CPU)
+    for size in range(3):
+        graphs.capture(size, lambda: cuda.met.append(cuda.current.name))
+    assert set(cuda.met) == {"side 1"}
+    assert len(cuda.met) == 3 * (WARM_UPS + 1)
+    assert cuda.current.name == "default"
 
 
 @needs_gpu
