@@ -77,10 +77,24 @@ def build_runner(
     graphs = make_graphs(loaded.device, wanted=execution.graphs)
     runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)
     runner.capture()
-    # Kernels of steps beyond graphs are compiled now, and memory for the largest is found to be there.
-    for rows, items in ((execution.max_graph_tokens + 1, 1), (limits.rows, 1), (limits.rows, limits.items)):
-        runner.rehearse(min(rows, limits.rows), items)
+    for rows, items, longest in steps_beyond_graphs(limits, execution):
+        runner.rehearse(rows, items, longest)
+    runner.rehearse(limits.rows, limits.items)  # memory for the largest is found to be there
     return runner
+
+
+def steps_beyond_graphs(limits: StepLimits, execution: ExecutionSettings) -> list[tuple[int, int, int]]:
+    """Rows, items and rows of the longest item of steps that have, between them, every kernel of those that no graph
+    holds: attention's depend on the longest item, and on whether there are many or few. They are run before the
+    replica starts, since a kernel that is compiled in the middle of service stops all for seconds."""
+    first = execution.max_graph_tokens + 1 if execution.graphs else 1
+    steps = []
+    for longest in (*(2**power for power in range(limits.rows.bit_length())), limits.rows):
+        for rows in (max(first, longest), min(limits.rows, longest * limits.items)):
+            items = -(-rows // longest)
+            if first <= rows <= limits.rows and items <= limits.items:
+                steps.append((rows, items, longest))
+    return list(dict.fromkeys(steps))
 
 
 def careful_runner(

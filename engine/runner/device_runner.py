@@ -133,12 +133,12 @@ class DeviceRunner:
                 self._graphs.capture(("head", size), partial(self._head, size))
 
     @torch.inference_mode()
-    def rehearse(self, rows: int, items: int) -> None:
-        """Runs a step of padding, the largest there is, to see what memory it takes. Nothing is written to the
-        pools."""
+    def rehearse(self, rows: int, items: int, longest: int | None = None) -> None:
+        """Runs a step of padding as if an item had `longest` rows, or all, and as many were sampled as can be: to see
+        what memory it takes, and to have its kernels compiled. Nothing is written to the pools."""
         shape = StepShape(rows, items, decode=False)
         self._buffers.tensors(shape).blank()
-        self._parts(shape, rows, self._max_sampled)["body"]()
+        self._parts(shape, longest or rows, min(rows, self._max_sampled))["body"]()
         self._head(self._max_sampled)
 
     def launch(self, batch: ScheduledBatch) -> Launch:

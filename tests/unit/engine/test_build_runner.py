@@ -16,7 +16,7 @@ from engine.api import SamplingParams
 from engine.attention.choose import choose_attention
 from engine.attention.errors import AttentionUnavailable
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.build_runner import StepLimits, build_runner, choose_picker
+from engine.build_runner import StepLimits, build_runner, choose_picker, steps_beyond_graphs
 from engine.models.loader import LoadedModel, load_model
 from engine.parallel.ranks import OneRank
 from engine.runner.device_runner import DeviceRunner
@@ -108,11 +108,11 @@ def test_the_pool_takes_what_the_largest_step_leaves(
 
 
 @pytest.mark.parametrize(
-    ("execution", "tried"),
+    ("execution", "for_memory"),
     [
-        (ExecutionSettings(max_graph_tokens=16), [(40, 5), (16, 16), (17, 1), (40, 1), (40, 5)]),
-        (ExecutionSettings(max_graph_tokens=64), [(40, 5), (40, 40), (40, 1), (40, 1), (40, 5)]),
-        (ExecutionSettings(graphs=False, decode_steps=4), [(40, 5), (40, 1), (40, 1), (40, 5)]),
+        (ExecutionSettings(max_graph_tokens=16), [(40, 5), (16, 16)]),
+        (ExecutionSettings(max_graph_tokens=64), [(40, 5), (40, 40)]),
+        (ExecutionSettings(graphs=False, decode_steps=4), [(40, 5)]),
     ],
     ids=["graphs", "all in graphs", "no graphs"],
 )
@@ -120,10 +120,11 @@ def test_the_runner_of_a_gpu_is_put_together(
     loaded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
     execution: ExecutionSettings,
-    tried: list[tuple[int, int]],
+    for_memory: list[tuple[int, ...]],
 ) -> None:
     """Of a CPU that is taken for one: steps are tried for their memory, then for their kernels."""
-    rehearsed: list[tuple[int, int]] = []
+    tried = [*for_memory, *steps_beyond_graphs(StepLimits(40, 5, 5, 1), execution), (40, 5)]
+    rehearsed: list[tuple[int, ...]] = []
     rehearse = DeviceRunner.rehearse
     monkeypatch.setattr(DeviceRunner, "rehearse", lambda *args: rehearsed.append(args[1:]) or rehearse(*args))
     monkeypatch.setattr(composition, "is_gpu", lambda _device: True)
@@ -138,6 +139,19 @@ def test_the_runner_of_a_gpu_is_put_together(
     expected = plain.launch(ScheduledBatch([item])).result()
     assert runner.launch(ScheduledBatch([item])).result() == expected
     runner.close()
+
+
+def test_steps_beyond_graphs_have_items_of_every_length() -> None:
+    """Many tokens of one request, a few of each of many, and decodes where graphs do not reach them."""
+    limits = StepLimits(rows=2048, items=64, sampled=512, steps=1)
+    steps = steps_beyond_graphs(limits, ExecutionSettings(max_graph_tokens=256))
+    assert {longest for _, _, longest in steps} == {2**power for power in range(3, 12)}
+    assert {(257, 33, 8), (512, 64, 8), (2048, 1, 2048)} <= set(steps)
+    assert all(257 <= rows <= 2048 and items <= 64 for rows, items, _ in steps)
+    assert all(longest <= rows <= items * longest for rows, items, longest in steps)
+    assert {(1, 1, 1), (64, 64, 1)} <= set(steps_beyond_graphs(limits, ExecutionSettings(graphs=False)))
+    assert (257, 257, 1) in steps_beyond_graphs(StepLimits(2048, 300, 300, 1), ExecutionSettings())
+    assert steps_beyond_graphs(StepLimits(256, 64, 64, 1), ExecutionSettings()) == []
 
 
 def build_plain(loaded: LoadedModel) -> TorchRunner:

@@ -6,6 +6,7 @@ On a CPU the very functions that a GPU captures are called each time.
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -338,6 +339,14 @@ def test_captures_write_nothing_to_the_pools(loaded: LoadedModel, monkeypatch: p
     runner.rehearse(64, 5)
     runner.capture()
     assert (pool.full.kv_L2KSD == 7.0).all()
+
+
+def test_more_may_be_sampled_than_a_rehearsed_step_has_rows(loaded: LoadedModel) -> None:
+    """Operators warn of results that do not have the size of the memory they are given."""
+    _, runner = make_pair(loaded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner.rehearse(10, 1)
 
 
 def test_attention_that_cannot_be_captured_leaves_the_head_to_graphs(loaded: LoadedModel) -> None:
