@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache.tiers import PoolPages
-from engine.device import CopyStream, fetch
+from engine.device import CopyStream, fetch, send
 from engine.runner.kv_pool import KVPool, PagedKV
 
 PIECE_BYTES = 32 * 2**20
@@ -69,11 +69,13 @@ class HostCopies:
         del self._saved[key]
 
     def clone(self, source: PoolPages, target: PoolPages) -> None:
-        """At once, on the engine's thread and the stream of its steps. No page is both source and target."""
+        """On the engine's thread, in the stream of its steps, which it does not wait for. No page is both source and
+        target."""
         for (pool_L2KPpD, from_n), (_, to_n) in zip(self._pieces(source), self._pieces(target), strict=True):
-            device = pool_L2KPpD.device
-            part_L2KnpD = pool_L2KPpD.index_select(_PAGE_DIM, from_n.to(device))
-            pool_L2KPpD.index_copy_(_PAGE_DIM, to_n.to(device), part_L2KnpD)
+            there_n, here_n = (
+                send(part_n.tolist(), torch.int64, pool_L2KPpD.device) for part_n in (from_n, to_n)
+            )
+            pool_L2KPpD.index_copy_(_PAGE_DIM, here_n, pool_L2KPpD.index_select(_PAGE_DIM, there_n))
 
     def close(self) -> None:
         """Waits for copies that run, and forgets all."""

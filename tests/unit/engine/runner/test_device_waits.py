@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cache.tiers import PoolPages
 from engine.api import SamplingParams
 from engine.attention.interface import AttentionStep, AttentionTables, LayerTraits
 from engine.batch import PENDING, BatchItem, PenaltyCounts, SampleSpec, ScheduledBatch
@@ -22,12 +23,16 @@ from engine.models.ops import TorchOps
 from engine.models.weights import tensor_shapes
 from engine.parallel.ranks import OneRank
 from engine.runner import device_runner as device_runner_module
+from engine.runner import host_copies as host_copies_module
 from engine.runner import sampler as sampler_module
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.graphs import NoGraphs
+from engine.runner.host_copies import HostCopies
+from engine.runner.kv_pool import KVLayout, make_kv_pool
 from engine.runner.protocol import RunnerFacts
 from engine.runner.sample_table import SampleTable, pick_by_row
 from engine.runner.step_buffers import StepBuffers
+from engine.settings import CacheSettings
 
 PAGE_SIZE = 4
 MOST_STEPS = 4
@@ -194,6 +199,17 @@ def test_a_launch_waits_for_nothing(make_runner: Callable[..., DeviceRunner], ca
     with NoWaiting() as mode:
         runner.launch(batch)
     assert (mode.to_device, mode.to_host) == (3, batch.num_steps)
+
+
+def test_a_clone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork would have the host wait for the step on its way."""
+    monkeypatch.setattr(host_copies_module, "send", sent)
+    pool = make_kv_pool(KVLayout(2, 8, (None, 4)), CacheSettings(PAGE_SIZE, 6), torch.bfloat16, DEVICE)
+    copies = HostCopies.of(pool)
+    source, target = (PoolPages(np.array([n], np.int32), np.array([n], np.int32)) for n in (0, 1))
+    with NoWaiting():
+        copies.clone(source, target)
+    copies.close()
 
 
 WAITS: dict[str, Callable[[Tensor, Tensor], Any]] = {
