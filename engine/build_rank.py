@@ -8,11 +8,11 @@ from engine.build_runner import build_runner
 from engine.device import resolve_device
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
-from engine.models.ops import choose_ops
+from engine.models.ops import DecoderOps, choose_ops
 from engine.parallel.ranks import RankGroup
 from engine.parallel.shared_logits import SharedLogits
 from engine.runner.protocol import Runner
-from engine.settings import EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings, ModelSettings, SpeculationSettings
 
 
 def make_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
@@ -23,7 +23,7 @@ def make_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
 def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, LoadedModel]:
     """A runner and the model in it. Several ranks call this at the same time. Raises what build_engine raises."""
     speculation = settings.speculation
-    loaded = load_model(settings.model, ops=choose_ops(resolve_device(settings.model.device)), ranks=ranks)
+    loaded = load_model(settings.model, ops=_ops(settings.model), ranks=ranks)
     runner = build_runner(
         loaded,
         settings.cache,
@@ -36,6 +36,10 @@ def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, Loade
     return runner, loaded
 
 
+def _ops(model: ModelSettings) -> DecoderOps:
+    return choose_ops(resolve_device(model.device))
+
+
 def _load_draft(
     target: LoadedModel, speculation: SpeculationSettings, ranks: RankGroup
 ) -> LoadedModel | None:
@@ -44,7 +48,7 @@ def _load_draft(
         return None
     if speculation.draft_model is None:
         raise UnsupportedModel("speculation with a draft model needs draft_model")
-    draft = load_model(speculation.draft_model)
+    draft = load_model(speculation.draft_model, ops=_ops(speculation.draft_model))
     if draft.vocab_size != target.vocab_size:
         raise UnsupportedModel(
             f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size}"
