@@ -30,7 +30,9 @@ DRY_SUITES = ("tests/unit/engine/test_device.py",)
 FAILURES_SHOWN = 4
 TAIL_CHARACTERS = 1500
 ONE_TEST_S = 240
-WORKERS = min(8, os.cpu_count() or 1)
+WORKERS = min(12, os.cpu_count() or 1)
+WORKER_THREADS = "2"
+"""Of torch on the host: every worker would else take all cores for its references."""
 
 
 class Counts(NamedTuple):
@@ -62,12 +64,13 @@ def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", suite, "-p", "no:cacheprovider", "-q", "--maxfail=20"]
     command += [f"--ignore={name}" for name in without] + [f"--junit-xml={file}", "-o", "addopts="]
     if not stage.dry and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(WORKERS), "--dist", "loadfile"]  # kernels compile on the host
+        command += ["-n", str(WORKERS), "--dist", "worksteal"]  # kernels compile on the host, graphs are made
     if importlib.util.find_spec("pytest_timeout") is not None:
         command += [f"--timeout={ONE_TEST_S}"]
     if importlib.util.find_spec("pytest_asyncio") is None:
         command += ["-W", "ignore::pytest.PytestConfigWarning"]
     environment = {**os.environ, "KEDGE_TEST_DEVICE": "cpu" if stage.dry else "cuda"}
+    environment["OMP_NUM_THREADS"] = WORKER_THREADS
     try:
         answer = subprocess.run(
             command,
