@@ -50,14 +50,15 @@ class TurnNews:
         self._failure = error
         self._arrived.set()
 
-    async def events(self) -> AsyncGenerator[list[TurnEvent], None]:
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """All news in order, then those of the reply. Raises what it failed with in place of what will not come."""
         while True:
             if self._waiting is not None:
                 event, self._waiting = self._waiting, None
-                yield [event]
+                yield event
             elif self._reply is not None and self._heard >= self._reply.told:
-                yield list(self._reply.events)
+                for event in self._reply.events:
+                    yield event
                 return
             elif self._failure is not None:
                 raise self._failure

@@ -52,7 +52,7 @@ class ReplicaCalls:
     @asynccontextmanager
     async def turn(
         self, replica_id: str, call: TurnCall, epoch: int | None
-    ) -> AsyncIterator[AsyncIterator[list[TurnEvent]]]:
+    ) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         """A turn on `replica_id` (ANY_REPLICA: the less loaded). Leaving the context early cancels it there."""
         async with AsyncExitStack() as stack:
             remote = self._turn.options(session_id=replica_id).remote

@@ -120,8 +120,8 @@ class TurnDispatcher:
 
     async def _start(
         self, call: TurnCall, stack: AsyncExitStack
-    ) -> tuple[str, list[TurnEvent], AsyncIterator[list[TurnEvent]]]:
-        """Where the turn runs, its first events and the rest. `stack` then holds the stream."""
+    ) -> tuple[str, TurnEvent, AsyncIterator[TurnEvent]]:
+        """Where the turn runs, its first event and the rest. `stack` then holds the stream."""
         deadline_s = time.monotonic() + self._failover_timeout_s
         failed = asked_anew = False
         while True:
@@ -132,7 +132,7 @@ class TurnDispatcher:
             try:
                 stream = await attempt.enter_async_context(self._replicas.turn(replica_id, call, epoch))
                 first = await anext(stream)
-                refusal = first[0].error
+                refusal = first.error
                 if refusal is None:
                     stack.push_async_exit(attempt.pop_all())
                     self._saw(replica_id)
@@ -177,20 +177,18 @@ class TurnDispatcher:
                 raise ServiceError(error_info(error)) from error
 
     async def _events(
-        self, replica_id: str, first: list[TurnEvent], rest: AsyncIterator[list[TurnEvent]]
+        self, replica_id: str, first: TurnEvent, rest: AsyncIterator[TurnEvent]
     ) -> AsyncIterator[TurnEvent]:
-        last: TurnEvent | None = None
+        last = first
         try:
-            for last in first:
+            yield first
+            async for last in rest:
                 yield last
-            async for batch in rest:
-                for last in batch:
-                    yield last
         except ReplicaGone:
             await self._lost(replica_id)
             yield TurnEvent(error=unavailable("the replica was lost during the answer", "replica_lost"))
             return
-        if last is not None and last.finish is None and last.error is None:
+        if last.finish is None and last.error is None:
             yield TurnEvent(error=ErrorInfo(500, "internal_error", "the answer broke off"))
 
     def _saw(self, replica_id: str) -> None:

@@ -144,9 +144,8 @@ class Rig:
         with self.readers.listen(REPLICA_ID) as news:
             turn = asyncio.create_task(self._turn(call, epoch, news))
             try:
-                async for batch in news.events():
-                    for event in batch:
-                        yield event
+                async for event in news.events():
+                    yield event
             finally:
                 turn.cancel()
                 await asyncio.wait([turn])

@@ -59,12 +59,12 @@ async def readers(replica: Replica) -> AsyncIterator[FeedReaders]:
 
 async def all_of(news: TurnNews) -> list[TurnEvent]:
     async with asyncio.timeout(5):
-        return [event async for batch in news.events() for event in batch]
+        return [event async for event in news.events()]
 
 
 async def first_of(news: TurnNews) -> TurnEvent:
     async with asyncio.timeout(5):
-        return (await anext(news.events()))[0]
+        return await anext(news.events())
 
 
 async def test_news_then_the_reply(replica: Replica, readers: FeedReaders) -> None:
