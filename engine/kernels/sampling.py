@@ -157,7 +157,9 @@ def survey_tiles(
         tl.store(masses_RT + row * num_tiles + tiles, masses, tiles < num_tiles)
 
 
-@triton.jit
+# The columns of a table lie one after another, as far apart as it has rows: a variant for each of their alignments
+# would win nothing, since a program reads one number of each.
+@triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "min_p_R", "point_R"])
 def pick_row(
     logits_RV,
     peaks_RT,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from engine.kernels.sampling import BLOCK_TILES, GROUP, PICK_WARPS, SURVEY_TILES, TILE
-from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Report, build
+from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, ROOT, Build, Report, build
 
 VOCAB_TILES = {"fp32": 2048, "bf16": 4096}
 """Tiles of the summary: of up to 128 k and 256 k tokens."""
@@ -120,6 +123,21 @@ def test_nothing_spills(reports: list[tuple[Build, Report]]) -> None:
         assert report.spilled_bytes <= MOST_SPILLED, one
         assert report.fits(one.capability), one
         assert report.registers * 32 * one.num_warps <= 65536, one
+
+
+def test_the_number_of_rows_makes_no_new_variant_of_the_pick() -> None:
+    """It takes the longest of all kernels to compile, and a table's columns begin wherever its rows end."""
+    program = (
+        "from engine.kernels.sampling import pick_row\n"
+        "print(*(each.name for each in pick_row.params if not each.do_not_specialize_on_alignment))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    )
+    specialised = set(done.stdout.split())
+    assert "logits_RV" in specialised
+    assert not specialised & {"temperature_R", "top_k_R", "top_p_R", "min_p_R", "point_R"}
 
 
 def test_streams_are_read_and_written_16_bytes_at_a_time(reports: list[tuple[Build, Report]]) -> None:
