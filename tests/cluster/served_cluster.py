@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,9 +25,15 @@ STOP_TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the system gives out and above those of Ray's workers: nobody takes it in the meantime."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 def eventually(holds: Callable[[], Any], timeout_s: float = 20.0, interval_s: float = 0.1) -> Any:
@@ -40,7 +47,8 @@ def eventually(holds: Callable[[], Any], timeout_s: float = 20.0, interval_s: fl
 
 
 class ServedCluster:
-    """`serve run` in a process group of its own. `edit` changes the parsed config before it is written."""
+    """`serve run` in a process group of its own. `edit` changes the parsed config before it is written; what is put
+    into `environment` before `start` is added to that of `serve run`."""
 
     def __init__(self, config: Path, edit: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         # Ray's sockets need a short path, shorter than pytest's own directories.
@@ -55,6 +63,7 @@ class ServedCluster:
         self.config = self.directory / "cluster.yaml"
         self.config.write_text(yaml.safe_dump(document))
         self.log = self.directory / "log"
+        self.environment: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> None:
@@ -64,6 +73,7 @@ class ServedCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
         }
+        environment |= self.environment
         environment.pop("RAY_ADDRESS", None)
         serve = Path(sys.executable).with_name("serve")
         with self.log.open("wb") as log:
@@ -132,6 +142,11 @@ class ServedCluster:
         accounts = ("total", "free", "cached", "protected", "session", "in_flight", "leaked")
         replicas = self.replicas().values()
         return {account: sum(replica["pages"][account] for replica in replicas) for account in accounts}
+
+    def nothing_runs(self) -> bool:
+        return self.pages()["in_flight"] == 0 and all(
+            replica["live_turns"] == 0 and replica["running"] == 0 for replica in self.replicas().values()
+        )
 
     def pids(self, title: str) -> list[int]:
         """Processes of this cluster (and of no other on the machine) whose title begins so."""

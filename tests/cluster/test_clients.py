@@ -22,12 +22,6 @@ def long_turn(session: Conversation) -> dict[str, Any]:
     }
 
 
-def nothing_runs(cluster: ServedCluster) -> bool:
-    return cluster.pages()["in_flight"] == 0 and all(
-        replica["live_turns"] == 0 and replica["running"] == 0 for replica in cluster.replicas().values()
-    )
-
-
 @pytest.mark.parametrize("chunks_read", [1, 20])
 def test_disconnect_leaves_no_trace(cluster: ServedCluster, client: httpx.Client, chunks_read: int) -> None:
     session = Conversation.open(client)
@@ -36,7 +30,7 @@ def test_disconnect_leaves_no_trace(cluster: ServedCluster, client: httpx.Client
         for number, _ in enumerate(reply.iter_lines()):
             if number >= chunks_read:
                 break
-    eventually(lambda: nothing_runs(cluster), 10)
+    eventually(cluster.nothing_runs, 10)
     expected = [*session.history, 405]
     session.turn([405])
     assert session.history == expected + generate_once(client, expected, 8)
@@ -48,7 +42,7 @@ def test_disconnect_of_a_call_that_does_not_stream(cluster: ServedCluster, clien
     session.turn([400, 401])
     with cluster.client() as leaving, pytest.raises(httpx.ReadTimeout):
         leaving.post("/generate", json=long_turn(session) | {"stream": False}, timeout=0.5)
-    eventually(lambda: nothing_runs(cluster), 10)
+    eventually(cluster.nothing_runs, 10)
     session.turn([405])
     session.close()
 

