@@ -87,6 +87,8 @@ class AttentionTables:
     """By pool, int64 [N]"""
     max_query_len: int
     max_kv_len: int
+    live_items_1: Tensor | None = None
+    """int32 [1]: how many items come before padding; None: all, or the host knows no better"""
 
 
 class TableAttention(Protocol):

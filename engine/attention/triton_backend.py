@@ -7,6 +7,7 @@ A = H * D.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ FIRST_WITH_FP8 = 89
 LOG2_E = math.log2(math.e)
 WIDE_ELEMENTS = 2**31
 """Of one head in a layer's pool, from which offsets need 64 bits."""
+
+IDLE_PROGRAMS = 32
+"""So many a multiprocessor are launched for splits that padding might leave room for; those that find none take about
+a microsecond."""
 
 JOIN_ELEMENTS = 512
 """Of a tile's output that a warp holds while it joins splits."""
@@ -55,7 +60,7 @@ class TritonAttention:
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
         self.tiles = tiles or default_tiles(self.head_dim, kv_L2KSD.dtype, capability)
         self.multiprocessors = multiprocessors or num_multiprocessors(self.device)
-        # A step is split only while its tiles are fewer than these programs, so twice as many parts are enough.
+        # Tiles are split only while they are fewer than these programs, so twice as many parts are enough.
         programs = [self.multiprocessors * shape.programs for shape in self.tiles.shapes]
         rows = [2 * n * shape.block_m for n, shape in zip(programs, self.tiles.shapes, strict=True)]
         self.partials = torch.empty(max(rows) * self.block_d, device=self.device)
@@ -79,6 +84,8 @@ class TritonStep:
     def __init__(self, attention: TritonAttention, tables: AttentionTables) -> None:
         self._attention = attention
         self._tables = tables
+        lens_B, live_1 = tables.kv_lens_B, tables.live_items_1
+        self._live_items_1 = lens_B.new_full((1,), len(lens_B)) if live_1 is None else live_1
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
         self.write(layer, kv_N2KD)
@@ -103,13 +110,10 @@ class TritonStep:
         kv_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
         kv_heads, num_slots = kv_2KSD.shape[1], kv_2KSD.shape[2]
         group = heads // kv_heads
-        shape = attention.tiles.shape(tables.max_query_len * group)
-        items = len(tables.kv_lens_B)
-        tile_per_item = tables.max_query_len * group <= shape.block_m
-        num_tiles = items if tile_per_item else rows * group // shape.block_m + items
-        splits = self._splits(shape, num_tiles * kv_heads, pages_BM.shape[1] * paged.page_size)
+        cut = self._cut(rows, kv_heads, group, pages_BM.shape[1] * paged.page_size)
+        shape = cut.shape
         score_scale, cap, factor = _score_constants(traits)
-        paged_attention[(num_tiles, kv_heads, splits)](
+        paged_attention[(cut.num_tiles, kv_heads, cut.splits)](
             out_NA,
             q_NHD,
             kv_2KSD,
@@ -117,11 +121,13 @@ class TritonStep:
             pages_BM,
             tables.query_starts_B1,
             tables.kv_lens_B,
+            self._live_items_1,
             q_NHD if traits.sinks_H is None else traits.sinks_H,
             attention.partials,
             attention.sums,
             attention.counters,
-            items,
+            len(tables.kv_lens_B),
+            cut.programs,
             q_NHD.stride(0),
             q_NHD.stride(1),
             kv_2KSD.stride(0),
@@ -137,9 +143,9 @@ class TritonStep:
             BLOCK_M=shape.block_m,
             BLOCK_N=shape.block_n,
             JOIN_D=min(attention.block_d, JOIN_ELEMENTS * shape.num_warps // shape.block_m),
-            MAX_SPLITS=1 if splits == 1 else attention.tiles.max_splits,
+            MAX_SPLITS=1 if cut.splits == 1 else attention.tiles.max_splits,
             MIN_BLOCKS=triton.cdiv(attention.tiles.min_split, shape.block_n),
-            TILE_PER_ITEM=tile_per_item,
+            TILE_PER_ITEM=cut.tile_per_item,
             Q_FACTOR=factor,
             COMPUTE=_compute_dtype(q_NHD, kv_2KSD),
             HAS_SCALES=scales is not None,
@@ -152,11 +158,31 @@ class TritonStep:
         )
         return out_NA
 
-    def _splits(self, shape: TileShape, programs: int, most_keys: int) -> int:
-        """Of shapes alone: how many there are for each tile and key head; a tile uses as many as its keys fill."""
-        tiles = self._attention.tiles
-        wanted = triton.cdiv(self._attention.multiprocessors * shape.programs, max(1, programs))
-        return max(1, min(int(wanted), tiles.max_splits, -(-most_keys // tiles.min_split)))
+    def _cut(self, rows: int, kv_heads: int, group: int, most_keys: int) -> _Cut:
+        """Of a step's shapes alone. It has between `fewest` and `num_tiles` tiles that are alive: the kernel knows, and
+        uses as many splits as fill the card, and for a tile no more than its keys fill."""
+        attention, items, longest = self._attention, len(self._tables.kv_lens_B), self._tables.max_query_len
+        shape = attention.tiles.shape(longest * group)
+        tile_per_item = longest * group <= shape.block_m
+        full_tiles = 0 if tile_per_item else rows * group // shape.block_m
+        num_tiles, fewest = full_tiles + items, full_tiles + triton.cdiv(rows, longest)
+        programs = attention.multiprocessors * shape.programs
+        affordable = IDLE_PROGRAMS * attention.multiprocessors // max(1, num_tiles * kv_heads)
+        wanted = min(triton.cdiv(programs, max(1, fewest * kv_heads)), affordable)
+        wanted = max(wanted, triton.cdiv(programs, max(1, num_tiles * kv_heads)))
+        splits = min(int(wanted), attention.tiles.max_splits, -(-most_keys // attention.tiles.min_split))
+        return _Cut(shape, tile_per_item, num_tiles, max(1, splits), programs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a step is cut into programs, of which there should be `programs` at least."""
+
+    shape: TileShape
+    tile_per_item: bool
+    num_tiles: int
+    splits: int
+    programs: int
 
 
 def _check(head_dim: int, dtype: torch.dtype, capability: int | None) -> None:

@@ -179,7 +179,7 @@ def _join_splits(
         tl.store(out + out_M[:, None] + column_J[None, :], mean_MJ, mask=inside_MJ)
 
 
-@triton.jit(do_not_specialize=["num_items", "pages_stride", "window"])
+@triton.jit(do_not_specialize=["num_items", "num_programs", "pages_stride", "window"])
 def paged_attention(
     out,
     q,
@@ -188,11 +188,13 @@ def paged_attention(
     pages,
     query_starts,
     kv_lens,
+    live_items,
     sinks,
     partials,
     sums,
     counters,
     num_items,
+    num_programs,
     q_stride_row,
     q_stride_head,
     kv_stride_part,
@@ -221,12 +223,14 @@ def paged_attention(
 ):
     """Writes `out`, dense [rows, heads, DIM]; rows of no item are left as they are.
 
-    `kv` is one layer of the pool [2, K, slots, DIM] and `scales` [2, K, slots] of it. A split has at least MIN_BLOCKS
-    blocks, and one that is alone writes the output itself. Otherwise `partials` [parts, M, D] and `sums`
-    [parts, 2, M] hold what each found, and `counters`, zero before and after, how many of a tile's are done.
-    MAX_SPLITS, a power of two, is the most the grid may have. With TILE_PER_ITEM item b is tile b, else items are found
-    by search. Q_FACTOR is -1 or 0 if the scores' scale is; COMPUTE is the dtype of products; WIDE: a head's offsets
-    need 64 bits. score_scale and cap hold log2(e), see _attend_block.
+    `kv` is one layer of the pool [2, K, slots, DIM] and `scales` [2, K, slots] of it. A tile is cut into as many of the
+    grid's splits as it takes to have `num_programs` beside the other tiles of the `live_items` that come before
+    padding, so that fewer than twice as many parts are made. A split has at least MIN_BLOCKS blocks, and one that is
+    alone writes the output itself. Otherwise `partials` [parts, M, D] and `sums` [parts, 2, M] hold what each found,
+    and `counters`, zero before and after, how many of a tile's are done. MAX_SPLITS, a power of two, is the most the
+    grid may have. With TILE_PER_ITEM item b is tile b, else items are found by search. Q_FACTOR is -1 or 0 if the
+    scores' scale is; COMPUTE is the dtype of products; WIDE: a head's offsets need 64 bits. score_scale and cap hold
+    log2(e), see _attend_block.
     """
     tile = (
         tl.num_programs(0) - 1 - tl.program_id(0)
@@ -254,8 +258,14 @@ def paged_attention(
     begin = first_key // BLOCK_N
     end = last_key // BLOCK_N + 1
     num_used = 1
+    num_splits = 1
     if MAX_SPLITS > 1:
-        share = tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), MIN_BLOCKS)
+        live_tiles = tl.load(live_items)
+        if not TILE_PER_ITEM:
+            live_tiles += tl.load(query_starts + num_items) * GROUP // BLOCK_M
+        wanted = tl.cdiv(num_programs, tl.maximum(live_tiles * tl.num_programs(1), 1))
+        num_splits = tl.minimum(tl.num_programs(2), wanted)
+        share = tl.maximum(tl.cdiv(end - begin, num_splits), MIN_BLOCKS)
         num_used = tl.cdiv(end - begin, share)
         if split >= num_used:
             return
@@ -317,8 +327,8 @@ def paged_attention(
 
     out_M = (row_M * (tl.num_programs(1) * GROUP) + head_M) * DIM
     if MAX_SPLITS > 1 and num_used > 1:
-        tile_and_head = tl.program_id(0) * tl.num_programs(1) + kv_head
-        first_part = (tile_and_head * tl.num_programs(2)).to(tl.int64)
+        tile_and_head = tile * tl.num_programs(1) + kv_head
+        first_part = (tile_and_head * num_splits).to(tl.int64)
         part = first_part + split
         part_M = tl.arange(0, BLOCK_M)
         tl.store(sums + part * 2 * BLOCK_M + part_M, max_M)

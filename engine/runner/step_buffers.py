@@ -71,6 +71,8 @@ class StepTensors:
         self.sampled_N.copy_(ints_FN[SAMPLED])
         self.tables.query_starts_B1[1:].copy_(ints_FN[END, : self.shape.items])
         self.tables.kv_lens_B.copy_(ints_FN[KV_LEN, : self.shape.items])
+        assert self.tables.live_items_1 is not None
+        torch.sum(self.tables.kv_lens_B > 0, 0, True, dtype=torch.int32, out=self.tables.live_items_1)
         for pool, slots_N in enumerate(self.tables.slots_PN):
             slots_N.copy_(ints_FN[SLOT + pool, :rows])
 
@@ -109,6 +111,7 @@ class StepBuffers:
         self._longs_XN = torch.zeros((3 + num_pools, max_rows), dtype=torch.int64, device=device)
         self._starts_B1 = torch.zeros(max_items + 1, dtype=torch.int32, device=device)
         self._kv_lens_B = torch.zeros(max_items, dtype=torch.int32, device=device)
+        self._live_items_1 = torch.zeros(1, dtype=torch.int32, device=device)
         pages_shape = (num_pools, max_items, max_pages)
         self._pages_PBM = torch.full(pages_shape, -1, dtype=torch.int32, device=device)
         self._packed_pages = torch.zeros(self._pages_PBM.numel(), dtype=torch.int32, device=device)
@@ -130,6 +133,7 @@ class StepBuffers:
             tuple(self._longs_XN[3:, :rows].unbind(0)),
             1 if shape.decode else max_query_len or rows,
             self._max_kv_len,
+            self._live_items_1,
         )
         ints_FN = self._ints[: self._num_fields * rows].view(self._num_fields, rows)
         tokens_N, positions_N, sampled_N = self._longs_XN[:3, :rows].unbind(0)

@@ -114,6 +114,23 @@ def test_splits_are_used_and_change_nothing() -> None:
     assert check(shape, tiles=ONE_SPLIT).sums.isnan().all()
 
 
+@pytest.mark.parametrize("items", [((5, 290),), ((5, 290), (1, 70), (3, 200))])
+def test_padding_takes_no_splits_from_what_is_alive(items: tuple[tuple[int, int], ...]) -> None:
+    """A captured step has room for as many items as rows; a turn's few new tokens on a long history are one of them."""
+    shape = Shape(items, page_size=16, padding_items=40, padding_rows=40)
+    stage = make_stage(shape, 2)
+    expected, stage = stage.expected(), make_stage(shape, 2)
+    tables = replace(stage.tables(), max_query_len=shape.rows + shape.padding_rows)
+    for live, split in ((None, False), (len(items), True)):
+        counted = None if live is None else torch.tensor([live], dtype=torch.int32, device=DEVICE)
+        with memory_of_nan():
+            attention = TritonAttention(stage.pool, SMALL_TILES, multiprocessors=16)
+        got = stage.got(attention, replace(tables, live_items_1=counted))
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+        assert attention.sums.isnan().all() != split
+        assert not attention.counters.any()
+
+
 def test_tables_may_hold_other_contents() -> None:
     """As when a graph is replayed: same tensors, same launches; contexts, items and padding change under them."""
     few = Shape(((1, 20), (1, 150)), padding_items=2, padding_rows=2, spare_pages=41)

@@ -14,7 +14,7 @@ from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Constan
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", FP8: "fp8e4nv"}
 DIVISIBLE = (
-    "out q kv scales pages query_starts kv_lens partials sums counters "
+    "out q kv scales pages query_starts kv_lens live_items partials sums counters "
     "q_stride_row q_stride_head kv_stride_part kv_stride_head"
 )
 WIDE_COPY = "LDGSTS.E.BYPASS.128"
@@ -54,8 +54,10 @@ def attention(
         **dict.fromkeys(("out", "q"), "*" + NAMES[q]),
         "kv": "*" + NAMES[kv],
         **dict.fromkeys(("scales", "sinks", "partials", "sums"), "*fp32"),
-        **dict.fromkeys(("pages", "query_starts", "kv_lens", "counters"), "*i32"),
-        **dict.fromkeys(("num_items", "q_stride_row", "q_stride_head", "kv_stride_head"), "i32"),
+        **dict.fromkeys(("pages", "query_starts", "kv_lens", "live_items", "counters"), "*i32"),
+        **dict.fromkeys(
+            ("num_items", "num_programs", "q_stride_row", "q_stride_head", "kv_stride_head"), "i32"
+        ),
         **dict.fromkeys(("pages_stride", "window"), "i32"),
         "kv_stride_part": "i64",
         **dict.fromkeys(("score_scale", "cap"), "fp32"),
