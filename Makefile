@@ -3,12 +3,14 @@
 # make check   linters, types, import and size rules
 #
 # CONFIG=path      another cluster
+# PROXY=haproxy    HAProxy in place of Ray Serve's own proxy (Linux)
 # PYTHON=python3.x another interpreter (3.11 or newer)
 # PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch
 # TEST_ARGS=...    more arguments to pytest
 
 PYTHON ?= python3
 CONFIG ?= configs/cluster.yaml
+PROXY ?=
 PIP_ARGS ?=
 TEST_ARGS ?=
 
@@ -22,9 +24,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .PHONY: serve test check format install install-dev clean
 .DELETE_ON_ERROR:
 
+# Ray Serve takes these from the environment only.
+HAPROXY := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_HAPROXY_BINARY_PATH="$(CURDIR)/$(BIN)/kedge-haproxy"
+
 serve: install
 	$(BIN)/python -m serving.config $(CONFIG)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
+	$(if $(filter haproxy,$(PROXY)),$(HAPROXY)) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
 
 test: install-dev
 	$(BIN)/python -m pytest $(TEST_ARGS)

@@ -13,6 +13,8 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
+from grpc import StatusCode
+from grpc.aio import AioRpcError
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
@@ -20,12 +22,17 @@ from ray.serve.handle import DeploymentHandle
 from serving.event_feed import FeedBatch
 from serving.feed_reader import FeedReaders, TurnNews
 from serving.routing_errors import ReplicaGone
-from serving.turns import TurnCall, TurnEvent
+from serving.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
 
 ANY_REPLICA = ""
 CANCEL_TIMEOUT_S = 1.0
+TOO_LARGE = ErrorInfo(
+    413,
+    "request_too_large",
+    "The request is larger than a replica takes in one message (RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH).",
+)
 LOST = (
     RayActorError,
     TaskCancelledError,
@@ -130,6 +137,9 @@ async def _end(news: TurnNews, response: Any, replica_id: str) -> None:
         lost = ReplicaGone(replica_id)
         lost.__cause__ = error
         news.fail(lost)
+    except AioRpcError as error:
+        too_large = error.code() is StatusCode.RESOURCE_EXHAUSTED
+        news.fail(ServiceError(TOO_LARGE) if too_large else error)
     except Exception as error:
         news.fail(error)
 

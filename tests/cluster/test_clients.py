@@ -96,6 +96,7 @@ def test_idle_session_expires_but_not_during_a_turn(cluster: ServedCluster, clie
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "y"}),
         ("/v1/chat/completions", {"model": "another", "messages": [{"role": "user", "content": "x"}]}),
         ("/v1/completions", {"model": "kedge-chat", "prompt": "x", "temperature": -1}),
+        ("/v1/completions", {"model": "kedge-chat", "prompt": "x" * 5_000_000}),
     ],
 )
 def test_bad_input_is_a_4xx_and_changes_no_books(

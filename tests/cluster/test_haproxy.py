@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,14 +27,10 @@ def two_ingresses(document: dict[str, Any]) -> None:
 
 def haproxy_environment(served: ServedCluster) -> dict[str, str]:
     """Serve's settings, with files and ports that no other cluster on this machine has."""
-    # -dS: without it a client that leaves is not noticed while its turn runs, and a thread of HAProxy spins until then.
-    wrapper = served.directory / "haproxy"
-    wrapper.write_text(f'#!/bin/sh\nexec {BINARY} -dS "$@"\n')
-    wrapper.chmod(0o755)
     files = served.directory / "ha"
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("kedge-haproxy")),
         "RAY_SERVE_HAPROXY_NBTHREAD": "2",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
