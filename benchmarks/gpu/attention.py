@@ -55,6 +55,13 @@ def verify_case(dry: bool) -> Case:
     return Case("verify 64 × 8 on 4,096", (8,) * 64, (4104,) * 64)
 
 
+def turn_case(dry: bool) -> Case:
+    """One session's turn in a captured step, which has room for as many items as tokens."""
+    if dry:
+        return Case("turn 5 on 40", (5,), (45,), Heads(4, 2, 16), spare_items=4)
+    return Case("turn of 64 on 32,768, captured", (64,), (32_832,), spare_items=63)
+
+
 def run(stage: Stage) -> None:
     ceilings = measure_ceilings(stage)
     parts: list[tuple[Case, Callable[[Case], None]]] = []
@@ -65,9 +72,8 @@ def run(stage: Stage) -> None:
     extends = extend_cases(stage.dry)
     parts += [(case, partial(extend, stage, EXTEND_TARGET)) for case in extends]
     parts.append((replace(extends[0], kv_dtype="fp8"), partial(extend, stage, None)))
-    parts += [
-        (case, partial(together, stage, ceilings)) for case in (mixed_case(stage.dry), verify_case(stage.dry))
-    ]
+    mixed = (mixed_case(stage.dry), verify_case(stage.dry), turn_case(stage.dry))
+    parts += [(case, partial(together, stage, ceilings)) for case in mixed]
     for case, part in parts:
         if stage.wants(_name(case)):
             stage.attempt(_name(case), partial(part, case))

@@ -6,14 +6,15 @@ Legend: N rows of the step, B items, T one item's tokens, H query heads, K key/v
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from benchmarks.gpu.stage import Stage, Timing, time_device
-from engine.attention.interface import AttentionItem, LayerTraits, TableAttention
+from engine.attention.interface import AttentionItem, AttentionTables, LayerTraits, TableAttention
 from engine.attention.tables import tables_of
 from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings, KVDType
@@ -44,6 +45,8 @@ class Case:
     heads: Heads = Heads()
     kv_dtype: KVDType = "auto"
     page_size: int = 16
+    spare_items: int = 0
+    """Padding, as a captured step has"""
 
     @property
     def kv_bytes(self) -> int:
@@ -92,7 +95,7 @@ class Scene:
             for (q, kv), pages in zip(self._lens(), self.pages, strict=True)
         ]
         slots_N = torch.from_numpy(np.concatenate(slots)).to(device)
-        self.tables = tables_of(items, [slots_N], device)
+        self.tables = _padded(tables_of(items, [slots_N], device), case.spare_items)
         self.traits = LayerTraits(heads.dim**-0.5)
         self.error = float("nan")
 
@@ -157,6 +160,21 @@ class Scene:
 
     def _lens(self) -> list[tuple[int, int]]:
         return list(zip(self.case.query_lens, self.case.kv_lens, strict=True))
+
+
+def _padded(tables: AttentionTables, spare: int) -> AttentionTables:
+    """With room for so many items more, any of which might have all rows."""
+    if not spare:
+        return tables
+    starts_B1, lens_B = tables.query_starts_B1, tables.kv_lens_B
+    return replace(
+        tables,
+        query_starts_B1=torch.cat((starts_B1, starts_B1[-1:].expand(spare))),
+        kv_lens_B=torch.cat((lens_B, lens_B.new_zeros(spare))),
+        pages_PBM=tuple(pad(pages_BM, (0, 0, 0, spare), value=-1) for pages_BM in tables.pages_PBM),
+        max_query_len=len(tables.slots_PN[0]),
+        live_items_1=lens_B.new_full((1,), len(lens_B)),
+    )
 
 
 def _fill(pool: KVPool, generator: torch.Generator) -> None:
