@@ -24,8 +24,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .PHONY: serve test check format install install-dev clean
 .DELETE_ON_ERROR:
 
-# Ray Serve takes these from the environment only.
-HAPROXY := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_HAPROXY_BINARY_PATH="$(CURDIR)/$(BIN)/kedge-haproxy"
+# Ray Serve takes these from the environment only; docs/operations.md, "Behind HAProxy", says what they do.
+HAPROXY := RAY_SERVE_ENABLE_HA_PROXY=1 \
+	RAY_SERVE_HAPROXY_BINARY_PATH="$(CURDIR)/$(BIN)/kedge-haproxy" \
+	RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 \
+	RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0 \
+	RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=0
 
 serve: install
 	$(BIN)/python -m serving.config $(CONFIG)

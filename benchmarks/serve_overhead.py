@@ -129,6 +129,14 @@ def row(server: Server, case: Case, runs: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
+def earlier_runs(path: Path | None) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """What a file has of each server and case: a server that cannot run beside another is measured in turn with it."""
+    if path is None or not path.exists():
+        return {}
+    measured = json.loads(path.read_text())["measured"]
+    return {(part["server"]["name"], part["case"]["name"]): part["runs"] for part in measured}
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(title="medians over rounds; times in ms")
     for name in rows[0]:
@@ -156,18 +164,19 @@ def main() -> None:
     parser.add_argument(
         "--case", action="append", metavar="WORDS", help="only cases whose name holds these words"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="runs are added to those that the file has already")
     arguments, extra = parser.parse_known_args()  # the rest goes to kedge bench
     servers: list[Server] = arguments.server or [default]
     cases = [
         case for case in CASES if not arguments.case or any(words in case.name for words in arguments.case)
     ]
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    runs = earlier_runs(arguments.json)
     for case in cases:
         for number in range(arguments.rounds):
             for server in servers:
                 document = run_case(server, case, number, extra)
                 if document is not None:
+                    del document["turns"]  # their percentiles are in the summary
                     runs.setdefault((server.name, case.name), []).append(document)
     rows = [row(server, case, runs.get((server.name, case.name), [])) for case in cases for server in servers]
     print_table(rows)

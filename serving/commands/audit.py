@@ -41,12 +41,12 @@ def audit(
 
 
 def _table(replicas: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table()
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)  # ten columns are to fit into 80 characters
     table.add_column("replica", overflow="fold")
-    table.add_column("pool")
+    table.add_column("pool", overflow="fold")
     for account in ACCOUNTS:
-        table.add_column(account.replace("_", " "), justify="right")
-    table.add_column("host MiB", justify="right")
+        table.add_column(account.replace("_", "\n"), justify="right", overflow="fold")
+    table.add_column("host\nMiB", justify="right", overflow="fold")
     for replica in replicas:
         name, host = str(replica["replica_id"]), _host(replica["host"])
         if not replica["pools"]:
@@ -62,7 +62,7 @@ def _host(accounts: Mapping[str, int] | None) -> str:
         return "?"
     if not accounts["budget_bytes"]:
         return "off"
-    return f"{accounts['used_bytes'] / _MIB:,.1f} / {accounts['budget_bytes'] / _MIB:,.0f}"
+    return f"{accounts['used_bytes'] / _MIB:,.1f}/{accounts['budget_bytes'] / _MIB:,.0f}"
 
 
 def _complaints(found: Mapping[str, Any]) -> Iterator[str]:

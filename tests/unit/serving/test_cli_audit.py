@@ -33,11 +33,15 @@ def replica(name: str, **changes: Any) -> dict[str, Any]:
     return found | {"findings": [], "mismatches": [], "error": None} | changes
 
 
-def audit(*replicas: dict[str, Any], error: str | None = None, options: tuple[str, ...] = ()):
+def audit(
+    *replicas: dict[str, Any], error: str | None = None, options: tuple[str, ...] = (), columns: int = 140
+):
     clean = error is None and all(each["clean"] for each in replicas)
     found = {"clean": clean, "error": error, "replicas": list(replicas)}
     with running(Stub(audit=found)) as stub:
-        result = CliRunner().invoke(app, ["audit", "--url", stub.url, *options], env={"COLUMNS": "140"})
+        result = CliRunner().invoke(
+            app, ["audit", "--url", stub.url, *options], env={"COLUMNS": str(columns)}
+        )
     return result, found
 
 
@@ -46,10 +50,20 @@ def test_clean_books():
     assert result.exit_code == 0
     assert result.output.splitlines()[-1] == "clean"
     full, window = [line for line in result.output.splitlines() if "full" in line or "window" in line][:2]
-    for cell in ("r1", "2,048", "2,000", "15", "1.5 / 512"):
+    for cell in ("r1", "2,048", "2,000", "15", "1.5/512"):
         assert cell in full
     assert "99" in window
     assert "off" in result.output
+
+
+def test_the_table_fits_into_80_columns():
+    books = {"window": BOOKS | {"total": 65_536, "free": 60_000}}
+    result, _ = audit(replica("vkz6qq31", pools=books), columns=80)
+    header, row = result.output.splitlines()[-3:-1]
+    for name in ("cached", "protected", "session", "leaked"):
+        assert name in header
+    for cell in ("vkz6qq31", "window", "65,536", "60,000", "1.5/512"):
+        assert cell in row
 
 
 def test_every_finding_is_named_with_its_last_owner():
