@@ -213,7 +213,8 @@ class ExecutionArgs(StrictModel):
 
 
 class ReplicaArgs(StrictModel):
-    """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine.
+    """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine, and the feed of
+    each ingress is one of them.
 
     With `execution.tensor_parallel` the CPUs and GPUs are those of each rank.
     """
@@ -221,7 +222,7 @@ class ReplicaArgs(StrictModel):
     count: PositiveInt = 2
     num_cpus: Annotated[float, Field(ge=0)] = 0.5
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
-    max_ongoing_requests: PositiveInt = 4096
+    max_ongoing_requests: Annotated[int, Field(ge=64)] = 4096
     graceful_shutdown_timeout_s: Seconds = 20.0
 
 

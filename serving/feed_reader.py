@@ -12,10 +12,11 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from contextvars import Context
 
 from serving.event_feed import FeedBatch
-from serving.replay import merge_events
 from serving.routing_errors import ReplicaGone
+from serving.turn_events import merge_events
 from serving.turns import FeedLine, TurnEvent, TurnReply
 
 logger = logging.getLogger(__name__)
@@ -25,10 +26,15 @@ OpenStream = Callable[[str, str], AsyncGenerator[FeedBatch, None]]
 
 
 class TurnNews:
-    """What has come of one turn and was not read yet. One reader."""
+    """What has come of one turn and was not read yet. One reader.
 
-    def __init__(self, line: FeedLine) -> None:
+    When the reply is there, what went ahead of it must come within `late_timeout_s`.
+    """
+
+    def __init__(self, line: FeedLine, replica_id: str, late_timeout_s: float) -> None:
         self.line = line
+        self._replica_id = replica_id
+        self._late_timeout_s = late_timeout_s
         self._waiting: TurnEvent | None = None
         self._heard = 0
         self._reply: TurnReply | None = None
@@ -64,7 +70,11 @@ class TurnNews:
                 raise self._failure
             else:
                 self._arrived.clear()
-                await self._arrived.wait()
+                try:
+                    async with asyncio.timeout(None if self._reply is None else self._late_timeout_s):
+                        await self._arrived.wait()
+                except TimeoutError:
+                    self.fail(ReplicaGone(self._replica_id))
 
 
 class FeedReader:
@@ -77,7 +87,8 @@ class FeedReader:
         self._silence_timeout_s = silence_timeout_s
         self._numbers = itertools.count()
         self._turns: dict[int, TurnNews] = {}
-        self._task = asyncio.create_task(self._read())
+        # In a context of its own: Serve cancels the calls of a request whose client leaves, and this one is for all.
+        self._task = asyncio.create_task(self._read(), context=Context())
 
     @property
     def ended(self) -> bool:
@@ -86,7 +97,9 @@ class FeedReader:
     @contextmanager
     def listen(self) -> Iterator[TurnNews]:
         number = next(self._numbers)
-        news = self._turns[number] = TurnNews(FeedLine(self._feed_id, number))
+        news = self._turns[number] = TurnNews(
+            FeedLine(self._feed_id, number), self._replica_id, self._silence_timeout_s
+        )
         try:
             yield news
         finally:
@@ -104,12 +117,18 @@ class FeedReader:
                     await self._hand_out(stream)
                 if not self._turns:
                     return
+        except ReplicaGone as error:
+            self._fail(error)
         except Exception as error:
-            lost = error if isinstance(error, ReplicaGone) else ReplicaGone(self._replica_id)
-            if lost is not error:
-                logger.warning("replica %s: the feed broke off: %r", self._replica_id, error)
-            for news in self._turns.values():
-                news.fail(lost)
+            logger.warning("replica %s: the feed broke off: %r", self._replica_id, error)
+            self._fail(ReplicaGone(self._replica_id))
+        except asyncio.CancelledError:
+            self._fail(ReplicaGone(self._replica_id))
+            raise
+
+    def _fail(self, error: ReplicaGone) -> None:
+        for news in self._turns.values():
+            news.fail(error)
 
     async def _hand_out(self, stream: AsyncGenerator[FeedBatch, None]) -> None:
         while True:
@@ -143,6 +162,6 @@ class FeedReaders:
             yield news
 
     async def stop(self) -> None:
-        """Ends all streams; turns that still listen hear nothing more."""
+        """Ends all streams. To turns that still listen their replica is lost."""
         for reader in self._readers.values():
             await reader.stop()

@@ -9,8 +9,8 @@ from controllers.session import Turn
 from engine.api import Finish, FinishReason, TokenDelta
 from serving.mailbox import Inbox
 from serving.metrics import ReplicaMetrics
-from serving.replay import merge_events
 from serving.text import OutputText, TextProcessor
+from serving.turn_events import merge_events
 from serving.turns import TurnCall, TurnEvent, TurnFinish
 
 

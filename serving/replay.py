@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from engine.api import TokenLogprob
 from serving.turns import TextLogprob, TurnEvent, TurnFinish
-
-
-def merge_events(events: list[TurnEvent], last: TurnEvent) -> TurnEvent:
-    """One event that tells what all of them told; totals and the finish are those of `last`."""
-    every = [*events, last]
-    return replace(
-        last,
-        text="".join(event.text for event in every),
-        token_ids=tuple(token for event in every for token in event.token_ids),
-        logprobs=tuple(entry for event in every for entry in event.logprobs),
-        input_logprobs=tuple(entry for event in every for entry in event.input_logprobs),
-    )
 
 
 def encode_result(event: TurnEvent) -> bytes:

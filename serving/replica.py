@@ -52,7 +52,7 @@ class LLMReplica:
     """Actor methods of a replica. Errors cross as data (ErrorInfo), never as pickled exceptions."""
 
     async def __init__(self, args: AppArgs, build_engine: EngineFactory) -> None:  # type: ignore[misc]
-        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._args = args
         self._tasks = BackgroundTasks()
         mailbox = Mailbox(asyncio.get_running_loop())
@@ -87,11 +87,15 @@ class LLMReplica:
         self._created = int(time.time())
         await self._start()
 
+    async def name(self) -> str:
+        """Which replica this is: calls that go to any ask first, and are then pinned to the one that answered."""
+        return self._replica_id
+
     async def turn(self, call: TurnCall, epoch: int | None, line: FeedLine) -> TurnReply:
         """Runs a turn, see TurnRunner.run. News go ahead over the feed; cancelling the call aborts the turn."""
         with self._feeds.line(line) as told:
             last = await self._turns.run(call, epoch, told.put)
-            return told.reply(last)
+            return await told.reply(last)
 
     async def feed(self, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
         """News of every turn that names this feed, see EventFeeds.stream."""

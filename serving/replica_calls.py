@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from contextvars import Context
 from typing import Any
 
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 from ray.exceptions import RayActorError, TaskCancelledError
-from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError, RequestCancelledError
+from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from serving.event_feed import FeedBatch
 from serving.feed_reader import FeedReaders, TurnNews
 from serving.routing_errors import ReplicaGone
-from serving.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
+from serving.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnReply
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,7 @@ TOO_LARGE = ErrorInfo(
     "request_too_large",
     "The request is larger than a replica takes in one message (RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH).",
 )
-LOST = (
-    RayActorError,
-    TaskCancelledError,
-    RequestCancelledError,
-    DeploymentUnavailableError,
-    ReplicaUnavailableError,
-)
+LOST = (RayActorError, TaskCancelledError, RequestCancelledError, DeploymentUnavailableError)
 
 
 class ReplicaCalls:
@@ -60,14 +54,12 @@ class ReplicaCalls:
     async def turn(
         self, replica_id: str, call: TurnCall, epoch: int | None
     ) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        """A turn on `replica_id` (ANY_REPLICA: the less loaded). Leaving the context early cancels it there."""
-        async with AsyncExitStack() as stack:
-            remote = self._turn.options(session_id=replica_id).remote
-            if replica_id == ANY_REPLICA:
-                replica_id, remote = await stack.enter_async_context(self._any_replica())
-            news = stack.enter_context(self._readers.listen(replica_id))
-            response = remote(call, epoch, news.line)
-            ending = asyncio.create_task(_end(news, response, replica_id))
+        """A turn on `replica_id` (ANY_REPLICA: the less loaded of two). Leaving the context early cancels it there."""
+        if replica_id == ANY_REPLICA:
+            replica_id = await self.call(ANY_REPLICA, "name")
+        with self._readers.listen(replica_id) as news:
+            response = _detached(self._turn.options(session_id=replica_id).remote, call, epoch, news.line)
+            ending = asyncio.create_task(hand_over(news, response, replica_id))
             try:
                 async with aclosing(news.events()) as events:
                     yield events
@@ -75,6 +67,7 @@ class ReplicaCalls:
                 if not ending.done():
                     _cancel(response)
                     await asyncio.wait([ending], timeout=CANCEL_TIMEOUT_S)
+                    ending.cancel()
 
     async def stop(self) -> None:
         """Ends the feeds."""
@@ -82,13 +75,16 @@ class ReplicaCalls:
 
     async def call(self, replica_id: str, method: str, *args: Any) -> Any:
         """One pinned call. Raises ReplicaGone if the replica does not answer in time."""
-        response = self._unary.options(session_id=replica_id, method_name=method).remote(*args)
+        response = _detached(self._unary.options(session_id=replica_id, method_name=method).remote, *args)
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 return await response
         except (*LOST, TimeoutError) as error:
             _cancel(response)
             raise ReplicaGone(replica_id) from error
+        except asyncio.CancelledError:
+            _cancel(response)
+            raise
 
     async def broadcast(self, method: str, *args: Any) -> list[Any]:
         """The answers of all replicas that answer in time, in no order."""
@@ -102,17 +98,6 @@ class ReplicaCalls:
             if isinstance(answer, BaseException):
                 logger.warning("a replica did not answer %s: %s", method, answer)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-    @asynccontextmanager
-    async def _any_replica(self) -> AsyncIterator[tuple[str, Callable[..., Any]]]:
-        """The less loaded of two, and the way to call it once. Raises ReplicaGone if there is none in time."""
-        async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(self._call_timeout_s):
-                    selection = await stack.enter_async_context(self._turn.choose_replica())
-            except (*LOST, TimeoutError) as error:
-                raise ReplicaGone(ANY_REPLICA) from error
-            yield selection.replica_id, partial(self._turn.dispatch, selection)
 
     async def _open_feed(self, replica_id: str, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
         response = self._feed.options(session_id=replica_id).remote(feed_id)
@@ -129,19 +114,29 @@ class ReplicaCalls:
                 _cancel(response)
 
 
-async def _end(news: TurnNews, response: Any, replica_id: str) -> None:
-    """Hands over how the turn ended. However long it takes: the feed tells whether the replica lives."""
+async def hand_over(news: TurnNews, response: Awaitable[TurnReply], replica_id: str) -> None:
+    """How the turn ended, however long it takes: the feed tells whether the replica lives."""
     try:
         news.end(await response)
-    except LOST as error:
-        lost = ReplicaGone(replica_id)
-        lost.__cause__ = error
-        news.fail(lost)
+    except LOST:
+        news.fail(ReplicaGone(replica_id))
     except AioRpcError as error:
-        too_large = error.code() is StatusCode.RESOURCE_EXHAUSTED
-        news.fail(ServiceError(TOO_LARGE) if too_large else error)
+        if error.code() is StatusCode.CANCELLED:  # by a server that stops
+            news.fail(ReplicaGone(replica_id))
+        else:
+            too_large = error.code() is StatusCode.RESOURCE_EXHAUSTED
+            news.fail(ServiceError(TOO_LARGE) if too_large else error)
+    except asyncio.CancelledError:
+        news.fail(ReplicaGone(replica_id))
+        raise
     except Exception as error:
         news.fail(error)
+
+
+def _detached(remote: Callable[..., Any], *args: Any) -> Any:
+    """Calls in a context of its own. Serve cancels the calls of a request whose client leaves, before this end knows
+    why: it would take the replica for lost, and move its sessions. Whoever makes a call cancels it."""
+    return Context().run(remote, *args)
 
 
 def _cancel(response: Any) -> None:

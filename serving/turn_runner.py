@@ -20,8 +20,9 @@ from serving.errors import error_event, error_info
 from serving.live_turn import LiveTurn, TurnTeller
 from serving.mailbox import Mailbox
 from serving.metrics import ReplicaMetrics
-from serving.replay import decode_result, encode_result, merge_events
+from serving.replay import decode_result, encode_result
 from serving.session_host import SessionHost
+from serving.turn_events import merge_events
 from serving.turn_request import RequestBuilder
 from serving.turns import TurnCall, TurnEvent
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -35,6 +38,51 @@ def test_disconnect_leaves_no_trace(cluster: ServedCluster, client: httpx.Client
     session.turn([405])
     assert session.history == expected + generate_once(client, expected, 8)
     session.close()
+
+
+def test_a_client_that_leaves_takes_no_other_with_it(cluster: ServedCluster, client: httpx.Client) -> None:
+    """All turns of a replica share a stream to the ingress, which must not be that of the client that came first."""
+    one, other = neighbours(client)
+    time.sleep(3)  # until the stream of earlier turns has ended, of which nothing tells
+    body = {
+        **long_turn(other),
+        "sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True},
+    }
+
+    def leave() -> None:
+        with cluster.client() as leaving, pytest.raises(httpx.ReadTimeout):
+            leaving.post("/generate", json=long_turn(one) | {"stream": False}, timeout=0.5)
+
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(leave)
+        eventually(lambda: not cluster.nothing_runs(), 10)
+        with client.stream("POST", "/generate", json=body) as stayed:
+            lines = stayed.iter_lines()
+            next(lines)
+            left.result()
+            events = [line for line in lines if line]
+    *events, done = [line.removeprefix("data: ") for line in events]
+    assert done == "[DONE]"
+    assert json.loads(events[-1])["meta_info"]["finish_reason"]["type"] == "length"
+    counts = [len(json.loads(event)["output_ids"]) for event in events]
+    largest = max(after - before for before, after in pairwise(counts))
+    assert largest < 300, "the rest came in one piece, with the reply"
+    eventually(cluster.nothing_runs, 10)
+    for session in (one, other):
+        session.close()
+
+
+def neighbours(client: httpx.Client) -> tuple[Conversation, Conversation]:
+    """Two sessions on one replica."""
+    sessions = [Conversation.open(client) for _ in range(3)]
+    entries = client.get("/v1/kedge/sessions").json()["sessions"]
+    owners = {entry["session_id"]: entry["replica_id"] for entry in entries}
+    pairs = [(one, other) for one in sessions for other in sessions if one is not other]
+    pair = next((one, other) for one, other in pairs if owners[one.session_id] == owners[other.session_id])
+    for session in sessions:
+        if session not in pair:
+            session.close()
+    return pair
 
 
 def test_disconnect_of_a_call_that_does_not_stream(cluster: ServedCluster, client: httpx.Client) -> None:

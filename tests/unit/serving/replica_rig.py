@@ -152,7 +152,7 @@ class Rig:
 
     async def _turn(self, call: TurnCall, epoch: int | None, news: TurnNews) -> None:
         with self.feeds.line(news.line) as told:
-            news.end(told.reply(await self.turns.run(call, epoch, told.put)))
+            news.end(await told.reply(await self.turns.run(call, epoch, told.put)))
 
     async def settled(self) -> None:
         """Waits until nothing is left of any turn."""

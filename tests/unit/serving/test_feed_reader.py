@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextvars import ContextVar
 
 import pytest
 
@@ -72,12 +73,12 @@ async def test_news_then_the_reply(replica: Replica, readers: FeedReaders) -> No
         told.put(token(1))
         assert await first_of(news) == token(1)
         told.put(token(2))
-        news.end(told.reply(LAST))
+        news.end(await told.reply(LAST))
         assert await all_of(news) == [token(2), LAST]
 
 
 async def test_a_reply_that_overtakes_the_feed_waits_for_it() -> None:
-    news = TurnNews(FeedLine("f", 0))
+    news = TurnNews(FeedLine("f", 0), "r", 5.0)
     news.end(TurnReply(2, (LAST,)))
     reading = asyncio.create_task(all_of(news))
     await asyncio.sleep(0)
@@ -93,7 +94,7 @@ async def test_a_reply_that_overtakes_the_feed_waits_for_it() -> None:
 async def test_a_turn_that_is_over_before_the_stream_opens(replica: Replica, readers: FeedReaders) -> None:
     with readers.listen("r") as news, replica.feeds.line(news.line) as told:
         told.put(token(1))
-        news.end(told.reply(LAST))
+        news.end(await told.reply(LAST))
         assert await all_of(news) == [token(1), LAST]
 
 
@@ -153,9 +154,55 @@ async def test_a_stream_that_ended_is_opened_again_for_the_next_turn() -> None:
 
 
 async def test_what_a_call_failed_with_is_raised_in_place_of_the_rest() -> None:
-    news = TurnNews(FeedLine("f", 0))
+    news = TurnNews(FeedLine("f", 0), "r", 5.0)
     news.hear(token(1))
     news.fail(RuntimeError("broken"))
     assert await first_of(news) == token(1)
     with pytest.raises(RuntimeError, match="broken"):
+        await all_of(news)
+
+
+async def test_a_feed_belongs_to_no_request() -> None:
+    """Serve cancels what a request has called when its client leaves: the feed that it opened is for the others too."""
+    request = ContextVar("request", default="none")
+    opened_by = []
+
+    async def stream(*_: str) -> AsyncGenerator[FeedBatch, None]:
+        opened_by.append(request.get())
+        yield {}
+        await asyncio.Event().wait()
+
+    readers = FeedReaders(stream, silence_timeout_s=5.0)
+    request.set("first")
+    with readers.listen("r"):
+        await asyncio.sleep(0.01)
+    await readers.stop()
+    assert opened_by == ["none"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "stopped"])
+async def test_a_feed_that_is_ended_from_outside_leaves_nobody_waiting(how: str) -> None:
+    ended = asyncio.Event()
+
+    async def stream(*_: str) -> AsyncGenerator[FeedBatch, None]:
+        yield {}
+        await ended.wait()
+        raise asyncio.CancelledError  # so Serve ends a call that it has cancelled itself
+
+    readers = FeedReaders(stream, silence_timeout_s=5.0)
+    with readers.listen("r") as news:
+        await asyncio.sleep(0.01)
+        if how == "cancelled":
+            ended.set()
+        else:
+            await readers.stop()
+        with pytest.raises(ReplicaGone):
+            await all_of(news)
+    await readers.stop()
+
+
+async def test_what_went_ahead_of_the_reply_is_waited_for_but_not_for_ever() -> None:
+    news = TurnNews(FeedLine("f", 0), "r", 0.02)
+    news.end(TurnReply(1, (LAST,)))
+    with pytest.raises(ReplicaGone):
         await all_of(news)
