@@ -14,23 +14,13 @@ from engine.models.loader import load_model
 from engine.models.ops import TorchOps
 from engine.parallel.ranks import OneRank
 from engine.settings import CacheSettings, EngineSettings, ModelSettings, SpeculationSettings
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+from tests.unit.engine.tiny_llama import TINY_LLAMA
 
 
 def test_the_draft_model_has_the_operators_of_its_device_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     model = ModelSettings(str(tmp_path), load_format="dummy", device="cpu")
     chosen, given = TorchOps(), []
 

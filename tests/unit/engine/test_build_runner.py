@@ -24,17 +24,8 @@ from engine.runner.kv_pool import PoolTooSmall, make_kv_pool
 from engine.runner.sample_table import pick_by_row
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ExecutionSettings, ModelSettings, SchedulerSettings
+from tests.unit.engine.tiny_llama import TINY_LLAMA
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 PAGE_BYTES = 2 * 2 * 16 * 4 * 4
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -42,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0)
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     directory = tmp_path_factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(TINY_LLAMA))
     return load_model(ModelSettings(str(directory), load_format="dummy", device="cpu"))
 
 

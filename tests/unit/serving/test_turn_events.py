@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.api import TokenLogprob
@@ -17,7 +19,7 @@ def entries(count: int, first: int = 0) -> tuple[TextLogprob, ...]:
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(0, 0), (4, 0), (5, 0), (0, 5), (9, 3), (8, 4), (3, 2), (23, 17)]
 )
-def test_pieces_are_small_and_tell_the_same(inputs: int, outputs: int, end: dict[str, object]) -> None:
+def test_pieces_are_small_and_tell_the_same(inputs: int, outputs: int, end: dict[str, Any]) -> None:
     whole = TurnEvent(
         text="abc",
         token_ids=(1, 2),
@@ -25,7 +27,7 @@ def test_pieces_are_small_and_tell_the_same(inputs: int, outputs: int, end: dict
         completion_tokens=2,
         logprobs=entries(outputs),
         input_logprobs=entries(inputs, 100),
-        **end,  # type: ignore[arg-type]
+        **end,
     )
     *ahead, last = pieces = list(split_event(whole, 4))
     assert all(event_weight(piece) <= 4 for piece in pieces)
