@@ -101,17 +101,13 @@ class ReplicaCalls:
 
     async def _open_feed(self, replica_id: str, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
         response = self._feed.options(session_id=replica_id).remote(feed_id)
-        ended = False
         try:
             async for batch in response:
                 yield batch
-            ended = True
         except LOST as error:
-            ended = True
             raise ReplicaGone(replica_id) from error
         finally:
-            if not ended:
-                _cancel(response)
+            _cancel(response)
 
 
 async def hand_over(news: TurnNews, response: Awaitable[TurnReply], replica_id: str) -> None:
@@ -140,6 +136,6 @@ def _detached(remote: Callable[..., Any], *args: Any) -> Any:
 
 
 def _cancel(response: Any) -> None:
-    """Serve's `cancel` raises what the call itself failed with; there is nothing to cancel then."""
+    """Does nothing to a call that has ended. Serve's `cancel` raises what it ended with, if it failed."""
     with suppress(Exception):
         response.cancel()
