@@ -28,6 +28,12 @@ class Conversation:
         assert reply.status_code == 200, reply.text
         return cls(client, reply.json())
 
+    def exact_turn(self, new: list[int], *, resumed: bool = False) -> None:
+        """A turn that must say what one fresh request with the whole history says."""
+        expected = self.history + new
+        self.turn(new, resumed=resumed)
+        assert self.history == expected + generate_once(self.client, expected, 8)
+
     def turn_cut_off(self, kill: Callable[[], None]) -> list[str]:
         """The lines of a long streamed turn in which `kill` is called after a few."""
         body = {
