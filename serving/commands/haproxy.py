@@ -1,11 +1,12 @@
 """`kedge-haproxy`: the HAProxy of `ray[serve]` as Kedge needs it, for RAY_SERVE_HAPROXY_BINARY_PATH.
 
-Ray Serve starts it with `-f CONFIG` at every change of that file, which it writes itself. Two things about it cannot be
+Ray Serve starts it with `-f CONFIG` at every change of that file, which it writes itself. Three things about it cannot be
 set there:
 
 - With splicing HAProxy 2.8 may not notice that a client has left while its turn runs: the turn runs to its end and
   commits, and a thread of HAProxy spins until then. `-dS` turns splicing off.
 - Its pages for metrics and statistics listen on every interface, wherever the front end listens.
+- Its admin socket obeys every user of the machine.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from pathlib import Path
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 FRONT_END = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTILINE)
 OWN_PAGES = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )\*?:", re.MULTILINE)
+ADMIN_SOCKET = re.compile(r"^(\s*stats socket .+ mode )666(?= level admin)", re.MULTILINE)
 
 
-def with_own_pages_at_the_front_end(config: str) -> str:
-    """The configuration with HAProxy's own pages on the interface of the HTTP front end."""
+def closed_to_others(config: str) -> str:
+    """The configuration with HAProxy's own pages on the interface of the HTTP front end, and its admin socket for the
+    user who runs it."""
+    config = ADMIN_SOCKET.sub(r"\g<1>600", config)
     front_end = FRONT_END.search(config)
     if front_end is None:
         return config
@@ -39,6 +43,6 @@ def main() -> None:
     arguments = sys.argv[1:]
     if "-f" in arguments:
         path = Path(arguments[arguments.index("-f") + 1])
-        path.write_text(with_own_pages_at_the_front_end(path.read_text()))
+        path.write_text(closed_to_others(path.read_text()))
     binary = get_haproxy_binary()
     os.execv(binary, [binary, "-dS", *arguments])
