@@ -1,7 +1,7 @@
 """`kedge-haproxy`: the HAProxy of `ray[serve]` as Kedge needs it, for RAY_SERVE_HAPROXY_BINARY_PATH.
 
-Ray Serve starts it with `-f CONFIG` at every change of that file, which it writes itself. Three things about it cannot be
-set there:
+Ray Serve starts it with `-f CONFIG` at every change of that file, which it writes itself. Three things about it cannot
+be set there:
 
 - With splicing HAProxy 2.8 may not notice that a client has left while its turn runs: the turn runs to its end and
   commits, and a thread of HAProxy spins until then. `-dS` turns splicing off.
