@@ -150,6 +150,10 @@ class GenerateRequest:
 
     Ownership: `history` is read by the engine's thread until the final delta; its owner must not change the
     first `history_len` entries before that. A request with `session_id` continues (or starts) that session's KV.
+
+    `resumed_tokens` are output that another engine has made. They count as this one's own, and the request goes on
+    behind them. The first delta tells them again; log-probabilities, those of the input included, are not computed
+    for what was made there.
     """
 
     request_id: str
@@ -162,6 +166,7 @@ class GenerateRequest:
     priority: int = 0
     logprobs: LogprobParams | None = None
     watcher: TextWatcher | None = None
+    resumed_tokens: Sequence[int] = ()
 
     @property
     def prompt_len(self) -> int:

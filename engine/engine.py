@@ -32,6 +32,7 @@ from engine.api import (
 )
 from engine.batch import ScheduledBatch
 from engine.counters import EngineCounters
+from engine.request import check_resumed
 from engine.runner.protocol import Launch, Runner, RunnerLost
 from engine.scheduler import Scheduler
 from engine.settings import BooksCheck, SchedulerSettings
@@ -327,6 +328,7 @@ class LocalEngine:
                 f"the model's context length is {self.max_context_len}",
                 param="input_ids",
             )
+        check_resumed(request, self.vocab_size, self.max_context_len)
         longest = min(request.prompt_len + request.sampling.max_new_tokens, self.max_context_len)
         pages = pages_for(longest, self._cache.page_size)
         if pages > self._cache.num_pages:

@@ -88,7 +88,8 @@ class Scheduler:
         return session_id in self._sessions_in_turn
 
     def add(self, spec: GenerateRequest) -> TokenDelta | None:
-        """Queues a request. Returns its final delta if it cannot even wait: its id or session is in use."""
+        """Queues a request. Returns its final delta if it cannot even wait, since its id or session is in use, or need
+        not; and its first one if it resumes."""
         if spec.request_id in self._live:
             error = SessionBusy(f"request id {spec.request_id} is in flight", param="request_id")
             return refusal(spec, error)
@@ -100,7 +101,7 @@ class Scheduler:
         self._arrivals += 1
         self._live[spec.request_id] = request
         self._queue(request)
-        return None
+        return self._resume(request) if spec.resumed_tokens else None
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """Ends a request now; its session stands at its last commit. None for unknown ids."""
@@ -216,6 +217,12 @@ class Scheduler:
                 self._cache.slide(kv, request.rollback_len)
         return deltas
 
+    def _resume(self, request: LiveRequest) -> TokenDelta:
+        """Tells again what the request begins with, which may be its end already."""
+        finish = self._stops.resume(request)
+        told = tuple(request.spec.resumed_tokens[: request.num_output])
+        return delta_of(request, told, (), ()) if finish is None else self._end(request, finish, told)
+
     def _accept(self, request: LiveRequest, item: BatchItem, result: ItemOutput) -> TokenDelta | None:
         finish = None
         accepted = 0
@@ -264,8 +271,8 @@ class Scheduler:
         kv = request.kv
         assert kv is not None
         if request.cached_tokens is None:
-            request.cached_tokens = kv.committed_len
-            self._counters.cached_tokens += kv.committed_len
+            request.cached_tokens = min(kv.committed_len, request.prompt_len)
+            self._counters.cached_tokens += request.cached_tokens
         self._counters.prefill_tokens += len(request.tokens) - kv.committed_len
         self._waiting.remove(request)
         self._runs += 1

@@ -17,6 +17,15 @@ class StopCriteria:
     def max_context_len(self) -> int:
         return self._max_context_len
 
+    def resume(self, request: LiveRequest) -> Finish | None:
+        """Accepts the request's resumed tokens, up to the one that ends it if there is one. Call it once, first."""
+        for token_id in request.spec.resumed_tokens:
+            request.accept(token_id)
+            finish = self.check(request, token_id)
+            if finish is not None:
+                return finish
+        return None
+
     def check(self, request: LiveRequest, token_id: int) -> Finish | None:
         """Call once per accepted token, in order, after `request.accept`."""
         spec = request.spec
