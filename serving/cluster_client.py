@@ -6,6 +6,7 @@ nothing, and under one idempotency key, so that a turn that did commit is answer
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ from serving.errors import error_info, unavailable
 from serving.metrics import IngressMetrics, merge_expositions, render_gauges
 from serving.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.routing_errors import ReplicaGone
-from serving.turn_dispatch import TurnDispatcher
+from serving.turn_dispatch import NEWCOMER_GRACE_S, RETRY_PAUSE_S, TurnDispatcher
 from serving.turns import (
     ErrorInfo,
     ForkedSession,
@@ -33,7 +34,10 @@ from serving.turns import (
 
 
 class ClusterClient:
-    """Implements TurnService (serving/turns.py). One per ingress process; used on its event loop."""
+    """Implements TurnService (serving/turns.py). One per ingress process; used on its event loop.
+
+    A replica that has made itself known to the controller is given `newcomer_grace_s` to appear here, too.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class ClusterClient:
         dispatcher: TurnDispatcher,
         metrics: IngressMetrics,
         settings: dict[str, Any],
+        newcomer_grace_s: float = NEWCOMER_GRACE_S,
     ) -> None:
         self._model = model
         self._replicas = replicas
@@ -51,6 +56,7 @@ class ClusterClient:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._settings = settings
+        self._newcomer_grace_s = newcomer_grace_s
 
     @property
     def model(self) -> ModelInfo:
@@ -110,7 +116,9 @@ class ClusterClient:
             expected = {status.replica_id for status in await self._controller.replicas()}
         except ControllerError as error:
             return cluster_audit(answers, (), f"who should have answered is not known: {error.message}")
-        return cluster_audit(answers, expected)
+        silent = expected - {answer["replica_id"] for answer in answers}
+        late = await asyncio.gather(*map(self._late_audit, silent))
+        return cluster_audit([*answers, *(answer for answer in late if answer is not None)], expected)
 
     async def server_info(self) -> dict[str, Any]:
         return {
@@ -133,6 +141,19 @@ class ClusterClient:
         except ReplicaGone:
             return False
         return True
+
+    async def _late_audit(self, replica_id: str) -> dict[str, Any] | None:
+        """Of a replica that the broadcast did not reach."""
+        deadline_s = time.monotonic() + self._newcomer_grace_s
+        while True:
+            try:
+                answer: dict[str, Any] = await self._replicas.call(replica_id, "audit")
+            except ReplicaGone:
+                if time.monotonic() + RETRY_PAUSE_S > deadline_s:
+                    return None
+                await asyncio.sleep(RETRY_PAUSE_S)
+            else:
+                return answer
 
     async def _controller_stats(self) -> dict[str, float]:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from controllers.errors import ControllerError, StoreError
 from controllers.records import ReplicaStatus
 from serving.audit_reply import cluster_audit, failed_audit, replica_audit
 from serving.cluster_client import ClusterClient
+from serving.routing_errors import ReplicaGone
 
 HOST = HostAccounts(budget_bytes=10, used_bytes=4, sessions=1)
 PAGES = PageAccounts(total=10, free=4, cached=2, protected=1, session=1, in_flight=1)
@@ -66,9 +68,26 @@ def test_whoever_did_not_answer_is_named() -> None:
 
 
 class Replicas:
+    """Serve's router knows replica a, and b after it was asked for it `asked` times, if ever."""
+
+    def __init__(self, asked: float = math.inf) -> None:
+        self._asked = asked
+
     async def broadcast(self, method: str) -> list[Any]:
         assert method == "audit"
         return [clean("a")]
+
+    async def call(self, replica_id: str, method: str) -> Any:
+        assert (replica_id, method) == ("b", "audit")
+        if self._asked:
+            self._asked -= 1
+            raise ReplicaGone(replica_id)
+        return clean("b")
+
+
+def client_of(replicas: Replicas, controller: Controller, grace_s: float) -> ClusterClient:
+    parts: dict[str, Any] = {"replicas": replicas, "controller": controller, "newcomer_grace_s": grace_s}
+    return ClusterClient(model=None, dispatcher=None, metrics=None, settings={}, **parts)  # type: ignore[arg-type]
 
 
 class Controller:
@@ -83,8 +102,7 @@ class Controller:
 
 @pytest.mark.parametrize("error", [None, StoreError("no answer")])
 async def test_the_controller_knows_who_should_have_answered(error: ControllerError | None) -> None:
-    parts: dict[str, Any] = {"replicas": Replicas(), "controller": Controller(error)}
-    client = ClusterClient(model=None, dispatcher=None, metrics=None, settings={}, **parts)  # type: ignore[arg-type]
+    client = client_of(Replicas(), Controller(error), grace_s=0.0)
     audit = await client.audit()
     assert audit["clean"] is False
     if error is None:
@@ -92,3 +110,10 @@ async def test_the_controller_knows_who_should_have_answered(error: ControllerEr
     else:
         assert audit["error"] == "who should have answered is not known: no answer"
         assert [each["clean"] for each in audit["replicas"]] == [True]
+
+
+async def test_a_replica_that_has_just_started_is_waited_for() -> None:
+    """The controller knows of it a moment before this ingress's router does."""
+    audit = await client_of(Replicas(asked=2), Controller(), grace_s=30.0).audit()
+    assert audit["clean"] is True
+    assert [each["replica_id"] for each in audit["replicas"]] == ["a", "b"]
