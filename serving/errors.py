@@ -33,6 +33,7 @@ STATUS_BY_CODE = MappingProxyType(
 )
 STALE_EPOCH = "stale_epoch"
 SESSION_NOT_FOUND = "session_not_found"
+REPLICA_LOST = "replica_lost"
 DEFAULT_RETRY_AFTER_S = 1.0
 
 

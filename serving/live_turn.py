@@ -11,7 +11,9 @@ from serving.mailbox import Inbox
 from serving.metrics import ReplicaMetrics
 from serving.text import OutputText, TextProcessor
 from serving.turn_events import merge_events
-from serving.turns import TurnCall, TurnEvent, TurnFinish
+from serving.turns import ResumedTurn, TurnCall, TurnEvent, TurnFinish
+
+NOTHING = ResumedTurn(())
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +21,8 @@ class LiveTurn:
     """Owned by the coroutine that streams it. `request_id` is the engine's, unique on this replica.
 
     `turn` is None outside a session. `finish` is set once the engine has sent its final delta; `settled` once the
-    turn has been committed or rolled back (or will be, by a task of its own).
+    turn has been committed or rolled back (or will be, by a task of its own). `resumed` is what the engine's first
+    delta tells again: no time is counted for it, and the log-probabilities in it are added to what is told.
     """
 
     call: TurnCall
@@ -31,6 +34,7 @@ class LiveTurn:
     started_s: float
     output_tokens: list[int] = field(default_factory=list)
     told: list[TurnEvent] = field(default_factory=list)
+    resumed: ResumedTurn = NOTHING
     last_token_s: float | None = None
     finish: Finish | None = None
     settled: bool = False
@@ -56,13 +60,14 @@ class TurnTeller:
         a token. Notes the finish, if it is there."""
         if not deltas:
             return []
-        self._time(live, sum(len(delta.token_ids) for delta in deltas))
+        self._time(live, sum(len(delta.token_ids) for delta in deltas) - len(live.resumed.token_ids))
         *earlier, last = [self._event(live, delta) for delta in deltas]
         event = merge_events(earlier, last) if earlier else last
         live.told.append(event)
         return [event] if event.token_ids or event.text or event.input_logprobs else []
 
     def _event(self, live: LiveTurn, delta: TokenDelta) -> TurnEvent:
+        known, live.resumed = live.resumed, NOTHING
         live.output_tokens.extend(delta.token_ids)
         live.finish = delta.finish
         failed = delta.finish is not None and delta.finish.reason is FinishReason.ERROR
@@ -72,14 +77,15 @@ class TurnTeller:
             prompt_tokens=delta.prompt_tokens,
             cached_tokens=delta.cached_tokens,
             completion_tokens=delta.completion_tokens,
-            logprobs=self._text.text_logprobs(delta.logprobs),
-            input_logprobs=self._text.text_logprobs(delta.input_logprobs),
+            logprobs=known.logprobs + self._text.text_logprobs(delta.logprobs),
+            input_logprobs=known.input_logprobs + self._text.text_logprobs(delta.input_logprobs),
             draft_tokens=delta.draft_tokens,
             accepted_draft_tokens=delta.accepted_draft_tokens,
+            turn_index=None if live.turn is None else live.turn.turn_index,
         )
 
     def _time(self, live: LiveTurn, count: int) -> None:
-        if count == 0:
+        if count <= 0:
             return
         now_s = self._clock()
         if live.last_token_s is None:

@@ -1,4 +1,8 @@
-"""Gets a call to the replica that owns its session, and tries again elsewhere while the client knows nothing of it."""
+"""Gets a call to the replica that owns its session, and to the next one when that is lost, also in mid-stream.
+
+An attempt that the client has heard nothing of is repeated. Behind one that it has heard of the next goes on with the
+very tokens that were told, so that nobody has to hope that two replicas round alike.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from controllers.errors import ControllerError, NoReplica
 from serving.controller_calls import ControllerCalls
-from serving.errors import SESSION_NOT_FOUND, STALE_EPOCH, error_info, unavailable
+from serving.errors import REPLICA_LOST, SESSION_NOT_FOUND, STALE_EPOCH, error_info, unavailable
 from serving.metrics import IngressMetrics
 from serving.ownership_cache import Owner, OwnershipCache
 from serving.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.routing_errors import ReplicaGone
+from serving.told_so_far import ToldSoFar
 from serving.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -26,8 +31,27 @@ RETRY_PAUSE_S = 0.05
 NEWCOMER_GRACE_S = 5.0
 """A replica makes itself known to the controller a moment before this ingress's router hears of it."""
 GONE = unavailable("the session's replica is gone and no other could take over in time")
+LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
+BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
+MOST_TAKEOVERS = 3
+"""Replicas that one turn may lose in mid-stream and go on: it may be what kills them."""
 RETRIED_CODES = frozenset({STALE_EPOCH, "engine_stopped"})
 RETRIED_AFTER_FAILURE = frozenset({"turn_in_flight", SESSION_NOT_FOUND})
+CLIENTS_FAULTS = frozenset({400, 413})
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A call at a replica that has begun to answer it."""
+
+    replica_id: str
+    first: TurnEvent
+    rest: AsyncIterator[TurnEvent]
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        yield self.first
+        async for event in self.rest:
+            yield event
 
 
 class TurnDispatcher:
@@ -55,8 +79,9 @@ class TurnDispatcher:
         """The turn's events; the first is there. Raises ServiceError if the turn was refused."""
         call = _with_key(call)
         async with AsyncExitStack() as stack:
-            replica_id, first, rest = await self._start(call, stack)
-            yield self._events(replica_id, first, rest)
+            attempt = await self._start(call, stack)
+            async with aclosing(self._events(call, attempt, stack)) as events:
+                yield events
 
     async def open_session(
         self, session_id: str | None, tenant: str, timeout_s: float | None, capacity_tokens: int | None
@@ -118,12 +143,10 @@ class TurnDispatcher:
     def forget(self, session_id: str, tenant: str = "") -> None:
         self._owners.forget(tenant, session_id)
 
-    async def _start(
-        self, call: TurnCall, stack: AsyncExitStack
-    ) -> tuple[str, TurnEvent, AsyncIterator[TurnEvent]]:
-        """Where the turn runs, its first event and the rest. `stack` then holds the stream."""
+    async def _start(self, call: TurnCall, stack: AsyncExitStack) -> Attempt:
+        """Tries until a replica answers; `stack` then holds the stream. Raises ServiceError."""
         deadline_s = time.monotonic() + self._failover_timeout_s
-        failed = asked_anew = False
+        failed, asked_anew = call.resumed is not None, False
         while True:
             owner = await self._owner_for(call, deadline_s)
             replica_id = ANY_REPLICA if owner is None else owner.replica_id
@@ -136,7 +159,7 @@ class TurnDispatcher:
                 if refusal is None:
                     stack.push_async_exit(attempt.pop_all())
                     self._saw(replica_id)
-                    return replica_id, first, stream
+                    return Attempt(replica_id, first, stream)
             except ReplicaGone:
                 refusal = GONE
                 await self._lost(replica_id)
@@ -152,7 +175,7 @@ class TurnDispatcher:
                 self._owners.forget(call.tenant, call.session.session_id)
                 asked_anew = True
                 continue
-            if not _retried(refusal, failed):
+            if not _retried(refusal, failed, in_mid_stream=call.resumed is not None):
                 raise ServiceError(refusal)
             if call.session is not None:
                 self._owners.forget(call.tenant, call.session.session_id)
@@ -177,19 +200,52 @@ class TurnDispatcher:
                 raise ServiceError(error_info(error)) from error
 
     async def _events(
-        self, replica_id: str, first: TurnEvent, rest: AsyncIterator[TurnEvent]
-    ) -> AsyncIterator[TurnEvent]:
-        last = first
+        self, call: TurnCall, attempt: Attempt, stack: AsyncExitStack
+    ) -> AsyncGenerator[TurnEvent, None]:
+        """The whole turn, at however many replicas. `stack` holds the stream of the present one."""
+        told = ToldSoFar()
+        for takeovers_left in range(MOST_TAKEOVERS, -1, -1):
+            failure = BROKEN_OFF
+            try:
+                async with aclosing(attempt.events()) as events:
+                    async for event in events:
+                        if event.error is not None and event.error.code in RETRIED_CODES:
+                            failure = event.error
+                            break
+                        news = told.news(event)
+                        if news is not None:
+                            yield news
+                        if event.finish is not None or event.error is not None:
+                            return
+            except ReplicaGone:
+                failure = LOST
+                await self._lost(attempt.replica_id)
+            await stack.aclose()
+            if failure is BROKEN_OFF or not takeovers_left:
+                yield TurnEvent(error=failure)
+                return
+            try:
+                attempt = await self._take_over(call, told, stack)
+            except ServiceError as error:
+                yield TurnEvent(error=error.info)
+                return
+
+    async def _take_over(self, call: TurnCall, told: ToldSoFar, stack: AsyncExitStack) -> Attempt:
+        """The turn goes on behind what the client knows. Raises ServiceError."""
+        self._metrics.failed_over()
+        session = call.session
+        if session is not None:
+            self.forget(session.session_id, call.tenant)
+            # Closed meanwhile, it is not to begin anew.
+            session = replace(session, create=False)
         try:
-            yield first
-            async for last in rest:
-                yield last
-        except ReplicaGone:
-            await self._lost(replica_id)
-            yield TurnEvent(error=unavailable("the replica was lost during the answer", "replica_lost"))
-            return
-        if last.finish is None and last.error is None:
-            yield TurnEvent(error=ErrorInfo(500, "internal_error", "the answer broke off"))
+            return await self._start(replace(call, session=session, resumed=told.begin_again()), stack)
+        except ServiceError as error:
+            # The call was good when it began: what is wrong with it now is nothing that its client could mend.
+            if error.info.status in CLIENTS_FAULTS:
+                logger.warning("request %s cannot go on elsewhere: %s", call.request_id, error.info.message)
+                raise ServiceError(LOST) from error
+            raise
 
     def _saw(self, replica_id: str) -> None:
         self._seen.add(replica_id)
@@ -218,9 +274,12 @@ class TurnDispatcher:
         await asyncio.sleep(RETRY_PAUSE_S)
 
 
-def _retried(refusal: ErrorInfo, failed: bool) -> bool:
-    """After a failed attempt its remains may still be in the way; before, such refusals are the client's affair."""
+def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:
+    """After a failed attempt its remains may still be in the way; before, such refusals are the client's affair. Who
+    is in mid-stream waits for room, too."""
     if refusal.code in RETRIED_CODES or refusal.code == "replica_unavailable":
+        return True
+    if in_mid_stream and refusal.code == "overloaded":
         return True
     return failed and refusal.code in RETRIED_AFTER_FAILURE
 

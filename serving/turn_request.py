@@ -45,6 +45,7 @@ class RequestBuilder:
             namespace=call.tenant,
             logprobs=call.logprobs,
             watcher=self._text.watcher(call.stop, skip_special_tokens=call.skip_special_tokens),
+            resumed_tokens=() if call.resumed is None else call.resumed.token_ids,
         )
 
     def output_text(self, call: TurnCall) -> OutputText:

@@ -16,20 +16,23 @@ from controllers.session import Replay, SessionController, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason
 from serving.background import BackgroundTasks
 from serving.controller_calls import ControllerCalls
-from serving.errors import error_event, error_info
-from serving.live_turn import LiveTurn, TurnTeller
+from serving.errors import REPLICA_LOST, error_event, error_info, unavailable
+from serving.live_turn import NOTHING, LiveTurn, TurnTeller
 from serving.mailbox import Mailbox
 from serving.metrics import ReplicaMetrics
 from serving.replay import decode_result, encode_result
 from serving.session_host import SessionHost
 from serving.turn_events import merge_events
 from serving.turn_request import RequestBuilder
-from serving.turns import TurnCall, TurnEvent
+from serving.turns import ServiceError, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
 
 LOOK_UP_S = 2.0
 ABORT_TIMEOUT_S = 30.0
+OVERTAKEN = unavailable(
+    "the replica was lost during the answer, and the session has gone on without this turn", REPLICA_LOST
+)
 
 
 class TurnRunner:
@@ -66,7 +69,7 @@ class TurnRunner:
         """Tells news as they come; returns the last event, which has a finish or an error."""
         try:
             begun = await self._begin(call, epoch)
-        except (EngineError, ControllerError) as error:
+        except (EngineError, ControllerError, ServiceError) as error:
             self._metrics.turn_ended("stale" if isinstance(error, StaleEpoch) else "refused")
             return error_event(error)
         if isinstance(begun, Replay):
@@ -116,6 +119,8 @@ class TurnRunner:
         if isinstance(begun, Replay):
             return begun
         try:
+            if call.resumed is not None and call.resumed.turn_index != begun.turn_index:
+                raise ServiceError(OVERTAKEN)
             if begun.rewound:
                 await self._host.rewind_kv(session.session_id, begun.history_len)
             return await self._submit(call, begun, started_s)
@@ -135,6 +140,8 @@ class TurnRunner:
             inbox=self._mailbox.open(engine_id),
             output=self._builder.output_text(call),
             started_s=started_s,
+            resumed=call.resumed or NOTHING,
+            last_token_s=None if call.resumed is None else started_s,
         )
         try:
             self._engine.submit(request)

@@ -53,11 +53,35 @@ class SessionTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A TokenLogprob with the tokens' texts. Bytes that are no whole character are surrogate escapes in them."""
+
+    token: TokenLogprob
+    text: str
+    top_texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedTurn:
+    """What a client has been told of a turn whose replica was lost: the output so far, to be gone on from.
+
+    `turn_index` says which of its session's turns it is; None outside a session.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TextLogprob, ...] = ()
+    input_logprobs: tuple[TextLogprob, ...] = ()
+    turn_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TurnCall:
     """One generation as the protocols ask for it.
 
     `seed` None means: pick one. `max_new_tokens` None means: as much as the context allows. Both replace the fields of
     `sampling`. `logprobs.input_start` is an absolute position in history + new input, as in the engine.
+
+    `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
     """
 
     request_id: str
@@ -71,15 +95,7 @@ class TurnCall:
     logprobs: LogprobParams | None = None
     session: SessionTurn | None = None
     tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TextLogprob:
-    """A TokenLogprob with the tokens' texts. Bytes that are no whole character are surrogate escapes in them."""
-
-    token: TokenLogprob
-    text: str
-    top_texts: tuple[str, ...] = ()
+    resumed: ResumedTurn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,7 @@ class TurnEvent:
     """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error.
 
     `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
+    `turn_index` says which of its session's turns runs; None outside a session, and in an answer from the log.
     """
 
     text: str = ""
@@ -121,6 +138,7 @@ class TurnEvent:
     error: ErrorInfo | None = None
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    turn_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -62,33 +63,42 @@ class LocalController:
         return call
 
 
+def local_controller(directory: Path) -> LocalController:
+    settings = ClusterSettings(store_path=str(directory / "log.sqlite3"))
+    store = SqliteSessionStore(settings.store_path)
+    return LocalController(Cluster(settings, store, time.time, time.perf_counter))
+
+
 class SlowRunner(NullRunner):
-    """A null runner whose steps take `step_s`, so that a test can act during a turn."""
+    """A null runner whose steps take `step_s`, so that a test can act during a turn; one that is `wanted` takes no
+    time."""
 
     def __init__(self, *args: Any, step_s: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.step_s = step_s
+        self.wanted = threading.Semaphore(0)
 
     def execute(self, batch: Any) -> Any:
-        time.sleep(self.step_s)
+        self.wanted.acquire(timeout=self.step_s)
         return super().execute(batch)
 
 
 class Rig:
-    """Everything of one replica, for tests to look into."""
+    """Everything of one replica, for tests to look into. Those of one `controller` are a cluster."""
 
     def __init__(
         self,
         directory: Path,
         *,
+        replica_id: str = REPLICA_ID,
+        controller: LocalController | None = None,
         idle_timeout_s: float = 3600.0,
         text: TextProcessor | None = None,
         speculation: SpeculationSettings = OFF,
         num_pages: int = 256,
     ) -> None:
-        settings = ClusterSettings(store_path=str(directory / "log.sqlite3"))
-        store = SqliteSessionStore(settings.store_path)
-        self.controller = LocalController(Cluster(settings, store, time.time, time.perf_counter))
+        self.replica_id = replica_id
+        self.controller = controller or local_controller(directory)
         self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512)
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.engine = assemble_engine(
@@ -104,7 +114,7 @@ class Rig:
         self.tasks = BackgroundTasks()
         self.sessions = SessionController(time.monotonic, idle_timeout_s)
         self.host = SessionHost(
-            REPLICA_ID,
+            replica_id,
             self.engine,
             self.sessions,
             self.controller,  # type: ignore[arg-type]
@@ -112,7 +122,7 @@ class Rig:
             engine_timeout_s=5.0,
         )
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
-        self.metrics = ReplicaMetrics(REPLICA_ID, self.engine.stats)
+        self.metrics = ReplicaMetrics(replica_id, self.engine.stats)
         self.turns = TurnRunner(
             engine=self.engine,
             sessions=self.sessions,
@@ -141,7 +151,7 @@ class Rig:
 
     async def events(self, call: TurnCall, epoch: int | None = None) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events as an ingress reads them. Closing it cancels the turn."""
-        with self.readers.listen(REPLICA_ID) as news:
+        with self.readers.listen(self.replica_id) as news:
             turn = asyncio.create_task(self._turn(call, epoch, news))
             try:
                 async for event in news.events():

@@ -20,7 +20,7 @@ from serving.live_turn import LiveTurn, TurnTeller
 from serving.mailbox import Inbox
 from serving.metrics import ReplicaMetrics
 from serving.replay import decode_result, encode_result
-from serving.turns import TurnEvent, TurnFinish
+from serving.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
 from tests.unit.serving.local_service import LocalService
 from tests.unit.serving.test_metrics import stats
 
@@ -64,6 +64,21 @@ def test_a_burst_that_ends_the_turn_and_one_that_says_nothing() -> None:
     teller, live = teller_and_turn()
     assert teller.tell(live, [TokenDelta("r", (), 5, 2, 0, finish=LENGTH)]) == []
     assert live.finish == LENGTH
+
+
+def test_what_is_told_again_takes_no_time_and_has_its_log_probabilities() -> None:
+    teller, live = teller_and_turn()
+    known = tuple(TextLogprob(TokenLogprob(token, -2.0), "x") for token in (300, 301))
+    live.resumed, live.last_token_s = ResumedTurn((300, 301), known, known[:1]), live.started_s
+    (event,) = teller.tell(live, [TokenDelta("r", (300, 301), 5, 2, 2), delta(2)])
+    assert [entry.token.logprob for entry in event.logprobs] == [-2.0, -2.0, -1.0]
+    assert event.input_logprobs == known[:1]
+    assert live.output_tokens == [300, 301, 302]
+    (event,) = teller.tell(live, [delta(3)])
+    assert len(event.logprobs) == 1
+    text = teller._metrics.render()
+    assert 'kedge_ttft_seconds_count{replica="a"} 0.0' in text
+    assert 'kedge_inter_token_seconds_count{replica="a"} 2.0' in text
 
 
 @pytest.mark.parametrize(("proposed", "accepted"), [((0, 0), (0, 0)), ((7, 0), (3, 0)), ((7, 5), (3, 5))])

@@ -1,0 +1,79 @@
+"""What a client has been told of its turn: another replica can go on behind it, and nothing is told twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serving.turns import ResumedTurn, TextLogprob, TurnEvent
+
+
+@dataclass(slots=True)
+class _Amounts:
+    """Parts of an answer, by the fields of TurnEvent: characters, tokens, log-probabilities."""
+
+    text: int = 0
+    token_ids: int = 0
+    logprobs: int = 0
+    input_logprobs: int = 0
+
+
+class ToldSoFar:
+    """Owned by whoever passes a turn's events on. Each attempt at the turn tells it from its beginning."""
+
+    def __init__(self) -> None:
+        self._text_len = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[TextLogprob] = []
+        self._input_logprobs: list[TextLogprob] = []
+        self._turn_index: int | None = None
+        self._again: _Amounts | None = None
+        """What this attempt will still tell once more."""
+
+    def news(self, event: TurnEvent) -> TurnEvent | None:
+        """What of the attempt's next event the client has not been told; None if that is nothing."""
+        if self._again is not None:
+            event = self._cut(event, self._again)
+            if not _says_something(event):
+                return None
+        self._text_len += len(event.text)
+        self._token_ids += event.token_ids
+        self._logprobs += event.logprobs
+        self._input_logprobs += event.input_logprobs
+        if event.turn_index is not None:
+            self._turn_index = event.turn_index
+        return event
+
+    def begin_again(self) -> ResumedTurn:
+        """Another attempt follows, at a replica that is handed this.
+
+        Log-probabilities may travel ahead of their tokens: then they name tokens that are as good as told. Without
+        any token the attempt begins anew, and computes those of the input once more.
+        """
+        ahead = self._logprobs[len(self._token_ids) :]
+        self._again = _Amounts(
+            self._text_len, len(self._token_ids), len(self._logprobs), len(self._input_logprobs)
+        )
+        token_ids = (*self._token_ids, *(entry.token.token_id for entry in ahead))
+        return ResumedTurn(
+            token_ids=token_ids,
+            logprobs=tuple(self._logprobs),
+            input_logprobs=tuple(self._input_logprobs) if token_ids else (),
+            turn_index=self._turn_index,
+        )
+
+    def _cut(self, event: TurnEvent, again: _Amounts) -> TurnEvent:
+        news: dict[str, Any] = {}
+        for part in _Amounts.__slots__:
+            whole, known = getattr(event, part), getattr(again, part)
+            news[part] = whole[known:]
+            setattr(again, part, max(0, known - len(whole)))
+        if event.finish is not None and self._turn_index is not None:
+            # The log may answer what a lost replica ran for this very call: nobody asked twice.
+            news["finish"] = replace(event.finish, replayed=False)
+        return replace(event, **news)
+
+
+def _says_something(event: TurnEvent) -> bool:
+    parts = (event.text, event.token_ids, event.logprobs, event.input_logprobs, event.finish, event.error)
+    return any(map(bool, parts))

@@ -1,0 +1,150 @@
+"""A cluster in this process whose replicas a test can lose at any event: real engines, turns, log and dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from local_service import small_text
+from replica_rig import Rig, local_controller, running_rig
+
+from controllers.cluster import Cluster
+from serving.metrics import IngressMetrics
+from serving.ownership_cache import OwnershipCache
+from serving.replica_calls import ANY_REPLICA
+from serving.routing_errors import ReplicaGone
+from serving.turn_dispatch import TurnDispatcher
+from serving.turn_events import merge_events
+from serving.turns import TurnCall, TurnEvent
+
+STEP_S = 0.03
+"""Of every replica's engine, unless somebody waits for news of a turn: so tokens come one by one, to who reads them."""
+
+
+Loss = Callable[[int, TurnEvent], bool]
+"""Is the replica lost at this event of a turn, the how manieth it is? The event is not told then."""
+
+
+def behind(count: int) -> Loss:
+    return lambda number, _: number == count
+
+
+def at_the_end(_number: int, event: TurnEvent) -> bool:
+    return event.finish is not None or event.error is not None
+
+
+class Replicas:
+    """Stands in for ReplicaCalls.
+
+    `losses` says when a replica is lost; `dead` are lost. A lost replica's turn is cut off, as if its process had died.
+    If it only `seems_lost` the turn goes on unheard: `unheard` are such turns. `calls` are those begun.
+    """
+
+    def __init__(self, rigs: dict[str, Rig]) -> None:
+        self.rigs = rigs
+        self.losses: dict[str, Loss] = {}
+        self.dead: set[str] = set()
+        self.seems_lost = False
+        self.unheard: list[asyncio.Task[list[TurnEvent]]] = []
+        self.calls: list[tuple[str, TurnCall]] = []
+
+    @asynccontextmanager
+    async def turn(
+        self, replica_id: str, call: TurnCall, epoch: int | None
+    ) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        if replica_id == ANY_REPLICA:
+            replica_id = next(name for name in self.rigs if name not in self.dead)
+        if replica_id in self.dead:
+            raise ReplicaGone(replica_id)
+        self.calls.append((replica_id, call))
+        events = self.rigs[replica_id].events(call, epoch)
+        try:
+            yield self._until_lost(replica_id, events)
+        finally:
+            if self.seems_lost and replica_id in self.dead:
+                self.unheard.append(asyncio.create_task(_rest_of(events)))
+            else:
+                await events.aclose()
+
+    async def _until_lost(
+        self, replica_id: str, events: AsyncIterator[TurnEvent]
+    ) -> AsyncGenerator[TurnEvent, None]:
+        lost = self.losses.pop(replica_id, None)
+        number = 0
+        while True:
+            self.rigs[replica_id].runner.wanted.release()
+            event = await anext(events, None)
+            if event is None:
+                return
+            if lost is not None and lost(number, event):
+                self.dead.add(replica_id)
+                raise ReplicaGone(replica_id)
+            number += 1
+            yield event
+
+
+class Failover:
+    """`replicas` over the rigs "a", "b" ...; sessions are opened at "a"."""
+
+    def __init__(self, rigs: list[Rig], failover_timeout_s: float) -> None:
+        self.rigs = rigs
+        self.replicas = Replicas({rig.replica_id: rig for rig in rigs})
+        self.controller = rigs[0].controller
+        self.metrics = IngressMetrics("i")
+        parts: tuple[Any, ...] = (self.replicas, self.controller, OwnershipCache(9), self.metrics)
+        self.dispatcher = TurnDispatcher(*parts, failover_timeout_s=failover_timeout_s)
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.controller.cluster
+
+    def open_session(self, session_id: str, **options: Any) -> None:
+        self.rigs[0].open_session(session_id, **options)
+        for rig in self.rigs[1:]:
+            self.cluster.register_replica(rig.host.status())
+
+    async def events(self, call: TurnCall) -> AsyncGenerator[TurnEvent, None]:
+        """As the protocols read them."""
+        async with self.dispatcher.dispatch(call) as events:
+            async for event in events:
+                yield event
+
+    async def turn(self, call: TurnCall) -> TurnEvent:
+        """The whole turn as one event."""
+        async with aclosing(self.events(call)) as stream:
+            *ahead, last = [event async for event in stream]
+        return merge_events(ahead, last)
+
+    def committed(self, session_id: str) -> tuple[int, int]:
+        """Turns and tokens in the ledger."""
+        (entry,) = (entry for entry in self.cluster.sessions() if entry.session_id == session_id)
+        return entry.turns, entry.tokens
+
+    async def settled(self) -> None:
+        for rig in self.rigs:
+            await rig.settled()
+            report = await asyncio.wrap_future(rig.engine.audit())
+            assert report.clean, report
+
+
+@asynccontextmanager
+async def running_failover(
+    directory: Path, count: int = 2, *, failover_timeout_s: float = 5.0, **options: Any
+) -> AsyncIterator[Failover]:
+    async with AsyncExitStack() as stack:
+        controller = local_controller(directory)
+        rigs = []
+        for name in "abcdefgh"[:count]:
+            rig = await stack.enter_async_context(
+                running_rig(directory, replica_id=name, controller=controller, text=small_text(), **options)
+            )
+            rig.runner.step_s = STEP_S
+            rigs.append(rig)
+        yield Failover(rigs, failover_timeout_s)
+
+
+async def _rest_of(events: AsyncIterator[TurnEvent]) -> list[TurnEvent]:
+    return [event async for event in events]
