@@ -12,8 +12,8 @@ from engine.runner.kv_pool import FP8
 @dataclass(frozen=True, slots=True)
 class TileShape:
     """One variant of the kernel. A tile is `block_m` rows (queries times the heads that share a key head), which take
-    `block_n` keys at a time; both are powers of two from 16. While there are fewer than `programs` programs a
-    multiprocessor, long tiles are split along their keys."""
+    `block_n` keys at a time; both are powers of two from 16. Tiles are split along their keys while that makes no more
+    than `programs` programs a multiprocessor: as many as run at once, or several times as many."""
 
     block_m: int
     block_n: int
@@ -26,11 +26,12 @@ class TileShape:
 class AttentionTiles:
     """`shapes` ascend in block_m: a step takes the first that holds all rows of its longest item, else the last.
 
-    A split is of at least `min_split` tokens; there are at most `max_splits`, a power of two.
+    A split is of at least `min_split` tokens, and of two for each row of its tile, since what it finds is written and
+    read again in float32. There are at most `max_splits`, a power of two.
     """
 
     shapes: tuple[TileShape, ...]
-    min_split: int = 512
+    min_split: int = 128
     max_splits: int = 32
 
     def __post_init__(self) -> None:
@@ -45,6 +46,9 @@ class AttentionTiles:
         """For steps whose longest item has so many rows."""
         return next((shape for shape in self.shapes if rows <= shape.block_m), self.shapes[-1])
 
+    def least_split(self, shape: TileShape) -> int:
+        return max(self.min_split, 2 * shape.block_m)
+
 
 def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) -> AttentionTiles:
     """For a pool of `kv_dtype` on a card (None: the interpreter). Chosen so that nothing spills and shared memory
@@ -56,11 +60,11 @@ def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) 
     hopper = capability is not None and capability >= 90
     fp8 = kv_dtype == FP8
     if head_dim <= 64:
-        narrow, middle = TileShape(16, 128, 4, 3, 8), TileShape(64, 64, 4, 3, 2)
+        narrow, middle = TileShape(16, 128, 4, 3, 12), TileShape(64, 64, 4, 3, 2)
         return AttentionTiles((narrow, middle, TileShape(128, 64, 8, 3, 1)))
     if head_dim <= 128:
         block_n = 64 if hopper else 32
         middle, wide = TileShape(64, block_n, 4, 3, 2), TileShape(128, block_n, 8, 2 if fp8 else 3, 1)
-        return AttentionTiles((TileShape(16, 64, 4, 3, 8), middle, wide))
+        return AttentionTiles((TileShape(16, 64, 4, 3, 12), middle, wide))
     wide = TileShape(64, 64 if hopper and not fp8 else 32, 8, 2, 2)
-    return AttentionTiles((TileShape(16, 32, 4, 3 if hopper else 2, 8), wide))
+    return AttentionTiles((TileShape(16, 32, 4, 3 if hopper else 2, 12), wide))

@@ -31,10 +31,6 @@ LOG2_E = math.log2(math.e)
 WIDE_ELEMENTS = 2**31
 """Of one head in a layer's pool, from which offsets need 64 bits."""
 
-IDLE_PROGRAMS = 32
-"""So many a multiprocessor are launched for splits that padding might leave room for; those that find none take about
-a microsecond."""
-
 JOIN_ELEMENTS = 512
 """Of a tile's output that a warp holds while it joins splits."""
 
@@ -60,9 +56,9 @@ class TritonAttention:
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
         self.tiles = tiles or default_tiles(self.head_dim, kv_L2KSD.dtype, capability)
         self.multiprocessors = multiprocessors or num_multiprocessors(self.device)
-        # Tiles are split only while they are fewer than these programs, so twice as many parts are enough.
+        # Tiles are split into no more parts than these programs.
         programs = [self.multiprocessors * shape.programs for shape in self.tiles.shapes]
-        rows = [2 * n * shape.block_m for n, shape in zip(programs, self.tiles.shapes, strict=True)]
+        rows = [n * shape.block_m for n, shape in zip(programs, self.tiles.shapes, strict=True)]
         self.partials = torch.empty(max(rows) * self.block_d, device=self.device)
         self.sums = torch.empty(2 * max(rows), device=self.device)
         self.counters = torch.zeros(max(programs), dtype=torch.int32, device=self.device)
@@ -113,7 +109,7 @@ class TritonStep:
         cut = self._cut(rows, kv_heads, group, pages_BM.shape[1] * paged.page_size)
         shape = cut.shape
         score_scale, cap, factor = _score_constants(traits)
-        paged_attention[(cut.num_tiles, kv_heads, cut.splits)](
+        paged_attention[(cut.grid,)](
             out_NA,
             q_NHD,
             kv_2KSD,
@@ -128,6 +124,7 @@ class TritonStep:
             attention.counters,
             len(tables.kv_lens_B),
             cut.programs,
+            cut.most_splits,
             q_NHD.stride(0),
             q_NHD.stride(1),
             kv_2KSD.stride(0),
@@ -136,6 +133,7 @@ class TritonStep:
             score_scale,
             cap,
             traits.window or 0,
+            KV_HEADS=kv_heads,
             GROUP=group,
             DIM=dim,
             BLOCK_D=attention.block_d,
@@ -143,8 +141,8 @@ class TritonStep:
             BLOCK_M=shape.block_m,
             BLOCK_N=shape.block_n,
             JOIN_D=min(attention.block_d, JOIN_ELEMENTS * shape.num_warps // shape.block_m),
-            MAX_SPLITS=1 if cut.splits == 1 else attention.tiles.max_splits,
-            MIN_BLOCKS=triton.cdiv(attention.tiles.min_split, shape.block_n),
+            MAX_SPLITS=1 if cut.most_splits == 1 else attention.tiles.max_splits,
+            MIN_BLOCKS=triton.cdiv(attention.tiles.least_split(shape), shape.block_n),
             TILE_PER_ITEM=cut.tile_per_item,
             Q_FACTOR=factor,
             COMPUTE=_compute_dtype(q_NHD, kv_2KSD),
@@ -159,29 +157,32 @@ class TritonStep:
         return out_NA
 
     def _cut(self, rows: int, kv_heads: int, group: int, most_keys: int) -> _Cut:
-        """Of a step's shapes alone. It has between `fewest` and `num_tiles` tiles that are alive: the kernel knows, and
-        uses as many splits as fill the card, and for a tile no more than its keys fill."""
+        """Of a step's shapes alone. It has between `fewest` and `most` tiles that are alive: the kernel knows, and cuts
+        them into as many splits as the card has room for, and none into more than its keys fill."""
         attention, items, longest = self._attention, len(self._tables.kv_lens_B), self._tables.max_query_len
         shape = attention.tiles.shape(longest * group)
         tile_per_item = longest * group <= shape.block_m
-        full_tiles = 0 if tile_per_item else rows * group // shape.block_m
-        num_tiles, fewest = full_tiles + items, full_tiles + triton.cdiv(rows, longest)
+        most, fewest = items, triton.cdiv(rows, longest)
+        if not tile_per_item:
+            most, fewest = (
+                (rows * group + count * (shape.block_m - 1)) // shape.block_m for count in (most, fewest)
+            )
+        most, fewest = most * kv_heads, fewest * kv_heads
         programs = attention.multiprocessors * shape.programs
-        affordable = IDLE_PROGRAMS * attention.multiprocessors // max(1, num_tiles * kv_heads)
-        wanted = min(triton.cdiv(programs, max(1, fewest * kv_heads)), affordable)
-        wanted = max(wanted, triton.cdiv(programs, max(1, num_tiles * kv_heads)))
-        splits = min(int(wanted), attention.tiles.max_splits, -(-most_keys // attention.tiles.min_split))
-        return _Cut(shape, tile_per_item, num_tiles, max(1, splits), programs)
+        splits = min(attention.tiles.max_splits, -(-most_keys // attention.tiles.least_split(shape)))
+        if programs < 2 * fewest:
+            splits = 1
+        return _Cut(shape, tile_per_item, max(most, min(programs, most * splits)), splits, programs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a step is cut into programs, of which there should be `programs` at least."""
+    """How a step is cut into the `grid`'s programs; if into splits, then so that no more than `programs` have work."""
 
     shape: TileShape
     tile_per_item: bool
-    num_tiles: int
-    splits: int
+    grid: int
+    most_splits: int
     programs: int
 
 

@@ -1,10 +1,10 @@
 """Attention of a whole step over the paged KV pool in one launch: extends, decodes and verifies mixed.
 
 The queries of an item that share a key head are packed into tiles of BLOCK_M rows: row r is query r // GROUP, head
-r % GROUP of the group. Grid: tiles, key heads, splits. Keys are taken in blocks of BLOCK_N with a running maximum
-(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). A tile
-with many keys is cut into splits that run side by side ("Flash-Decoding", Dao et al., 2023); the last of them to end
-joins their partial sums.
+r % GROUP of the group. A part is a tile of a key head, or a split of one; each program takes one part. Keys are taken in
+blocks of BLOCK_N with a running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao
+et al., "FlashAttention", 2022). A tile with many keys is cut into splits that run side by side ("Flash-Decoding", Dao
+et al., 2023); the last of them to end joins their partial sums.
 
 Legend: M rows of a tile, N keys of a block, D head size padded to a power of two, S splits, J columns.
 Scores and their maxima are in units of log 2.
@@ -24,43 +24,53 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def _tiles_before(num_rows, num_items, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Room for the tiles of so many rows of queries in so many items, of which each may have a part-filled one."""
+    return (num_rows * GROUP + num_items * (BLOCK_M - 1)) // BLOCK_M
+
+
+@triton.jit
 def _find_item(query_starts, num_items, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The item that owns a tile, and which of its tiles it is. Item b's begin at query_starts[b] * GROUP // BLOCK_M
-    + b: room for a part-filled tile each."""
+    """The item that owns a tile, and which of its tiles it is."""
     low = 0
+    first = 0
     high = num_items
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(query_starts + middle) * GROUP // BLOCK_M + middle <= tile:
+        before = _tiles_before(tl.load(query_starts + middle), middle, GROUP, BLOCK_M)
+        if before <= tile:
             low = middle
+            first = before
         else:
             high = middle
-    return low, tile - (tl.load(query_starts + low) * GROUP // BLOCK_M + low)
+    return low, tile - first
 
 
 @triton.jit
-def _load_pages(pages, block, last_key, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of each key of a block, or of the whole block where it lies in one page. Past the end: the last key's."""
+def _load_pages(
+    pages, block, first_key, last_key, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Of each key of a block, or of the whole block where it lies in one page. Keys out of reach have the page of the
+    nearest in reach."""
     keys_N = block * BLOCK_N
     if PAGE_SIZE % BLOCK_N != 0:
         keys_N += tl.arange(0, BLOCK_N)
-    return tl.load(pages + tl.minimum(keys_N, last_key) // PAGE_SIZE)
+    if HAS_WINDOW:
+        keys_N = tl.maximum(keys_N, first_key)
+    return tl.load(pages + tl.minimum(keys_N, last_key).to(tl.uint32) // PAGE_SIZE)
 
 
 @triton.jit
-def _load_rows(rows_ND, alive_N, offsets_D, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(rows_ND, mask=alive_N[:, None] & (offsets_D[None, :] < DIM), other=0.0)
+def _load_rows(
+    rows_ND, offsets_D, DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr, HAS_SCALES: tl.constexpr
+):
     if BLOCK_D != DIM:
-        return tl.load(rows_ND, mask=offsets_D[None, :] < DIM, other=0.0)
-    return tl.load(rows_ND)
-
-
-@triton.jit
-def _load_scales(scales_N, alive_N, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(scales_N, mask=alive_N, other=0.0)
-    return tl.load(scales_N)
+        x_ND = tl.load(rows_ND, mask=offsets_D[None, :] < DIM, other=0.0)
+    else:
+        x_ND = tl.load(rows_ND)
+    if HAS_SCALES:
+        x_ND = x_ND.to(tl.float32)  # on sm_90 the direct way from fp8 to bfloat16 is four times slower
+    return x_ND.to(COMPUTE)
 
 
 @triton.jit
@@ -92,34 +102,38 @@ def _attend_block(
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds one block of keys to the running sums. Unmasked, every row sees every key of it."""
-    offsets_N = tl.arange(0, BLOCK_N)
+    """Adds one block of keys to the running sums. Unmasked, every row sees every key of it.
+
+    In place of keys out of reach, of which nothing may be read, the nearest in reach is read, and not seen."""
     offsets_D = tl.arange(0, BLOCK_D)
-    key_N = block * BLOCK_N + offsets_N
+    key_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    near_N = key_N
+    if MASKED:
+        near_N = tl.minimum(key_N, last_key)
+        if HAS_WINDOW:
+            near_N = tl.maximum(near_N, first_key)
     if PAGE_SIZE % BLOCK_N == 0:
         start = page.to(tl.int64) * PAGE_SIZE + block * BLOCK_N % PAGE_SIZE
         keys += start * DIM
         values += start * DIM
-        slot_N = offsets_N
+        slot_N = near_N - block * BLOCK_N
         if HAS_SCALES:
             key_scales += start
             value_scales += start
     else:
-        slot_N = page * PAGE_SIZE + key_N % PAGE_SIZE
         if WIDE:
-            slot_N = page.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
+            page = page.to(tl.int64)
+        slot_N = page * PAGE_SIZE + (near_N.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
     offsets_ND = slot_N[:, None] * DIM + offsets_D[None, :]
-    alive_N = (key_N >= first_key) & (key_N <= last_key)
-    k_ND = _load_rows(keys + offsets_ND, alive_N, offsets_D, DIM, BLOCK_D, MASKED)
-    scores_MN = tl.dot(q_MD, tl.trans(k_ND.to(COMPUTE)), input_precision="ieee")
+    k_ND = _load_rows(keys + offsets_ND, offsets_D, DIM, BLOCK_D, COMPUTE, HAS_SCALES)
+    scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
     if HAS_SCALES:
-        key_scale_N = _load_scales(key_scales + slot_N, alive_N, MASKED)
-        scores_MN *= key_scale_N[None, :]
+        scores_MN *= tl.load(key_scales + slot_N)[None, :]
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (1 + e^2x); score_scale holds scale / cap * 2 * log2(e), cap is in units of log 2.
         scores_MN = cap - 2.0 * cap / (1.0 + tl.exp2(scores_MN * score_scale))
     if MASKED:
-        seen_MN = (key_N[None, :] <= position_M[:, None]) & alive_N[None, :]
+        seen_MN = key_N[None, :] <= position_M[:, None]
         if HAS_WINDOW:
             seen_MN &= key_N[None, :] > position_M[:, None] - window
         scores_MN = tl.where(seen_MN, scores_MN, float("-inf"))
@@ -132,11 +146,10 @@ def _attend_block(
     decay_M = tl.exp2(max_M - new_max_M)
     sum_M = sum_M * decay_M + tl.sum(p_MN, 1)
     acc_MD = acc_MD * decay_M[:, None]
-    v_ND = _load_rows(values + offsets_ND, alive_N, offsets_D, DIM, BLOCK_D, MASKED)
+    v_ND = _load_rows(values + offsets_ND, offsets_D, DIM, BLOCK_D, COMPUTE, HAS_SCALES)
     if HAS_SCALES:
-        value_scale_N = _load_scales(value_scales + slot_N, alive_N, MASKED)
-        p_MN *= value_scale_N[None, :]
-    acc_MD = tl.dot(p_MN.to(COMPUTE), v_ND.to(COMPUTE), acc_MD, input_precision="ieee")
+        p_MN *= tl.load(value_scales + slot_N)[None, :]
+    acc_MD = tl.dot(p_MN.to(COMPUTE), v_ND, acc_MD, input_precision="ieee")
     return acc_MD, new_max_M, sum_M
 
 
@@ -179,7 +192,7 @@ def _join_splits(
         tl.store(out + out_M[:, None] + column_J[None, :], mean_MJ, mask=inside_MJ)
 
 
-@triton.jit(do_not_specialize=["num_items", "num_programs", "pages_stride", "window"])
+@triton.jit(do_not_specialize=["num_items", "num_programs", "most_splits", "pages_stride", "window"])
 def paged_attention(
     out,
     q,
@@ -195,6 +208,7 @@ def paged_attention(
     counters,
     num_items,
     num_programs,
+    most_splits,
     q_stride_row,
     q_stride_head,
     kv_stride_part,
@@ -203,6 +217,7 @@ def paged_attention(
     score_scale,
     cap,
     window,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -223,29 +238,37 @@ def paged_attention(
 ):
     """Writes `out`, dense [rows, heads, DIM]; rows of no item are left as they are.
 
-    `kv` is one layer of the pool [2, K, slots, DIM] and `scales` [2, K, slots] of it. A tile is cut into as many of the
-    grid's splits as it takes to have `num_programs` beside the other tiles of the `live_items` that come before
-    padding, so that fewer than twice as many parts are made. A split has at least MIN_BLOCKS blocks, and one that is
-    alone writes the output itself. Otherwise `partials` [parts, M, D] and `sums` [parts, 2, M] hold what each found,
-    and `counters`, zero before and after, how many of a tile's are done. MAX_SPLITS, a power of two, is the most the
-    grid may have. With TILE_PER_ITEM item b is tile b, else items are found by search. Q_FACTOR is -1 or 0 if the
-    scores' scale is; COMPUTE is the dtype of products; WIDE: a head's offsets need 64 bits. score_scale and cap hold
-    log2(e), see _attend_block.
+    `kv` is one layer of the pool [2, K, slots, DIM] and `scales` [2, K, slots] of it. Only the `live_items` that come
+    before padding have tiles, so that the grid need not be larger than what they can make: as many parts as tiles, or
+    `num_programs` if they are cut into splits. All are cut alike, into at most `most_splits`. A split has at least
+    MIN_BLOCKS blocks, and one that is alone writes the output itself. Otherwise `partials` [parts, M, D] and `sums`
+    [parts, 2, M] hold what each found, and `counters`, zero before and after, how many of a tile's are done.
+    MAX_SPLITS is a power of two, `most_splits` or more. With TILE_PER_ITEM item b is tile b, else items are found by
+    search. Q_FACTOR is -1 or 0 if the scores' scale is; COMPUTE is the dtype of products; WIDE: a head's offsets need
+    64 bits. score_scale and cap hold log2(e), see _attend_block.
     """
-    tile = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    )  # what sees most keys comes last in an item: begin with it
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    num_tiles = tl.load(live_items)
+    if not TILE_PER_ITEM:
+        num_tiles = _tiles_before(tl.load(query_starts + num_items), num_tiles, GROUP, BLOCK_M)
+    num_splits = 1
+    if MAX_SPLITS > 1:
+        affordable = num_programs // tl.maximum(num_tiles * KV_HEADS, 1)
+        num_splits = tl.maximum(tl.minimum(affordable, most_splits), 1)
+    program = tl.program_id(0)
+    if program >= num_tiles * KV_HEADS * num_splits:
+        return
+    tile = num_tiles - 1 - program % num_tiles  # what sees most keys comes last in an item: begin with it
+    kv_head = program // num_tiles % KV_HEADS
+    split = program // (num_tiles * KV_HEADS)
     item = tile
     tile_of_item = 0
     if not TILE_PER_ITEM:
         item, tile_of_item = _find_item(query_starts, num_items, tile, GROUP, BLOCK_M)
     first_row = tl.load(query_starts + item)
     num_queries = tl.load(query_starts + item + 1) - first_row
+    kv_len = tl.load(kv_lens + item)
     if tile_of_item * BLOCK_M >= num_queries * GROUP:
         return
-    kv_len = tl.load(kv_lens + item)
     history = kv_len - num_queries
 
     # The keys that any row sees, and among their blocks those that every row sees in full.
@@ -258,22 +281,19 @@ def paged_attention(
     begin = first_key // BLOCK_N
     end = last_key // BLOCK_N + 1
     num_used = 1
-    num_splits = 1
     if MAX_SPLITS > 1:
-        live_tiles = tl.load(live_items)
-        if not TILE_PER_ITEM:
-            live_tiles += tl.load(query_starts + num_items) * GROUP // BLOCK_M
-        wanted = tl.cdiv(num_programs, tl.maximum(live_tiles * tl.num_programs(1), 1))
-        num_splits = tl.minimum(tl.num_programs(2), wanted)
         share = tl.maximum(tl.cdiv(end - begin, num_splits), MIN_BLOCKS)
         num_used = tl.cdiv(end - begin, share)
         if split >= num_used:
             return
         begin += split * share
         end = tl.minimum(end, begin + share)
-    full_end = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, begin), end)
+    APART: tl.constexpr = BLOCK_M > 64
     full_begin = begin
-    if HAS_WINDOW:
+    full_end = end
+    if APART:
+        full_end = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, begin), end)
+    if APART and HAS_WINDOW:
         full_begin = tl.maximum(tl.cdiv(tl.maximum(0, last_position - window + 1), BLOCK_N), begin)
         full_begin = tl.minimum(full_begin, full_end)
 
@@ -305,29 +325,32 @@ def paged_attention(
     if HAS_SCALES:
         key_scales = scales + kv_head.to(tl.int64) * (kv_stride_head // DIM)
         value_scales = key_scales + kv_stride_part // DIM
-    page = _load_pages(pages, full_begin, last_key, PAGE_SIZE, BLOCK_N)
+    page = _load_pages(pages, full_begin, first_key, last_key, PAGE_SIZE, BLOCK_N, HAS_WINDOW)
     for block in tl.range(full_begin, full_end):
-        next_page = _load_pages(pages, block + 1, last_key, PAGE_SIZE, BLOCK_N)
+        next_page = _load_pages(pages, block + 1, first_key, last_key, PAGE_SIZE, BLOCK_N, HAS_WINDOW)
         acc_MD, max_M, sum_M = _attend_block(
             acc_MD, max_M, sum_M, q_MD, position_M, page, block, first_key, last_key,
             keys, values, key_scales, value_scales, score_scale, cap, window,
-            DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, False,
+            DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, not APART,
         )  # fmt: skip
         page = next_page
-    for index in tl.range(0, end - begin - (full_end - full_begin)):
+    num_apart = 0
+    if APART:
+        num_apart = end - begin - (full_end - full_begin)
+    for index in tl.range(0, num_apart):
         block = begin + index
         if block >= full_begin:
             block += full_end - full_begin
-        page = _load_pages(pages, block, last_key, PAGE_SIZE, BLOCK_N)
+        page = _load_pages(pages, block, first_key, last_key, PAGE_SIZE, BLOCK_N, HAS_WINDOW)
         acc_MD, max_M, sum_M = _attend_block(
             acc_MD, max_M, sum_M, q_MD, position_M, page, block, first_key, last_key,
             keys, values, key_scales, value_scales, score_scale, cap, window,
             DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, True,
         )  # fmt: skip
 
-    out_M = (row_M * (tl.num_programs(1) * GROUP) + head_M) * DIM
+    out_M = (row_M * (KV_HEADS * GROUP) + head_M) * DIM
     if MAX_SPLITS > 1 and num_used > 1:
-        tile_and_head = tile * tl.num_programs(1) + kv_head
+        tile_and_head = tile * KV_HEADS + kv_head
         first_part = (tile_and_head * num_splits).to(tl.int64)
         part = first_part + split
         part_M = tl.arange(0, BLOCK_M)

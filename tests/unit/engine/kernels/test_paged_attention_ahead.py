@@ -32,6 +32,7 @@ def attention(
     q = torch.bfloat16 if kv == FP8 else kv
     block_d = max(16, triton.next_power_of_2(dim))
     constants: dict[str, Constant] = {
+        "KV_HEADS": 8,
         "GROUP": 8,
         "DIM": dim,
         "BLOCK_D": block_d,
@@ -56,7 +57,7 @@ def attention(
         **dict.fromkeys(("scales", "sinks", "partials", "sums"), "*fp32"),
         **dict.fromkeys(("pages", "query_starts", "kv_lens", "live_items", "counters"), "*i32"),
         **dict.fromkeys(
-            ("num_items", "num_programs", "q_stride_row", "q_stride_head", "kv_stride_head"), "i32"
+            ("num_items", "num_programs", "most_splits", "q_stride_row", "q_stride_head", "kv_stride_head"), "i32"
         ),
         **dict.fromkeys(("pages_stride", "window"), "i32"),
         "kv_stride_part": "i64",
