@@ -149,7 +149,7 @@ class LLMReplica:
 
     async def describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready."""
-        return replica_figures(self._replica_id, self._turns.num_live, self._engine)
+        return replica_figures(self._replica_id, self._turns.num_live, len(self._feeds), self._engine)
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""
@@ -180,13 +180,14 @@ class LLMReplica:
         self._gauges.publish(self._engine.stats())
 
 
-def replica_figures(replica_id: str, num_live: int, engine: Engine) -> dict[str, Any]:
-    """JSON ready; under `execution` what the engine runs on and how."""
+def replica_figures(replica_id: str, num_live: int, num_feeds: int, engine: Engine) -> dict[str, Any]:
+    """JSON ready; `feeds` are the ingresses that listen, under `execution` is what the engine runs on and how."""
     stats = engine.stats()
     return {
         "replica_id": replica_id,
         "pid": os.getpid(),
         "live_turns": num_live,
+        "feeds": num_feeds,
         **asdict(stats),
         "pages": _pages(stats.pages),
         "window_pages": None if stats.window_pages is None else _pages(stats.window_pages),

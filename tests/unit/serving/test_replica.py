@@ -295,9 +295,9 @@ async def test_metrics_tell_outcomes_and_pages(rig: Rig) -> None:
 
 async def test_figures_say_what_it_runs_on(rig: Rig) -> None:
     await rig.run(call([1, 2, 3]))
-    figures = replica_figures("replica-a", rig.turns.num_live, rig.engine)
+    figures = replica_figures("replica-a", rig.turns.num_live, 2, rig.engine)
     assert figures["execution"] == rig.runner.describe()
     assert figures["execution"]["runner"] == "null"
-    assert (figures["replica_id"], figures["live_turns"]) == ("replica-a", 0)
+    assert (figures["replica_id"], figures["live_turns"], figures["feeds"]) == ("replica-a", 0, 2)
     assert json.loads(json.dumps(figures)) == figures
     assert "runner null" in execution_line(rig.engine)
