@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from engine.runner.protocol import RunnerLost
 
-class RanksLost(RuntimeError):
-    """A rank failed, died, or did not answer in time: no further step can run."""
+
+class RanksLost(RunnerLost):
+    """A rank failed, died, or did not answer in time."""
 
 
 class RanksNotStarted(RuntimeError):

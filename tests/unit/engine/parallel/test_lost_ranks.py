@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.api import EngineStopped, FinishReason, StepFailed
+from engine.api import EngineStopped, FinishReason
 from engine.models.errors import UnsupportedModel
 from engine.parallel.errors import RanksNotStarted
 from engine.parallel.ticket import Timeouts
@@ -38,7 +38,8 @@ def rig(tmp_path: Path, step_s: float) -> Iterator[ParallelRig]:
     ("number", "step_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)], ids=["dead", "hung"]
 )
 def test_a_lost_rank_ends_every_request_with_a_typed_error(rig: ParallelRig, number: signal.Signals) -> None:
-    """A dead one at once, a hung one when a step has lasted `step_s`."""
+    """A dead one at once, a hung one when a step has lasted `step_s`. The engine is over, not the step alone: so a turn
+    in mid-stream goes on elsewhere."""
     (first,) = rig.generate(request("first", [4, 5, 6], 8))
     assert first.reason is FinishReason.LENGTH
     names = [f"r{index}" for index in range(12)]  # more than run at once: some wait
@@ -50,7 +51,7 @@ def test_a_lost_rank_ends_every_request_with_a_typed_error(rig: ParallelRig, num
     for outcome in rig.wait(*names, timeout_s=BOUND_S):
         assert outcome.reason is FinishReason.ERROR
         assert outcome.finish is not None
-        assert isinstance(outcome.finish.error, StepFailed | EngineStopped)
+        assert isinstance(outcome.finish.error, EngineStopped)
     if number == signal.SIGKILL:
         assert any("rank 1 is gone" in str(rig.outcomes[name].finish.error) for name in names)  # type: ignore[union-attr]
     eventually(lambda: not rig.engine.alive, BOUND_S)
