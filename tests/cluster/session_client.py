@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ import httpx
 
 VOCAB_FROM, VOCAB_TO = 300, 900
 """Token ids that are plain text in the embedded model's vocabulary."""
+
+Heard = Callable[[int], None]
 
 
 @dataclass
@@ -34,23 +37,6 @@ class Conversation:
         self.turn(new, resumed=resumed)
         assert self.history == expected + generate_once(self.client, expected, 8)
 
-    def turn_cut_off(self, kill: Callable[[], None]) -> list[str]:
-        """The lines of a long streamed turn in which `kill` is called after a few."""
-        body = {
-            "input_ids": [403],
-            "stream": True,
-            "sampling_params": {"max_new_tokens": 3000, "temperature": 0, "ignore_eos": True},
-            "session_params": {"id": self.session_id},
-        }
-        lines: list[str] = []
-        with self.client.stream("POST", "/generate", json=body) as reply:
-            assert reply.status_code == 200
-            for line in filter(None, reply.iter_lines()):
-                lines.append(line)
-                if len(lines) == 3:
-                    kill()
-        return lines
-
     def turn(self, new: list[int], max_new_tokens: int = 8, *, resumed: bool = False) -> dict[str, Any]:
         """A greedy turn; checks the counts. `resumed`: the KV may have been lost since the last turn."""
         meta, output = self._generate(new, max_new_tokens)
@@ -62,18 +48,48 @@ class Conversation:
         self.history += new + output
         return meta
 
+    def told_turn(self, new: list[int], max_new_tokens: int, heard: Heard) -> list[int]:
+        """A greedy turn that is streamed; `heard` is called with the number of each event. They tell one answer,
+        each the whole of it so far. Returns its tokens."""
+        tokens: list[int] = []
+        body = self._body(new, max_new_tokens) | {"stream": True}
+        with self.client.stream("POST", "/generate", json=body) as reply:
+            for number, event in enumerate(events_of(reply)):
+                assert event["output_ids"][: len(tokens)] == tokens
+                tokens, meta = event["output_ids"], event["meta_info"]
+                assert meta["completion_tokens"] == len(tokens)
+                assert meta["prompt_tokens"] == len(self.history) + len(new)
+                heard(number)
+        assert meta["finish_reason"]["type"] == "length"
+        self.history += new + tokens
+        return tokens
+
     def close(self) -> None:
         assert self.client.post("/close_session", json={"session_id": self.session_id}).status_code == 200
 
     def _generate(self, new: list[int], max_new_tokens: int) -> tuple[dict[str, Any], list[int]]:
-        body = {
+        reply = self.client.post("/generate", json=self._body(new, max_new_tokens))
+        assert reply.status_code == 200, reply.text
+        return reply.json()["meta_info"], reply.json()["output_ids"]
+
+    def _body(self, new: list[int], max_new_tokens: int) -> dict[str, Any]:
+        return {
             "input_ids": new,
             "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True},
             "session_params": {"id": self.session_id},
         }
-        reply = self.client.post("/generate", json=body)
-        assert reply.status_code == 200, reply.text
-        return reply.json()["meta_info"], reply.json()["output_ids"]
+
+
+def events_of(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+    """What a stream tells until it is done; an error fails the test."""
+    assert reply.status_code == 200, reply.read()
+    for line in filter(None, reply.iter_lines()):
+        if line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        assert "error" not in event, event
+        yield event
+    raise AssertionError("the stream broke off")
 
 
 def generate_once(client: httpx.Client, tokens: list[int], max_new_tokens: int) -> list[int]:

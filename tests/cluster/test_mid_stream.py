@@ -1,0 +1,149 @@
+"""A killed replica's turns go on elsewhere in mid-stream: each client gets one whole answer, each session one turn."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+from served_cluster import ServedCluster, eventually
+from session_client import Conversation, Heard, events_of, generate_once
+
+LENGTH = 800
+NEW = [404, 405, 406]
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"model": "kedge-chat", "messages": [{"role": "user", "content": text}], "temperature": 0}
+
+
+def chatted(client: httpx.Client, session_id: str, text: str) -> str:
+    reply = client.post("/v1/chat/completions", json=said(text), headers={"x-session-id": session_id})
+    answer: str = reply.json()["choices"][0]["message"]["content"]
+    return answer
+
+
+def story(client: httpx.Client, session_id: str, heard: Heard = lambda _: None) -> str:
+    """The text of a long streamed answer; `heard` is called with the number of each chunk."""
+    body = said("Tell me a story.") | {"max_tokens": LENGTH, "ignore_eos": True, "stream": True}
+    pieces = []
+    with client.stream(
+        "POST", "/v1/chat/completions", json=body, headers={"x-session-id": session_id}
+    ) as reply:
+        for number, event in enumerate(events_of(reply)):
+            pieces.append(event["choices"][0]["delta"]["content"])
+            heard(number)
+    assert event["choices"][0]["finish_reason"] == "length"
+    return "".join(pieces)
+
+
+def told_at_once(client: httpx.Client, **headers: str) -> httpx.Response:
+    """A long answer with log-probabilities that is not streamed."""
+    body = {
+        "model": "kedge-chat",
+        "prompt": NEW,
+        "max_tokens": LENGTH,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 1,
+    }
+    return client.post("/v1/completions", json=body, headers=headers)
+
+
+def neighbours(cluster: ServedCluster, client: httpx.Client, count: int) -> tuple[str, list[Conversation]]:
+    """A replica and new sessions of it."""
+    sessions = [Conversation.open(client) for _ in range(2 * count - 1)]
+    by_owner: dict[str, list[Conversation]] = {}
+    owners = cluster.sessions()
+    for session in sessions:
+        by_owner.setdefault(owners[session.session_id]["replica_id"], []).append(session)
+    owner, chosen = max(by_owner.items(), key=lambda item: len(item[1]))
+    for session in sessions:
+        if session not in chosen[:count]:
+            session.close()
+    return owner, chosen[:count]
+
+
+def test_every_turn_of_a_killed_replica_goes_on(cluster: ServedCluster, client: httpx.Client) -> None:
+    calm = Conversation.open(client)
+    owner, (streamed, chatting, whole) = neighbours(cluster, client, 3)
+    for session in (calm, chatting):
+        chatted(client, session.session_id, "My dog is called Rex.")
+    undisturbed = story(client, calm.session_id)
+    for session in (streamed, whole):
+        session.turn([400, 401, 402])
+    answer = generate_once(client, [*streamed.history, *NEW], LENGTH)
+    alone = generate_once(client, NEW, LENGTH)
+    before, pid = cluster.sessions(), cluster.replicas()[owner]["pid"]
+    begun = threading.Semaphore(0)
+
+    def heard(number: int) -> None:
+        if number == 5:
+            begun.release()
+
+    headers = {"x-session-id": whole.session_id, "idempotency-key": "once"}
+    with ThreadPoolExecutor(4) as pool:
+        generated = pool.submit(streamed.told_turn, NEW, LENGTH, heard)
+        told = pool.submit(story, client, chatting.session_id, heard)
+        collected = pool.submit(told_at_once, client, **headers)
+        without_session = pool.submit(told_at_once, client)
+        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=60)
+        eventually(lambda: cluster.replicas()[owner]["live_turns"] >= 3)
+        cluster.kill(pid)
+        assert generated.result() == answer
+        assert told.result() == undisturbed
+        for reply, tokens in ((collected.result(), answer), (without_session.result(), alone)):
+            assert "idempotent-replayed" not in reply.headers
+            (choice,) = reply.json()["choices"]
+            assert choice["token_ids"] == tokens
+            assert len(choice["logprobs"]["token_logprobs"]) == LENGTH
+            assert reply.json()["usage"]["completion_tokens"] == LENGTH
+
+    after = cluster.sessions()
+    for session in (streamed, chatting, whole):
+        old, new = before[session.session_id], after[session.session_id]
+        assert (new["turns"], new["epoch"]) == (old["turns"] + 1, old["epoch"] + 1)
+        assert new["replica_id"] != owner
+    assert after[streamed.session_id]["tokens"] == len(streamed.history)
+    again = told_at_once(client, **headers)
+    assert again.headers["idempotent-replayed"] == "true"
+    assert again.json()["choices"] == collected.result().json()["choices"]
+    streamed.exact_turn([410, 411])
+    assert chatted(client, chatting.session_id, "What is my dog called?") == "Your dog is called Rex."
+    assert client.get("/v1/kedge/audit").json()["clean"]
+    for session in (calm, streamed, chatting, whole):
+        session.close()
+    eventually(lambda: len(cluster.replicas()) == 2, 90)
+    assert cluster.pages()["leaked"] == 0
+
+
+def test_a_turn_goes_on_though_its_next_replica_is_killed_too(
+    cluster: ServedCluster, client: httpx.Client
+) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401])
+    answer = generate_once(client, [*session.history, *NEW], LENGTH)
+    pids = {name: replica["pid"] for name, replica in cluster.replicas().items()}
+    first = cluster.sessions()[session.session_id]
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(session.told_turn, NEW, LENGTH, lambda _: begun.set())
+        assert begun.wait(60)
+        cluster.kill(pids.pop(first["replica_id"]))
+        second = eventually(lambda: owned_anew(cluster, session, first["epoch"]), interval_s=0.01)
+        cluster.kill(pids.pop(second["replica_id"]))
+        assert told.result() == answer
+    last = cluster.sessions()[session.session_id]
+    assert (last["epoch"], last["turns"]) == (first["epoch"] + 2, first["turns"] + 1)
+    session.exact_turn([410, 411])
+    session.close()
+    eventually(lambda: len(cluster.replicas()) == 2, 90)
+    assert client.get("/v1/kedge/audit").json()["clean"]
+
+
+def owned_anew(cluster: ServedCluster, session: Conversation, epoch: int) -> dict[str, Any] | None:
+    entry = cluster.sessions()[session.session_id]
+    return entry if entry["epoch"] > epoch else None
