@@ -65,6 +65,7 @@ def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) 
     if head_dim <= 128:
         block_n = 64 if hopper else 32
         middle, wide = TileShape(64, block_n, 4, 3, 2), TileShape(128, block_n, 8, 2 if fp8 else 3, 1)
-        return AttentionTiles((TileShape(16, 64, 4, 3, 12), middle, wide))
+        narrow = TileShape(16, 128 if hopper and fp8 else 64, 4, 3, 12)
+        return AttentionTiles((narrow, middle, wide))
     wide = TileShape(64, 64 if hopper and not fp8 else 32, 8, 2, 2)
     return AttentionTiles((TileShape(16, 32, 4, 3 if hopper else 2, 12), wide))

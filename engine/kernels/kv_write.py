@@ -45,8 +45,6 @@ def write_kv(
     written. With scales a head is stored divided by its largest magnitude / 448."""
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
-    if slot < 0:
-        return
     rows_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     part_R = rows_R // NUM_HEADS
     head_R = rows_R % NUM_HEADS
@@ -55,6 +53,7 @@ def write_kv(
     from_R = token.to(tl.int64) * kv_stride_row + part_R * kv_stride_part + head_R * kv_stride_head
     x_RD = tl.load(kv + from_R[:, None] + offsets_D[None, :], mask=inside_RD, other=0.0)
     to_R = rows_R.to(tl.int64) * pool_stride_head + slot * DIM
+    written_R = (rows_R < 2 * NUM_HEADS) & (slot >= 0)
     if HAS_SCALES:
         x_RD = x_RD.to(tl.float32)
         largest_R = tl.max(tl.abs(x_RD), 1)
@@ -63,5 +62,6 @@ def write_kv(
         )
         x_RD = _round_to_fp8(tl.clamp(tl.div_rn(x_RD, scale_R[:, None]), -FP8_LARGEST, FP8_LARGEST))
         at_R = rows_R.to(tl.int64) * (pool_stride_head // DIM) + slot
-        tl.store(scales + at_R, scale_R, mask=rows_R < 2 * NUM_HEADS)
-    tl.store(pool + to_R[:, None] + offsets_D[None, :], x_RD.to(pool.dtype.element_ty), mask=inside_RD)
+        tl.store(scales + at_R, scale_R, mask=written_R)
+    written_RD = written_R[:, None] & (offsets_D < DIM)[None, :]
+    tl.store(pool + to_R[:, None] + offsets_D[None, :], x_RD.to(pool.dtype.element_ty), mask=written_RD)

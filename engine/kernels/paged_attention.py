@@ -1,10 +1,10 @@
 """Attention of a whole step over the paged KV pool in one launch: extends, decodes and verifies mixed.
 
 The queries of an item that share a key head are packed into tiles of BLOCK_M rows: row r is query r // GROUP, head
-r % GROUP of the group. A part is a tile of a key head, or a split of one; each program takes one part. Keys are taken in
-blocks of BLOCK_N with a running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao
-et al., "FlashAttention", 2022). A tile with many keys is cut into splits that run side by side ("Flash-Decoding", Dao
-et al., 2023); the last of them to end joins their partial sums.
+r % GROUP of the group. A part is a tile of a key head, or a split of one; each program takes one part. Keys are taken
+in blocks of BLOCK_N with a running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
+Dao et al., "FlashAttention", 2022). A tile with many keys is cut into splits that run side by side ("Flash-Decoding",
+Dao et al., 2023); the last of them to end joins their partial sums.
 
 Legend: M rows of a tile, N keys of a block, D head size padded to a power of two, S splits, J columns.
 Scores and their maxima are in units of log 2.
@@ -48,7 +48,13 @@ def _find_item(query_starts, num_items, tile, GROUP: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def _load_pages(
-    pages, block, first_key, last_key, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+    pages,
+    block,
+    first_key,
+    last_key,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     """Of each key of a block, or of the whole block where it lies in one page. Keys out of reach have the page of the
     nearest in reach."""
@@ -62,9 +68,14 @@ def _load_pages(
 
 @triton.jit
 def _load_rows(
-    rows_ND, offsets_D, DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr, HAS_SCALES: tl.constexpr
+    rows_ND,
+    offsets_D,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
-    if BLOCK_D != DIM:
+    if BLOCK_D != DIM:  # noqa: SIM108 (a constant: only one of the two is compiled)
         x_ND = tl.load(rows_ND, mask=offsets_D[None, :] < DIM, other=0.0)
     else:
         x_ND = tl.load(rows_ND)

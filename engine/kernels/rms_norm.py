@@ -59,7 +59,7 @@ def rms_norm(x_NGE: Tensor, weight_GE: Tensor, eps: float, delta_NGE: Tensor | N
     return out_NGE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_rows(
     x_NGE,
     delta_NGE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def test_tiles_are_checked() -> None:
         AttentionTiles((narrow,), max_splits=6)
     tiles = AttentionTiles((narrow, wide))
     assert [tiles.shape(rows) for rows in (1, 16, 17, 64, 4096)] == [narrow, narrow, wide, wide, wide]
+    assert [AttentionTiles((narrow, wide), 48).least_split(shape) for shape in (narrow, wide)] == [48, 128]
 
 
 @pytest.mark.parametrize("capability", [None, 80, 89, 90])
@@ -92,6 +94,22 @@ def test_default_tiles_are_right() -> None:
         got = stage.got(TritonAttention(stage.pool))
         tolerance = 2e-5 if shape.dtype == torch.float32 else 3e-2
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def test_padding_launches_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step has room for as many items as rows, and one that finds nothing to do still takes its time."""
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(triton_backend, "paged_attention", Kernel())
+    stage = make_stage(Shape(((64, 4096),), 16, padding_items=63), 0)
+    tiles = AttentionTiles((TileShape(16, 16, 4, 2, 8), TileShape(32, 16, 4, 2, 2)))
+    stage.got(TritonAttention(stage.pool, tiles, multiprocessors=132))
+    assert grids == [(2 * 132,)], "no more than the card has room for"
 
 
 @pytest.mark.parametrize("heads_first", [False, True])

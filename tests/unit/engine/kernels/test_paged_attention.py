@@ -25,12 +25,14 @@ MIXED = ((1, 75), (5, 40), (1, 1), (18, 18), (1, 120))
 """Decodes, extends with and without history."""
 
 
-def check(shape: Shape, seed: int = 0, tiles: AttentionTiles = SMALL_TILES) -> TritonAttention:
-    """With so many multiprocessors that what can be split is."""
+def check(
+    shape: Shape, seed: int = 0, tiles: AttentionTiles = SMALL_TILES, multiprocessors: int = 64
+) -> TritonAttention:
+    """By default with so many multiprocessors that what can be split is."""
     expected = make_stage(shape, seed).expected()
     stage = make_stage(shape, seed)
     with memory_of_nan():
-        attention = TritonAttention(stage.pool, tiles, multiprocessors=64)
+        attention = TritonAttention(stage.pool, tiles, multiprocessors)
     tolerance = TOLERANCES[torch.bfloat16 if shape.fp8 and shape.dtype == torch.float16 else shape.dtype]
     for layer, (want, got) in enumerate(zip(expected, stage.got(attention), strict=True)):
         assert want.isfinite().all(), "the test's own reference read what it must not"
@@ -112,6 +114,16 @@ def test_splits_are_used_and_change_nothing() -> None:
     assert not attention.sums.isnan().all(), "nothing was split"
     assert attention.sums.isnan().any(), "the workspace is larger than what was split"
     assert check(shape, tiles=ONE_SPLIT).sums.isnan().all()
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 5, 13])
+def test_every_part_has_a_program(multiprocessors: int) -> None:
+    """From a card that has no room for splits to one that has room for some."""
+    for items in (((1, 290), (1, 7), (1, 160)), ((1, 290), (40, 60), (16, 160), (3, 9))):
+        for padding in (0, 5):
+            check(
+                Shape(items, 16, padding_items=padding, padding_rows=padding), multiprocessors=multiprocessors
+            )
 
 
 @pytest.mark.parametrize("items", [((5, 290),), ((5, 290), (1, 70), (3, 200))])

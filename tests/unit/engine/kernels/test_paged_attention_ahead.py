@@ -57,7 +57,8 @@ def attention(
         **dict.fromkeys(("scales", "sinks", "partials", "sums"), "*fp32"),
         **dict.fromkeys(("pages", "query_starts", "kv_lens", "live_items", "counters"), "*i32"),
         **dict.fromkeys(
-            ("num_items", "num_programs", "most_splits", "q_stride_row", "q_stride_head", "kv_stride_head"), "i32"
+            ("num_items", "num_programs", "most_splits", "q_stride_row", "q_stride_head", "kv_stride_head"),
+            "i32",
         ),
         **dict.fromkeys(("pages_stride", "window"), "i32"),
         "kv_stride_part": "i64",
@@ -93,6 +94,17 @@ def test_defaults_of_common_models() -> None:
             for shape in default_tiles(128, torch.bfloat16, capability).shapes
         ]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_decodes_keep_enough_on_their_way(dtype: torch.dtype) -> None:
+    """Three programs run at once on a multiprocessor, each with a block of keys and values on its way: 48 KB in fp8,
+    where an H100 asks for some 40 by Little's law."""
+    shape = default_tiles(128, dtype, 90).shapes[0]
+    report = build([attention(shape, 128, dtype, 90)])[0]
+    assert 3 * report.registers * 32 * shape.num_warps <= 65536
+    assert 3 * (report.shared_bytes + 1024) <= 228 * 1024
+    assert "F2F." not in report.sass, "such conversions are four times slower than others"
 
 
 @pytest.mark.slow
