@@ -1,7 +1,7 @@
 """The cluster as the protocols see it (TurnService): finds a session's owner, pins the call there, and fails over.
 
-Ownership is the controller's; this end only remembers it. A call is repeated only while the client has been told
-nothing, and under one idempotency key, so that a turn that did commit is answered, not run again.
+Ownership is the controller's; this end only remembers it. A call is repeated under one idempotency key, so that a turn
+that did commit is answered, not run again.
 """
 
 from __future__ import annotations

@@ -161,6 +161,12 @@ class IngressMetrics:
             ["ingress"],
             registry=self._registry,
         ).labels(ingress_id)
+        self._takeovers = Counter(
+            "kedge_takeovers",
+            "Turns that went on at another replica in mid-stream.",
+            ["ingress"],
+            registry=self._registry,
+        ).labels(ingress_id)
         self._resolves = Counter(
             "kedge_ownership_lookups",
             "Turns whose owner the controller was asked for, rather than found in the cache.",
@@ -170,6 +176,9 @@ class IngressMetrics:
 
     def failed_over(self) -> None:
         self._failovers.inc()
+
+    def taken_over(self) -> None:
+        self._takeovers.inc()
 
     def looked_up(self) -> None:
         self._resolves.inc()

@@ -239,13 +239,15 @@ class TurnDispatcher:
             # Closed meanwhile, it is not to begin anew.
             session = replace(session, create=False)
         try:
-            return await self._start(replace(call, session=session, resumed=told.begin_again()), stack)
+            attempt = await self._start(replace(call, session=session, resumed=told.begin_again()), stack)
         except ServiceError as error:
             # The call was good when it began: what is wrong with it now is nothing that its client could mend.
             if error.info.status in CLIENTS_FAULTS:
                 logger.warning("request %s cannot go on elsewhere: %s", call.request_id, error.info.message)
                 raise ServiceError(LOST) from error
             raise
+        self._metrics.taken_over()
+        return attempt
 
     def _saw(self, replica_id: str) -> None:
         self._seen.add(replica_id)

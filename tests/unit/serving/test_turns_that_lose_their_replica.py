@@ -91,6 +91,7 @@ async def test_calls_without_a_session_go_on_too(served: Failover, told: int) ->
     assert list(whole.token_ids) == WHOLE
     assert (whole.prompt_tokens, whole.completion_tokens) == (3, LENGTH)
     assert [name for name, _ in served.replicas.calls] == ["a", "b"]
+    assert 'kedge_takeovers_total{ingress="i"} 1.0' in served.metrics.render()
 
 
 async def test_drafts_are_made_behind_what_is_resumed(tmp_path: Path) -> None:
