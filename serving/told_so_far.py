@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from serving.turns import ResumedTurn, TextLogprob, TurnEvent
-
-
-@dataclass(slots=True)
-class _Amounts:
-    """Parts of an answer, by the fields of TurnEvent: characters, tokens, log-probabilities."""
-
-    text: int = 0
-    token_ids: int = 0
-    logprobs: int = 0
-    input_logprobs: int = 0
 
 
 class ToldSoFar:
@@ -27,13 +17,13 @@ class ToldSoFar:
         self._logprobs: list[TextLogprob] = []
         self._input_logprobs: list[TextLogprob] = []
         self._turn_index: int | None = None
-        self._again: _Amounts | None = None
-        """What this attempt will still tell once more."""
+        self._again: dict[str, int] = {}
+        """How much this attempt will still tell once more, by the field of TurnEvent that tells it."""
 
     def news(self, event: TurnEvent) -> TurnEvent | None:
         """What of the attempt's next event the client has not been told; None if that is nothing."""
-        if self._again is not None:
-            event = self._cut(event, self._again)
+        if self._again:
+            event = self._cut(event)
             if not _says_something(event):
                 return None
         self._text_len += len(event.text)
@@ -50,10 +40,13 @@ class ToldSoFar:
         Log-probabilities may travel ahead of their tokens: then they name tokens that are as good as told. Without
         any token the attempt begins anew, and computes those of the input once more.
         """
+        self._again = {
+            "text": self._text_len,
+            "token_ids": len(self._token_ids),
+            "logprobs": len(self._logprobs),
+            "input_logprobs": len(self._input_logprobs),
+        }
         ahead = self._logprobs[len(self._token_ids) :]
-        self._again = _Amounts(
-            self._text_len, len(self._token_ids), len(self._logprobs), len(self._input_logprobs)
-        )
         token_ids = (*self._token_ids, *(entry.token.token_id for entry in ahead))
         return ResumedTurn(
             token_ids=token_ids,
@@ -62,12 +55,12 @@ class ToldSoFar:
             turn_index=self._turn_index,
         )
 
-    def _cut(self, event: TurnEvent, again: _Amounts) -> TurnEvent:
+    def _cut(self, event: TurnEvent) -> TurnEvent:
         news: dict[str, Any] = {}
-        for part in _Amounts.__slots__:
-            whole, known = getattr(event, part), getattr(again, part)
+        for part, known in self._again.items():
+            whole = getattr(event, part)
             news[part] = whole[known:]
-            setattr(again, part, max(0, known - len(whole)))
+            self._again[part] = max(0, known - len(whole))
         if event.finish is not None and self._turn_index is not None:
             # The log may answer what a lost replica ran for this very call: nobody asked twice.
             news["finish"] = replace(event.finish, replayed=False)

@@ -151,13 +151,13 @@ class TurnDispatcher:
             owner = await self._owner_for(call, deadline_s)
             replica_id = ANY_REPLICA if owner is None else owner.replica_id
             epoch = None if owner is None else owner.epoch
-            attempt = AsyncExitStack()
+            entered = AsyncExitStack()
             try:
-                stream = await attempt.enter_async_context(self._replicas.turn(replica_id, call, epoch))
+                stream = await entered.enter_async_context(self._replicas.turn(replica_id, call, epoch))
                 first = await anext(stream)
                 refusal = first.error
                 if refusal is None:
-                    stack.push_async_exit(attempt.pop_all())
+                    stack.push_async_exit(entered.pop_all())
                     self._saw(replica_id)
                     return Attempt(replica_id, first, stream)
             except ReplicaGone:
@@ -169,7 +169,7 @@ class TurnDispatcher:
                     ErrorInfo(500, "internal_error", "the turn ended without an answer")
                 ) from None
             finally:
-                await attempt.aclose()
+                await entered.aclose()
             if refusal.code == SESSION_NOT_FOUND and call.session is not None and not asked_anew:
                 # The remembered owner let it go (idle timeout, closed elsewhere): the controller has the last word.
                 self._owners.forget(call.tenant, call.session.session_id)
