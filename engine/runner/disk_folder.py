@@ -1,0 +1,99 @@
+"""A folder on disk that belongs to one process for as long as it lives, below one that several share.
+
+Whoever makes or clears away a folder holds the lock of the shared one meanwhile. The owner holds its own folder's lock
+from before that until it ends, however it ends. So under the shared lock a folder that nobody has locked is a dead
+process' leftover, and a living one's can never be taken for one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+PREFIX = "kedge-kv-"
+LOCK = "lock"
+SUFFIX = ".kv"
+LOCK_WAIT_S = 30.0
+LOCK_POLL_S = 0.02
+
+_logger = logging.getLogger("kedge.engine")
+
+
+class DiskUnavailable(RuntimeError):
+    """KV cannot be kept below the folder of the settings."""
+
+
+class DiskFolder:
+    """Owns the folder `path` and the files in it, which are the caller's to write."""
+
+    def __init__(self, root: Path) -> None:
+        """Makes `root` if need be, and clears away what dead processes left in it. Raises DiskUnavailable."""
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with _locked(root):
+                _clear_leftovers(root)
+                self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+                self._lock = (self.path / LOCK).open("w")
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DiskUnavailable(f"cannot keep KV on disk in {root} (cache.disk_path): {error}") from error
+
+    def file(self, name: str) -> Path:
+        return self.path / f"{name}{SUFFIX}"
+
+    def close(self) -> None:
+        """Removes the folder. It stays locked until it is gone."""
+        _remove(self.path)
+        self._lock.close()
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Holds the lock of the shared folder. Raises TimeoutError, an OSError."""
+    deadline_s = time.monotonic() + LOCK_WAIT_S
+    with (root / f"{PREFIX}{LOCK}").open("w") as lock:
+        while not _try_lock(lock):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"another process has been making its folder there for {LOCK_WAIT_S} s")
+            time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _clear_leftovers(root: Path) -> None:
+    for folder in root.glob(f"{PREFIX}*/"):
+        try:
+            with (folder / LOCK).open("r+") as lock:
+                if not _try_lock(lock):
+                    continue  # its owner lives
+                _remove(folder)
+        except FileNotFoundError:  # its owner died between making it and locking it, or is just removing it
+            _remove(folder)
+        except OSError as error:
+            _logger.warning("leftovers in %s stay: %s", folder, error)
+
+
+def _remove(folder: Path) -> None:
+    """Removes what this module's owners put there, and the folder if that was all."""
+    try:
+        for file in folder.glob(f"*{SUFFIX}"):
+            file.unlink(missing_ok=True)
+        (folder / LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+    except FileNotFoundError:
+        return  # somebody else was as quick
+    except OSError as error:
+        _logger.warning("%s could not be removed: %s", folder, error)
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
