@@ -48,8 +48,8 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class HostAccounts:
-    """Idle sessions' KV in host memory, in bytes of the budget."""
+class TierAccounts:
+    """Idle sessions' KV in host memory, or on disk, in bytes of the budget."""
 
     budget_bytes: int
     used_bytes: int
@@ -76,7 +76,8 @@ class AuditReport:
     """What a deep audit saw. `mismatches` are counters that disagree with the walk."""
 
     pools: dict[str, PageAccounts]
-    host: HostAccounts
+    host: TierAccounts
+    disk: TierAccounts
     findings: tuple[Finding, ...]
     mismatches: tuple[str, ...]
 

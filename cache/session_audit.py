@@ -51,7 +51,7 @@ class SessionAuditor:
                 raise BooksError(str(report))
 
     def audit(self) -> AuditReport:
-        """Walks every page of every pool, every lock and the host's budget."""
+        """Walks every page of every pool, every lock and the budgets of host and disk."""
         pools = {"full": self.accounts()}
         claims = [*self._inner.claims(), *self._session_claims()]
         findings, mismatches = audit_pool("full", pools["full"], claims, self._inner.allocator.journal)
@@ -63,8 +63,9 @@ class SessionAuditor:
             findings += found
             mismatches += wrong
         mismatches += self._inner.lock_mismatches([kv for _, kv in self._parked()])
-        mismatches += self._tiers.host.mismatches()
-        return AuditReport(pools, self._tiers.accounts(), tuple(findings), tuple(mismatches))
+        mismatches += self._tiers.mismatches()
+        host, disk = self._tiers.accounts()
+        return AuditReport(pools, host, disk, tuple(findings), tuple(mismatches))
 
     def _parked(self) -> Iterator[tuple[Owner, SequenceKV]]:
         for slot in self._slots:

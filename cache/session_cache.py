@@ -2,7 +2,7 @@
 
 Between turns a session's SequenceKV rests in its slot. A turn *moves* it out to the request and, at its end, back:
 it is never in two places, so it can never be counted twice. Idle slots are always demotable: to host memory while its
-budget lasts, then to nothing but the token log.
+budget lasts, on to disk, then to nothing but the token log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.session_audit import SessionAuditor
 from cache.session_tiers import SessionTiers
 from cache.slots import SessionSlot, SlotState, SlotTable
-from cache.tiers import HostTier, PageNeed
+from cache.tiers import PageNeed, TierSizes
 
 NO_PAGES = PageNeed()
 
@@ -41,7 +41,7 @@ class Room(Enum):
 @dataclass(frozen=True, slots=True)
 class CacheMatch:
     """Where a request could start: `prefix_len` tokens of KV are there, from a slot (`prefix` is None) or from the
-    shared tree. `elsewhere`: the slot's KV is on the host; `promote` it first. `loading`: it is on its way back."""
+    shared tree. `elsewhere`: the slot's KV is on the host or disk; `promote` it first. `loading`: it is on its way."""
 
     session_id: str | None
     prefix_len: int
@@ -60,12 +60,12 @@ class SessionAwareCache:
     `step_tokens` is the most that a sequence grows by in one step.
     """
 
-    def __init__(self, inner: PrefixCache, host: HostTier | None = None, step_tokens: int = 1) -> None:
+    def __init__(self, inner: PrefixCache, sizes: TierSizes | None = None, step_tokens: int = 1) -> None:
         self._inner = inner
         self._step_tokens = step_tokens
         self._slots = SlotTable()
         self._account = PageAccount()
-        self.tiers = SessionTiers(inner, self._slots, self._account, host or HostTier())
+        self.tiers = SessionTiers(inner, self._slots, self._account, sizes or TierSizes())
         self.books = SessionAuditor(inner, self._slots, self._account, self.tiers)
         self.num_evicted_pages = 0
 
@@ -98,7 +98,7 @@ class SessionAwareCache:
         slot = self._idle_slot(session_id) if session_id is not None else None
         if slot is not None:
             usable = max(min(slot.usable_len, max_len, history_len), 0)
-            if slot.state in (SlotState.HOST, SlotState.LOADING):
+            if slot.state in (SlotState.STORED, SlotState.LOADING):
                 if usable:
                     loading = slot.state is SlotState.LOADING
                     return CacheMatch(session_id, usable, None, elsewhere=not loading, loading=loading)
@@ -123,7 +123,7 @@ class SessionAwareCache:
         own = self._slots.get(match.session_id) if match.session_id is not None else None
         own_kv = own.kv if own is not None else None
         if match.elsewhere and own is not None and own.entry is not None:
-            # What was rewound on the host is fetched with the rest.
+            # What was rewound while stored is fetched with the rest.
             needed = max(needed, pages_for(own.entry.committed_len, self.page_size))
         locked = match.prefix.num_unlocked if match.prefix is not None else 0
         room = self._inner.num_free + self._inner.cached_pages - locked - reserve.full
@@ -166,13 +166,13 @@ class SessionAwareCache:
         return kv
 
     def promote(self, session_id: str, ahead: PageNeed = NO_PAGES) -> Room:
-        """Brings a session's KV from the host beside compute; READY once that is under way.
+        """Brings a session's KV from the host or disk beside compute; READY once that is under way.
 
         Room comes from cached prefixes and from sessions that are needed later than this one. `ahead` is
         promised to turns before its own.
         """
         slot = self._slots.get(session_id)
-        if slot is None or slot.state is not SlotState.HOST:
+        if slot is None or slot.state is not SlotState.STORED:
             return Room.READY
         entry = slot.entry
         assert entry is not None
@@ -247,7 +247,7 @@ class SessionAwareCache:
         slot = self._idle_slot(session_id)
         if slot is None:
             return
-        if slot.state in (SlotState.HOST, SlotState.LOADING):
+        if slot.state in (SlotState.STORED, SlotState.LOADING):
             slot.valid_len = min(length, slot.usable_len)  # cut by the turn that takes it
         elif slot.kv is not None and length < slot.kv.allocated_len:
             slot.kv = self.tiers.take_out(slot)
@@ -259,8 +259,8 @@ class SessionAwareCache:
         """Starts `child_id` on the KV of an idle parent's first `tokens`; returns how many of them it covers.
 
         Whole pages are shared through the prefix tree, each holder with its own lock; the part-filled page is copied.
-        A parent whose KV is on the host gives none: the child computes its own. Raises SessionBorrowed during a turn
-        of either.
+        A parent whose KV is on the host or disk gives none: the child computes its own. Raises SessionBorrowed during
+        a turn of either.
         """
         self.release_session(child_id)
         slot = self._idle_slot(parent_id)
@@ -296,7 +296,7 @@ class SessionAwareCache:
         self._inner.evict(self._inner.cached_pages)
 
     def held_tokens(self) -> dict[str, int]:
-        """Tokens of KV each idle session holds, on the device or the host."""
+        """Tokens of KV each idle session holds, wherever they are."""
         return {slot.session_id: slot.usable_len for slot in self._slots if slot.state is not SlotState.LENT}
 
     def _free_tail(self, kv: SequenceKV, prefix_len: int) -> None:

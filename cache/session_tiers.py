@@ -1,51 +1,76 @@
-"""SessionTiers: moves idle sessions' KV from the device to the host, back, or down to nothing but the token log."""
+"""SessionTiers: moves idle sessions' KV from the device to the host, on to disk, back, or down to the token log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
-from cache.audit import HostAccounts
+from cache.audit import TierAccounts
 from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV
 from cache.slots import SessionSlot, SlotState, SlotTable
-from cache.tiers import CopyKind, CopyOrder, HostEntry, HostTier, PoolPages
+from cache.tiers import CopyKind, CopyOrder, PoolPages, StoredKV, Tier, TierSizes
+
+SPARE_PART = 4
+"""With a disk, one part in so many of the host's budget is kept free."""
 
 
 class SessionTiers:
     """Owns the copies in flight and the orders not yet handed to the runner. `slots` and `account` are the cache's.
 
-    Nothing ever waits for room on the host: a session that finds none is dropped at once. A copy that is no longer
-    wanted runs to its end, and what it holds is given back then.
+    Nothing ever waits for room on the host or disk: a session that finds none is dropped at once. So those longest on
+    the host are written to disk before others need their room. A copy that is no longer wanted runs to its end, and
+    what it holds is given back then.
     """
 
-    def __init__(self, inner: PrefixCache, slots: SlotTable, account: PageAccount, host: HostTier) -> None:
+    def __init__(self, inner: PrefixCache, slots: SlotTable, account: PageAccount, sizes: TierSizes) -> None:
         self._inner = inner
         self._slots = slots
         self._account = account
-        self._host = host
+        self._sizes = sizes
+        self._host = Tier("host", sizes.host_bytes)
+        self._disk = Tier("disk", sizes.disk_bytes)
         self._keys = count(1)
-        self._copies: dict[int, HostEntry] = {}
+        self._copies: dict[int, StoredKV] = {}
+        self._writes: dict[int, tuple[StoredKV, StoredKV]] = {}  # on the host, and on the disk
         self._orphans: dict[int, SequenceKV] = {}  # being loaded for a session that has gone
         self._orders: list[CopyOrder] = []
         self.num_to_host = 0
+        self.num_to_disk = 0
         self.num_to_log = 0
-        self.num_promotions = 0
-
-    @property
-    def host(self) -> HostTier:
-        return self._host
+        self.num_from_host = 0
+        self.num_from_disk = 0
+        self.num_disk_failures = 0
 
     @property
     def copies_in_flight(self) -> int:
+        """Those that bring device pages, or give them back."""
         return len(self._copies)
+
+    @property
+    def writes_in_flight(self) -> int:
+        """From the host to the disk: nobody waits for them."""
+        return len(self._writes)
 
     @property
     def orphans(self) -> Iterator[SequenceKV]:
         return iter(self._orphans.values())
 
-    def accounts(self) -> HostAccounts:
-        return self._host.accounts()
+    def accounts(self) -> tuple[TierAccounts, TierAccounts]:
+        """The host's and the disk's. What is being written to disk is in both."""
+        return self._host.accounts(), self._disk.accounts()
+
+    def mismatches(self) -> list[str]:
+        """What a recount of both budgets finds wrong, and what is stored for nobody."""
+        held = {slot.entry.key for slot in self._slots if slot.entry is not None}
+        stray = [
+            f"{entry.num_bytes} bytes of session {entry.session_id} are stored for nobody"
+            for tier in (self._host, self._disk)
+            for entry in tier.settled()
+            if entry.key not in held
+        ]
+        return [*self._host.mismatches(), *self._disk.mismatches(), *stray]
 
     def moving_pages(self, state: SlotState) -> tuple[int, int]:
         """Private pages of sessions being saved (they will be free) or loaded, in each pool."""
@@ -73,36 +98,36 @@ class SessionTiers:
         kv = slot.kv
         assert kv is not None
         pages = _pages_of(kv)
-        num_bytes = self._host.size_bytes(pages)
-        if not self._make_host_room(num_bytes):
+        num_bytes = self._sizes.size_bytes(pages)
+        if not self._make_room(self._host, num_bytes):
             self.discard(slot.session_id)
             self.num_to_log += 1
             return
         first = kv.window.first if kv.window is not None else 0
-        entry = HostEntry(
+        entry = StoredKV(
             next(self._keys), slot.session_id, kv.namespace, kv.committed_len, kv.draft_len, first, num_bytes
         )
         self._host.add(entry)
         slot.entry = entry
         self._slots.move(slot, SlotState.SAVING)
-        self._start(CopyKind.SAVE, entry, pages)
+        self._copy(entry, CopyOrder(CopyKind.SAVE, entry.key, pages))
 
     def load(self, slot: SessionSlot, kv: SequenceKV) -> None:
-        """Fills `kv`, whose pages are allocated, from the host; the slot holds it meanwhile."""
+        """Fills `kv`, whose pages are allocated, from the host or disk; the slot holds it meanwhile."""
         entry = slot.entry
         assert entry is not None
-        assert slot.state is SlotState.HOST
+        assert slot.state is SlotState.STORED
         slot.kv = kv
         self._slots.move(slot, SlotState.LOADING)
-        entry.settled = False
-        self._start(CopyKind.LOAD, entry, _pages_of(kv))
+        self._copy(entry, CopyOrder(CopyKind.LOAD, entry.key, _pages_of(kv)))
 
     def take_out(self, slot: SessionSlot) -> SequenceKV:
         """The KV of a slot whose KV is on the device; a save that runs comes to nothing."""
         kv = slot.kv
         assert kv is not None
         assert slot.state in (SlotState.IDLE, SlotState.SAVING)
-        slot.kv, slot.entry = None, None
+        slot.kv = None
+        self._drop_entry(slot)
         self._slots.move(slot, SlotState.IDLE)
         return kv
 
@@ -119,47 +144,73 @@ class SessionTiers:
             self._orphans[slot.entry.key] = slot.kv
         elif slot.kv is not None:
             self._inner.release(slot.kv)
-        elif slot.entry is not None:
-            self._drop(slot.entry)
+        self._drop_entry(slot)
 
     def copy_done(self, key: int, *, failed: bool = False) -> None:
-        """The runner's answer to a SAVE or LOAD. What failed to be copied is computed again from the token log."""
-        entry = self._copies.pop(key)
-        entry.settled = True
+        """The runner's answer to a SAVE, SPILL or LOAD. What failed to be copied is computed again from the token
+        log."""
+        if key in self._writes:
+            self._written(*self._writes.pop(key), failed=failed)
+        else:
+            self._copied(self._copies.pop(key), failed=failed)
+        self._spill()
+
+    def _copied(self, entry: StoredKV, *, failed: bool) -> None:
+        """A SAVE or LOAD has ended. Of an unwanted one only its pages are left, if it was a load."""
+        self.num_disk_failures += failed and entry.on_disk
         entry.saved |= not failed
-        slot = self._slots.get(entry.session_id)
-        if slot is not None and slot.entry is not entry:
-            slot = None  # the session went on without this copy
-        if key in self._orphans:
-            self._inner.release(self._orphans.pop(key))
-            self._drop(entry)
-        elif slot is None:
-            self._drop(entry)
-        elif failed:
-            assert slot.kv is not None
-            self._inner.release(slot.kv)
-            self._slots.remove(slot.session_id)
-            self._drop(entry)
-            self.num_to_log += 1
+        self._let_go(entry)
+        orphan = self._orphans.pop(entry.key, None)
+        if orphan is not None:
+            self._inner.release(orphan)
+        slot = self._slots.get(entry.session_id) if entry.wanted else None
+        if slot is None:
+            return
+        assert slot.kv is not None
+        if failed:
+            self._lose(slot)
         elif slot.state is SlotState.SAVING:
-            assert slot.kv is not None
             self._inner.release(slot.kv)
             slot.kv = None
-            self._slots.move(slot, SlotState.HOST)
+            self._slots.move(slot, SlotState.STORED)
             self.num_to_host += 1
         else:
-            assert slot.kv is not None
             slot.kv.commit(entry.committed_len, entry.draft_len)
-            slot.entry = None
+            self._drop_entry(slot)
             self._slots.move(slot, SlotState.IDLE)
-            self._drop(entry)
-            self.num_promotions += 1
+            self.num_from_disk += entry.on_disk
+            self.num_from_host += not entry.on_disk
 
-    def _make_host_room(self, num_bytes: int) -> bool:
-        """Sessions longest on the host go, unless their turns wait. False, and none went, if that is not enough."""
-        missing = self._host.missing_bytes(num_bytes)
+    def _written(self, source: StoredKV, entry: StoredKV, *, failed: bool) -> None:
+        """A SPILL has ended. It comes to nothing if the session is gone, or on its way back to the device."""
+        self.num_disk_failures += failed
+        entry.saved = not failed
+        self._let_go(source)
+        self._let_go(entry)
+        slot = self._slots.get(source.session_id) if source.wanted else None
+        if slot is None or slot.state is not SlotState.STORED:
+            self._drop(entry)
+            return
+        self._drop_entry(slot)
+        slot.entry = entry
+        if failed:
+            self._lose(slot)
+        else:
+            self.num_to_disk += 1
+
+    def _lose(self, slot: SessionSlot) -> None:
+        """A copy failed: the token log has the session."""
+        if slot.kv is not None:
+            self._inner.release(slot.kv)
+        self._drop_entry(slot)
+        self._slots.remove(slot.session_id)
+        self.num_to_log += 1
+
+    def _make_room(self, tier: Tier, num_bytes: int) -> bool:
+        """Sessions longest there go, unless their turns wait. False, and none went, if that is not enough."""
+        missing = tier.missing_bytes(num_bytes)
         victims: list[str] = []
-        for entry in self._host.settled():
+        for entry in tier.settled():
             if missing <= 0:
                 break
             if not self._slots.is_expected(entry.session_id):
@@ -172,14 +223,51 @@ class SessionTiers:
             self.num_to_log += 1
         return True
 
-    def _start(self, kind: CopyKind, entry: HostEntry, pages: PoolPages) -> None:
-        self._copies[entry.key] = entry
-        self._orders.append(CopyOrder(kind, entry.key, pages))
+    def _spill(self) -> None:
+        """Has those longest on the host written to disk until the spare part of its budget is free, or will be."""
+        missing = self._host.missing_bytes(self._host.budget_bytes // SPARE_PART)
+        leaving = {source.key: source for source, _ in self._writes.values()}
+        leaving |= {key: entry for key, entry in self._copies.items() if entry.saved and not entry.on_disk}
+        missing -= sum(source.num_bytes for source in leaving.values())
+        for source in self._host.settled() if self._disk.budget_bytes else ():
+            if missing <= 0:
+                break
+            if self._slots.is_expected(source.session_id):
+                continue
+            if not self._make_room(self._disk, source.num_bytes):
+                break
+            entry = replace(source, key=next(self._keys), on_disk=True, saved=False)
+            self._disk.add(entry)
+            source.copies += 1
+            entry.copies += 1
+            self._writes[entry.key] = source, entry
+            self._orders.append(CopyOrder(CopyKind.SPILL, entry.key, source=source.key))
+            missing -= source.num_bytes
 
-    def _drop(self, entry: HostEntry) -> None:
-        self._host.remove(entry.key)
-        if entry.saved:  # a save that failed left nothing
+    def _copy(self, entry: StoredKV, order: CopyOrder) -> None:
+        entry.copies += 1
+        self._copies[entry.key] = entry
+        self._orders.append(order)
+
+    def _drop_entry(self, slot: SessionSlot) -> None:
+        entry, slot.entry = slot.entry, None
+        if entry is not None:
+            self._drop(entry)
+
+    def _drop(self, entry: StoredKV) -> None:
+        """Nobody wants it: it goes now, or with the last copy that works on it."""
+        entry.wanted = False
+        if entry.copies:
+            return
+        (self._disk if entry.on_disk else self._host).remove(entry.key)
+        if entry.saved:  # a copy that failed left nothing
             self._orders.append(CopyOrder(CopyKind.DROP, entry.key))
+
+    def _let_go(self, entry: StoredKV) -> None:
+        """A copy has ended."""
+        entry.copies -= 1
+        if not entry.wanted:
+            self._drop(entry)
 
 
 def _pages_of(kv: SequenceKV) -> PoolPages:

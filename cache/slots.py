@@ -8,35 +8,35 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from cache.sequence_kv import SequenceKV
-from cache.tiers import HostEntry
+from cache.tiers import StoredKV
 
 
 class SlotState(Enum):
     LENT = auto()  # a turn has the KV
     IDLE = auto()  # KV on the device
     SAVING = auto()  # KV on the device, being copied to the host; a turn may take it back at any time
-    HOST = auto()  # KV in host memory only
-    LOADING = auto()  # device pages are being filled from the host
+    STORED = auto()  # KV in host memory or on disk only
+    LOADING = auto()  # device pages are being filled from there
 
 
 @dataclass(slots=True)
 class SessionSlot:
     """A session's KV between turns.
 
-    `kv` is there in states IDLE, SAVING and LOADING, `entry` in SAVING, HOST and LOADING, `borrower` (a request id) in
-    LENT. What lies past `valid_len` was rewound while it could not be cut.
+    `kv` is there in states IDLE, SAVING and LOADING, `entry` in SAVING, STORED and LOADING, `borrower` (a request id)
+    in LENT. What lies past `valid_len` was rewound while it could not be cut.
     """
 
     session_id: str
     state: SlotState
     kv: SequenceKV | None = None
     borrower: str | None = None
-    entry: HostEntry | None = None
+    entry: StoredKV | None = None
     valid_len: int | None = None
 
     @property
     def usable_len(self) -> int:
-        """Tokens of KV that a turn may continue from, on the device or the host."""
+        """Tokens of KV that a turn may continue from, wherever they are."""
         length = self.kv.committed_len if self.kv is not None and self.state is not SlotState.LOADING else 0
         if self.entry is not None:
             length = self.entry.committed_len

@@ -1,4 +1,4 @@
-"""Where an idle session's KV lives when the device's pages are needed: host memory within a byte budget.
+"""Where an idle session's KV lives when the device's pages are needed: host memory, then a disk, each within a budget.
 
 Copies run beside compute. The cache says what is to be copied (CopyOrder), the runner copies, and says when it is done.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from cache.audit import HostAccounts
+from cache.audit import TierAccounts
 from cache.pages import PageArray
 
 
@@ -35,27 +35,43 @@ class PageNeed:
 
 class CopyKind(Enum):
     SAVE = auto()  # device pages to host memory under a key
-    LOAD = auto()  # and back
-    DROP = auto()  # forget what was saved
+    SPILL = auto()  # what is in host memory under `source` also to the disk, under a key
+    LOAD = auto()  # from wherever it is under a key to device pages
+    DROP = auto()  # forget what is under a key
     CLONE = auto()  # device pages to other device pages, at once
 
 
 @dataclass(frozen=True, slots=True)
 class CopyOrder:
-    """One order to the runner, to be carried out in sequence. SAVE and LOAD are answered when done, by `key`."""
+    """One order to the runner, to be carried out in sequence. SAVE, SPILL and LOAD are answered when done, by `key`."""
 
     kind: CopyKind
     key: int
     pages: PoolPages | None = None
     target: PoolPages | None = None
+    source: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """Budgets of the tiers below the device, and what a page of each pool takes there."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    page_bytes: int = 1
+    window_page_bytes: int = 0
+
+    def size_bytes(self, pages: PoolPages) -> int:
+        return len(pages.full) * self.page_bytes + len(pages.window) * self.window_page_bytes
 
 
 @dataclass(slots=True)
-class HostEntry:
-    """A session's KV in host memory, or on its way: enough to build its SequenceKV again.
+class StoredKV:
+    """A session's KV in one tier, or on its way there: enough to build its SequenceKV again.
 
-    The first `window_first` window pages were gone. `settled` is False while a copy runs; then the entry's bytes stay
-    taken, whatever becomes of the session. `saved`: the runner has something under the key, to be dropped some day.
+    The first `window_first` window pages were gone. While any of `copies` works on it its bytes stay taken, whatever
+    becomes of the session; once nobody wants it, it goes with the last of them. `saved`: the runner has something
+    under the key, to be dropped some day.
     """
 
     key: int
@@ -65,49 +81,49 @@ class HostEntry:
     draft_len: int
     window_first: int
     num_bytes: int
-    settled: bool = False
+    on_disk: bool = False
+    copies: int = 0
+    wanted: bool = True
     saved: bool = False
 
 
-class HostTier:
-    """Owns the byte budget and its entries, least recently used first. Sizes of a page of each pool in bytes."""
+class Tier:
+    """Owns the byte budget of one place and its entries, longest there first."""
 
-    def __init__(self, budget_bytes: int = 0, page_bytes: int = 1, window_page_bytes: int = 0) -> None:
+    def __init__(self, name: str, budget_bytes: int = 0) -> None:
+        self._name = name
         self._budget_bytes = budget_bytes
-        self._page_bytes = page_bytes
-        self._window_page_bytes = window_page_bytes
-        self._entries: OrderedDict[int, HostEntry] = OrderedDict()
+        self._entries: OrderedDict[int, StoredKV] = OrderedDict()
         self._used_bytes = 0
 
-    def accounts(self) -> HostAccounts:
-        return HostAccounts(self._budget_bytes, self._used_bytes, len(self._entries))
+    @property
+    def budget_bytes(self) -> int:
+        return self._budget_bytes
 
-    def size_bytes(self, pages: PoolPages) -> int:
-        return len(pages.full) * self._page_bytes + len(pages.window) * self._window_page_bytes
+    def accounts(self) -> TierAccounts:
+        return TierAccounts(self._budget_bytes, self._used_bytes, len(self._entries))
 
     def missing_bytes(self, num_bytes: int) -> int:
         """What must be given up before `num_bytes` fit; none if not positive."""
         return self._used_bytes + num_bytes - self._budget_bytes
 
-    def add(self, entry: HostEntry) -> None:
+    def add(self, entry: StoredKV) -> None:
         self._entries[entry.key] = entry
         self._used_bytes += entry.num_bytes
 
     def remove(self, key: int) -> None:
         self._used_bytes -= self._entries.pop(key).num_bytes
 
-    def settled(self) -> Iterator[HostEntry]:
-        """Entries no copy works on, oldest first."""
-        return (entry for entry in self._entries.values() if entry.settled)
+    def settled(self) -> Iterator[StoredKV]:
+        """Entries no copy works on, longest there first."""
+        return (entry for entry in self._entries.values() if not entry.copies)
 
     def mismatches(self) -> list[str]:
         """What a recount of the budget finds wrong."""
         counted = sum(entry.num_bytes for entry in self._entries.values())
-        wrong = (
-            []
-            if counted == self._used_bytes
-            else [f"host: {self._used_bytes} bytes by counter, {counted} by walk"]
-        )
+        wrong = []
+        if counted != self._used_bytes:
+            wrong.append(f"{self._name}: {self._used_bytes} bytes by counter, {counted} by walk")
         if self._used_bytes > self._budget_bytes:
-            wrong.append(f"host: {self._used_bytes} bytes used of a budget of {self._budget_bytes}")
+            wrong.append(f"{self._name}: {self._used_bytes} bytes used of a budget of {self._budget_bytes}")
         return wrong

@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
-from cache.audit import AuditReport, HostAccounts, PageAccounts
+from cache.audit import AuditReport, PageAccounts, TierAccounts
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -209,13 +209,14 @@ class EngineStats:
     """A snapshot published by the step loop; safe to read from any thread.
 
     `window_pages` are the books of the pool of sliding-window layers, if the model has any; `window_len` in tokens.
-    Demotions are of idle sessions: to host memory, or dropped to the token log. Everything from `steps` on counts
-    since start.
+    Demotions are of idle sessions: to host memory, from there to disk, or dropped to the token log. Everything from
+    `steps` on counts since start.
     """
 
     pages: PageAccounts
     window_pages: PageAccounts | None
-    host: HostAccounts
+    host: TierAccounts
+    disk: TierAccounts
     page_size: int
     page_size_bytes: int
     window_len: int | None
@@ -226,8 +227,11 @@ class EngineStats:
     steps: int
     retractions: int
     demotions_to_host: int
+    demotions_to_disk: int
     demotions_to_log: int
-    promotions: int
+    promotions_from_host: int
+    promotions_from_disk: int
+    disk_failures: int
     evicted_pages: int
     generated_tokens: int
     prefill_tokens: int
@@ -294,7 +298,7 @@ class Engine(Protocol):
         """What it runs on and how: device, attention and why, graphs. Never changes."""
 
     def session_kv_tokens(self) -> Future[dict[str, int]]:
-        """Tokens of KV held per idle session, on the device or the host."""
+        """Tokens of KV held per idle session, wherever they are."""
 
     def audit(self) -> Future[AuditReport]:
         """Walks every page of every pool and names each that has no account, or two, and who had it last."""

@@ -9,7 +9,7 @@ from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache
 from cache.sequence_kv import pages_for
 from cache.session_cache import SessionAwareCache
-from cache.tiers import HostTier
+from cache.tiers import TierSizes
 from cache.window import WindowPool
 from engine.api import DeltaSink
 from engine.build_rank import make_rank, make_runner
@@ -44,7 +44,8 @@ def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
     """An engine with the settings' model, not started. Ranks other than this process are its children.
 
     Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable, engine.runner.kv_pool.PoolTooSmall,
-    engine.attention.errors.AttentionUnavailable, or engine.parallel.errors.RanksNotStarted.
+    engine.attention.errors.AttentionUnavailable, engine.runner.disk_folder.DiskUnavailable, or
+    engine.parallel.errors.RanksNotStarted.
     """
     if settings.execution.tensor_parallel > 1:
         return build_parallel_engine(settings, sink)
@@ -89,13 +90,15 @@ def assemble_engine(
     """An engine around a given runner, not started. The runner sizes the pools."""
     counters = EngineCounters()
     facts = runner.facts
-    host = HostTier(cache.host_size_bytes, facts.page_size_bytes, facts.window_page_size_bytes)
+    sizes = TierSizes(
+        cache.host_size_bytes, cache.disk_size_bytes, facts.page_size_bytes, facts.window_page_size_bytes
+    )
     step_tokens = max(min(scheduler.chunk_size, scheduler.max_batch_tokens), execution.decode_steps)
     step_tokens = step_tokens * (2 if facts.runs_ahead else 1) + speculation.max_draft_tokens
     window = _window_pool(facts, step_tokens)
     allocator = PageAllocator(facts.num_pages)
     prefixes = RadixPrefixCache(allocator, facts.page_size, enabled=cache.prefix_cache, window=window)
-    sessions = SessionAwareCache(prefixes, host, step_tokens)
+    sessions = SessionAwareCache(prefixes, sizes, step_tokens)
     context_len = min(scheduler.max_context_len or facts.max_context_len, facts.max_context_len)
     planner = Scheduler(
         sessions,

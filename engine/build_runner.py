@@ -6,6 +6,7 @@ A GPU's pool takes what its memory has left once the largest step has been tried
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,8 @@ from engine.device import is_gpu, memory_room, peak_bytes, reset_peak
 from engine.models.loader import LoadedModel
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.device_runner import DeviceRunner
+from engine.runner.disk_folder import DiskFolder, DiskUnavailable
+from engine.runner.disk_store import DiskStore
 from engine.runner.draft_model import DraftModel
 from engine.runner.graphs import Graphs, ladder, make_graphs
 from engine.runner.host_copies import HostCopies
@@ -59,7 +62,7 @@ def build_runner(
     """The model over KV pools of its own, with a draft model whose KV lies in a pool of as many pages. `num_drafts` is
     the most that are verified for an item.
 
-    Raises PoolTooSmall, AttentionUnavailable or UnsupportedModel (the draft model does not fit).
+    Raises PoolTooSmall, AttentionUnavailable, DiskUnavailable or UnsupportedModel (the draft model does not fit).
     """
     if not loaded.native:
         execution = replace(execution, graphs=False)
@@ -71,7 +74,7 @@ def build_runner(
         draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
     pool = make_kv_pool(loaded.layout, cache, loaded.dtype, loaded.device, draft_bytes, room_bytes)
     attention = choose_attention(execution.attention, pool, loaded.device)
-    careful = careful_runner(loaded, pool, attention, draft, execution)
+    careful = careful_runner(loaded, pool, attention, draft, execution, open_disk(cache))
     if not on_gpu:
         return careful
     graphs = make_graphs(loaded.device, wanted=execution.graphs)
@@ -103,6 +106,7 @@ def careful_runner(
     attention: AttentionChoice,
     draft: LoadedModel | None,
     execution: ExecutionSettings,
+    disk: DiskStore | None = None,
 ) -> TorchRunner:
     """The runner that does everything, a step at a time."""
     drafter, draft_pool = None, None
@@ -115,8 +119,10 @@ def careful_runner(
             draft.vocab_size,
             draft.max_context_len,
         )
-    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full)
+    copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk)
     about = {"attention": attention.name, "attention_reason": attention.reason}
+    if disk is not None:
+        about["disk"] = disk.path
     return TorchRunner(
         loaded.model, pool, attention.items, loaded.vocab_size, loaded.max_context_len, drafter, copies,
         about=about,
@@ -150,6 +156,15 @@ def device_runner(
         careful, loaded.model, attention.tables, buffers, picker, graphs, sizes, limits.sampled, limits.steps,
         ranks, runs_ahead=execution.overlap,
     )  # fmt: skip
+
+
+def open_disk(cache: CacheSettings) -> DiskStore | None:
+    """A folder of this rank's own, if any KV is to go to disk. Raises DiskUnavailable."""
+    if not cache.disk_size_bytes:
+        return None
+    if cache.disk_path is None:
+        raise DiskUnavailable("disk_size_bytes needs a disk_path")
+    return DiskStore(DiskFolder(Path(cache.disk_path)))
 
 
 def choose_picker(device: torch.device) -> RowPicker:

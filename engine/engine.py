@@ -8,15 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 from cache.audit import AuditReport
 from cache.prefix_cache import token_array
 from cache.sequence_kv import pages_for
 from cache.session_cache import SessionAwareCache
-from cache.tiers import CopyKind, CopyOrder
 from engine.api import (
     ContextLengthExceeded,
     DeltaSink,
@@ -31,6 +28,7 @@ from engine.api import (
     TokenDelta,
 )
 from engine.batch import ScheduledBatch
+from engine.copies import Copies
 from engine.counters import EngineCounters
 from engine.request import check_resumed
 from engine.runner.protocol import Launch, Runner, RunnerLost
@@ -68,6 +66,7 @@ class LocalEngine:
         self._settings = settings
         self._sink = sink
         self._books = books
+        self._copies = Copies(cache.tiers, runner, self._post)
         self._in_flight: tuple[ScheduledBatch, Launch] | None = None
         self._stalled = False  # all that could run waits for copies between device and host
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -173,7 +172,7 @@ class LocalEngine:
         own if the runner does not run ahead. False if there was nothing to do. Only for the step thread and tests."""
         before = self._in_flight
         batch = self._scheduler.schedule()
-        self._carry_out(self._cache.tiers.take_orders())
+        self._copies.carry_out()
         self._in_flight = None if batch is None else self._launch(batch)
         if before is not None:
             self._take_in(*before)
@@ -214,28 +213,6 @@ class LocalEngine:
         _logger.error("model step failed", exc_info=error)
         failure = StepFailed(f"the model step failed: {type(error).__name__}: {error}")
         self._deltas.extend(self._scheduler.fail(batch, failure))
-
-    def _carry_out(self, orders: Sequence[CopyOrder]) -> None:
-        """Hands orders to the runner, before anything is written to the pages that they read."""
-        for order in orders:
-            if order.kind is CopyKind.DROP:
-                self._runner.drop(order.key)
-                continue
-            assert order.pages is not None
-            if order.kind is CopyKind.CLONE:
-                assert order.target is not None
-                self._runner.clone(order.pages, order.target)
-                continue
-            start = self._runner.save if order.kind is CopyKind.SAVE else self._runner.load
-            start(order.key, order.pages).add_done_callback(partial(self._copy_ended, order.key))
-
-    def _copy_ended(self, key: int, copy: Future[None]) -> None:
-        """On whatever thread copied: the step thread hears of it through its inbox."""
-        error = copy.exception()
-        if error is not None:
-            _logger.error("a copy of KV between device and host failed", exc_info=error)
-        with suppress(EngineStopped):
-            self._post(lambda: self._cache.tiers.copy_done(key, failed=error is not None))
 
     def _run(self) -> None:
         reason = EngineStopped("the engine is shut down")
@@ -357,11 +334,13 @@ class LocalEngine:
             self._stats_due_s = time_s + _STATS_PERIOD_S
 
     def _take_stats(self) -> EngineStats:
-        counters = self._counters
+        counters, tiers = self._counters, self._cache.tiers
+        host, disk = tiers.accounts()
         return EngineStats(
             pages=self._cache.books.accounts(),
             window_pages=self._cache.books.window_accounts(),
-            host=self._cache.tiers.accounts(),
+            host=host,
+            disk=disk,
             page_size=self._cache.page_size,
             page_size_bytes=self._facts.page_size_bytes,
             window_len=self._facts.window_len,
@@ -371,9 +350,12 @@ class LocalEngine:
             waiting=self._scheduler.num_waiting,
             steps=counters.steps,
             retractions=counters.retractions,
-            demotions_to_host=self._cache.tiers.num_to_host,
-            demotions_to_log=self._cache.tiers.num_to_log,
-            promotions=self._cache.tiers.num_promotions,
+            demotions_to_host=tiers.num_to_host,
+            demotions_to_disk=tiers.num_to_disk,
+            demotions_to_log=tiers.num_to_log,
+            promotions_from_host=tiers.num_from_host,
+            promotions_from_disk=tiers.num_from_disk,
+            disk_failures=tiers.num_disk_failures,
             evicted_pages=self._cache.num_evicted_pages,
             generated_tokens=counters.generated_tokens,
             prefill_tokens=counters.prefill_tokens,

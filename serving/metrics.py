@@ -41,11 +41,14 @@ ENGINE_GAUGES = (
     Figure("kedge_host_kv_bytes", "Host memory that idle sessions' KV takes.", lambda s: s.host.used_bytes),
     Figure("kedge_host_kv_budget_bytes", "Host memory that it may take.", lambda s: s.host.budget_bytes),
     Figure("kedge_host_sessions", "Idle sessions whose KV is in host memory.", lambda s: s.host.sessions),
+    Figure("kedge_disk_kv_bytes", "Disk that idle sessions' KV takes.", lambda s: s.disk.used_bytes),
+    Figure("kedge_disk_kv_budget_bytes", "Disk that it may take.", lambda s: s.disk.budget_bytes),
+    Figure("kedge_disk_sessions", "Idle sessions whose KV is on disk.", lambda s: s.disk.sessions),
 )
 ENGINE_COUNTERS = (
     Figure("kedge_engine_steps", "Steps of the engine.", lambda s: s.steps),
     Figure("kedge_retractions", "Running requests put back to wait for memory.", lambda s: s.retractions),
-    Figure("kedge_promotions", "Idle sessions whose KV came back from host memory.", lambda s: s.promotions),
+    Figure("kedge_disk_failures", "Writes and reads of KV on disk that failed.", lambda s: s.disk_failures),
     Figure("kedge_evicted_pages", "Cached pages dropped for memory.", lambda s: s.evicted_pages),
     Figure("kedge_generated_tokens", "Tokens generated.", lambda s: s.generated_tokens),
     Figure("kedge_prefill_tokens", "Input tokens computed.", lambda s: s.prefill_tokens),
@@ -76,14 +79,19 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         yield from self._pages(stats)
-        demotions = CounterMetricFamily(
+        yield self._by_tier(
             "kedge_demotions",
-            "Idle sessions whose KV gave way: to host memory, or to the log alone.",
-            labels=["replica", "tier"],
+            "Idle sessions whose KV gave way: to host memory, on to disk, or to the log alone.",
+            host=stats.demotions_to_host,
+            disk=stats.demotions_to_disk,
+            log=stats.demotions_to_log,
         )
-        demotions.add_metric([self._replica_id, "host"], stats.demotions_to_host)
-        demotions.add_metric([self._replica_id, "log"], stats.demotions_to_log)
-        yield demotions
+        yield self._by_tier(
+            "kedge_promotions",
+            "Idle sessions whose KV came back: from host memory, or from disk.",
+            host=stats.promotions_from_host,
+            disk=stats.promotions_from_disk,
+        )
         for figure in ENGINE_GAUGES:
             gauge = GaugeMetricFamily(figure.name, figure.help, labels=["replica"])
             gauge.add_metric([self._replica_id], figure.read(stats))
@@ -92,6 +100,12 @@ class EngineCollector:
             counter = CounterMetricFamily(figure.name, figure.help, labels=["replica"])
             counter.add_metric([self._replica_id], figure.read(stats))
             yield counter
+
+    def _by_tier(self, name: str, text: str, **counts: int) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["replica", "tier"])
+        for tier, count in counts.items():
+            family.add_metric([self._replica_id, tier], count)
+        return family
 
     def _pages(self, stats: EngineStats) -> Iterator[Metric]:
         pages = GaugeMetricFamily(

@@ -23,6 +23,7 @@ from engine.parallel.messages import (
     LAUNCH,
     READY,
     SAVE,
+    SPILL,
     packed,
     pages_in,
     unpacked,
@@ -115,6 +116,8 @@ class Follower:
                 runner.drop(key)
             case (int(kind), [tuple(source), tuple(target)]) if kind == CLONE:
                 runner.clone(pages_in(source), pages_in(target))
+            case (int(kind), [int(source), int(key)]) if kind == SPILL:
+                runner.spill(source, key).add_done_callback(partial(self._copied, number))
             case (int(kind), [int(key), tuple(pages)]):
                 start = runner.save if kind == SAVE else runner.load
                 start(key, pages_in(pages)).add_done_callback(partial(self._copied, number))

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from cache.tiers import PoolPages
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.parallel.errors import RanksLost, RanksNotStarted
-from engine.parallel.messages import CLONE, DROP, LAUNCH, LOAD, SAVE, packed, pages_out
+from engine.parallel.messages import CLONE, DROP, LAUNCH, LOAD, SAVE, SPILL, packed, pages_out
 from engine.parallel.team import Team
 from engine.parallel.wire import BatchEncoder
 from engine.runner.protocol import Launch, Runner
@@ -95,6 +95,11 @@ class LeadRunner:
         copies.insert(0, self._runner.save(key, pages))
         return all_done(copies, partial(self._save_ended, key))
 
+    def spill(self, source: int, key: int) -> Future[None]:
+        copies = self._ask(packed(SPILL, source, key))
+        copies.insert(0, self._runner.spill(source, key))
+        return all_done(copies, partial(self._save_ended, key))
+
     def load(self, key: int, pages: PoolPages) -> Future[None]:
         copies = self._ask(packed(LOAD, key, pages_out(pages)))
         return all_done([self._runner.load(key, pages), *copies])
@@ -126,7 +131,7 @@ class LeadRunner:
         return [follower.ask(message) for follower in self._followers]
 
     def _save_ended(self, key: int, copies: Sequence[Future[None]]) -> None:
-        """A save that failed on some rank counts as failed: what others have under the key is to go. Any thread."""
+        """A save or spill that failed on some rank has failed: what others have under the key is to go. Any thread."""
         if any(copy.exception() is not None for copy in copies):
             for rank, copy in enumerate(copies):
                 if copy.exception() is None:

@@ -10,8 +10,9 @@ import numpy as np
 from cache.tiers import PoolPages
 from engine.parallel.wire import Wire
 
-LAUNCH, SAVE, LOAD, DROP, CLONE, CLOSE = range(6)
-"""Commands: (LAUNCH, batch), (SAVE or LOAD, key, pages), (DROP, key), (CLONE, pages, pages), (CLOSE,)."""
+LAUNCH, SAVE, SPILL, LOAD, DROP, CLONE, CLOSE = range(7)
+"""Commands: (LAUNCH, batch), (SAVE or LOAD, key, pages), (SPILL, key, key), (DROP, key), (CLONE, pages, pages),
+(CLOSE,)."""
 
 READY, DONE, FAILED = range(3)
 """Answers: (READY, facts), (DONE, number of the command, error or None), (FAILED, reason)."""

@@ -180,6 +180,9 @@ class DeviceRunner:
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         return self._careful.save(key, pages)
 
+    def spill(self, source: int, key: int) -> Future[None]:
+        return self._careful.spill(source, key)
+
     def load(self, key: int, pages: PoolPages) -> Future[None]:
         return self._careful.load(key, pages)
 

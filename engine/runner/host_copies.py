@@ -1,21 +1,24 @@
-"""Copies of KV pages in host memory, made and read back by one thread beside the engine's steps.
+"""Copies of KV pages in host memory and on disk, made and read back by threads beside the engine's steps.
 
-On a GPU the copies run on a stream of their own that first waits for the steps issued before them, through pinned
-memory; on a CPU they are plain copies, during which torch lets go of the interpreter.
+On a GPU the copies run on streams of their own that first wait for the steps issued before them, through pinned memory;
+on a CPU they are plain copies, during which torch lets go of the interpreter. What concerns the disk has a thread to
+itself, so that no copy of host memory ever waits for a file.
 
 Legend: L layers, K key/value heads, P pages of the pool, n pages copied, p tokens of a page, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from cache.tiers import PoolPages
-from engine.device import CopyStream, fetch, send
+from engine.device import CopyStream, fetch, pinned, send
+from engine.runner.disk_store import DiskStore
 from engine.runner.kv_pool import KVPool, PagedKV
 
 PIECE_BYTES = 32 * 2**20
@@ -23,25 +26,54 @@ PIECE_BYTES = 32 * 2**20
 
 _PAGE_DIM = 3
 
+Piece = tuple[Tensor, Tensor]
+"""A pool [L, 2, K, P, p, D] and pages [n] of it."""
+
+
+class CopyLane:
+    """A thread on which copies run one after another, with a stream of its own."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._stream = CopyStream(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def submit(self, copy: Callable[[], None]) -> Future[None]:
+        """The copy sees what steps that were issued before have written."""
+        issued = self._stream.mark()
+
+        def run() -> None:
+            with self._stream.after(issued):
+                copy()
+
+        return self._thread.submit(run)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
 
 class HostCopies:
     """Owns what was saved, by key. Every method is called from the engine's thread.
 
     `full` are the pools whose pages `PoolPages.full` names (the model's, and a draft model's), `window` is the one
-    of `PoolPages.window`. Copies run one after another in the order they were asked for.
+    of `PoolPages.window`. Copies of host memory run one after another in the order they were asked for, and so do those
+    of the disk.
     """
 
-    def __init__(self, full: Sequence[PagedKV], window: PagedKV | None) -> None:
+    def __init__(
+        self, full: Sequence[PagedKV], window: PagedKV | None, disk: DiskStore | None = None
+    ) -> None:
         self._full = [tensor for paged in full if paged.kv_L2KSD.shape[0] for tensor in _by_page(paged)]
         self._window = [] if window is None else _by_page(window)
-        self._stream = CopyStream(full[0].kv_L2KSD.device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kedge-kv-copies")
         self._saved: dict[int, list[Tensor]] = {}
+        self._disk = disk
+        device = full[0].kv_L2KSD.device
+        self._host_lane = CopyLane("kedge-kv-copies", device)
+        self._disk_lane = CopyLane("kedge-kv-disk", device)
 
     @classmethod
-    def of(cls, pool: KVPool, draft: PagedKV | None = None) -> HostCopies:
+    def of(cls, pool: KVPool, draft: PagedKV | None = None, disk: DiskStore | None = None) -> HostCopies:
         """For a model's pool, and a draft model's beside it."""
-        return cls([pool.full] if draft is None else [pool.full, draft], pool.window)
+        return cls([pool.full] if draft is None else [pool.full, draft], pool.window, disk)
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         """A save that fails (no memory) leaves nothing under `key`."""
@@ -53,20 +85,28 @@ class HostCopies:
             ]
 
         pieces = self._pieces(pages)
-        return self._submit(copy)
+        return self._host_lane.submit(copy)
+
+    def spill(self, source: int, key: int) -> Future[None]:
+        """`source` is saved, and dropped only after this is done."""
+        disk = self._disk
+        assert disk is not None
+        saved = self._saved[source]
+        return self._disk_lane.submit(lambda: disk.write(key, saved))
 
     def load(self, key: int, pages: PoolPages) -> Future[None]:
-        def copy() -> None:
-            for (pool_L2KPpD, piece_n), host_L2KnpD in zip(pieces, self._saved[key], strict=True):
-                device = pool_L2KPpD.device
-                part_L2KnpD = host_L2KnpD.to(device, non_blocking=True)
-                pool_L2KPpD.index_copy_(_PAGE_DIM, piece_n.to(device), part_L2KnpD)
-
-        pieces = self._pieces(pages)
-        return self._submit(copy)
+        """From the disk piece by piece: it takes little of host memory."""
+        disk, pieces = self._disk, self._pieces(pages)
+        if disk is not None and key in disk:
+            return self._disk_lane.submit(lambda: _fill(pieces, disk.read(key, map(_blank, pieces))))
+        return self._host_lane.submit(lambda: _fill(pieces, self._saved[key]))
 
     def drop(self, key: int) -> None:
-        del self._saved[key]
+        disk = self._disk
+        if disk is not None and key in disk:
+            self._disk_lane.submit(lambda: disk.remove(key))
+        else:
+            del self._saved[key]
 
     def clone(self, source: PoolPages, target: PoolPages) -> None:
         """On the engine's thread, in the stream of its steps, which it does not wait for. No page is both source and
@@ -78,29 +118,41 @@ class HostCopies:
             pool_L2KPpD.index_copy_(_PAGE_DIM, here_n, pool_L2KPpD.index_select(_PAGE_DIM, there_n))
 
     def close(self) -> None:
-        """Waits for copies that run, and forgets all."""
-        self._thread.shutdown(wait=True)
+        """Waits for copies that run, and forgets all. A write to disk is cut short."""
+        if self._disk is not None:
+            self._disk.stop()
+        self._host_lane.close()
+        self._disk_lane.close()
+        if self._disk is not None:
+            self._disk.close()
         self._saved.clear()
 
-    def _submit(self, copy: Callable[[], None]) -> Future[None]:
-        issued = self._stream.mark()
-
-        def run() -> None:
-            with self._stream.after(issued):
-                copy()
-
-        return self._thread.submit(run)
-
-    def _pieces(self, pages: PoolPages) -> list[tuple[Tensor, Tensor]]:
+    def _pieces(self, pages: PoolPages) -> list[Piece]:
         """Each pool [L, 2, K, P, p, D] with pages [n] of it, at most PIECE_BYTES together."""
         pools = [(pool_L2KPpD, pages.full) for pool_L2KPpD in self._full]
         pools += [(pool_L2KPpD, pages.window) for pool_L2KPpD in self._window]
-        pieces = []
+        pieces: list[Piece] = []
         for pool_L2KPpD, array in pools:
             index_n = torch.from_numpy(array.astype("int64"))  # a copy: the caller may change its own
             stride = max(1, PIECE_BYTES * pool_L2KPpD.shape[_PAGE_DIM] // pool_L2KPpD.nbytes)
             pieces += [(pool_L2KPpD, index_n[at : at + stride]) for at in range(0, len(index_n), stride)]
         return pieces
+
+
+def _fill(pieces: Iterable[Piece], parts: Iterable[Tensor]) -> None:
+    """Pages get what is in host memory [L, 2, K, n, p, D]."""
+    for (pool_L2KPpD, piece_n), host_L2KnpD in zip(pieces, parts, strict=True):
+        device = pool_L2KPpD.device
+        part_L2KnpD = host_L2KnpD.to(device, non_blocking=True)
+        pool_L2KPpD.index_copy_(_PAGE_DIM, piece_n.to(device), part_L2KnpD)
+
+
+def _blank(piece: Piece) -> Tensor:
+    """Host memory [L, 2, K, n, p, D] for what the pages hold."""
+    pool_L2KPpD, piece_n = piece
+    shape = list(pool_L2KPpD.shape)
+    shape[_PAGE_DIM] = len(piece_n)
+    return pinned(math.prod(shape), pool_L2KPpD.dtype, pool_L2KPpD.device).view(shape)
 
 
 def _by_page(paged: PagedKV) -> list[Tensor]:

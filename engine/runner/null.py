@@ -2,7 +2,7 @@
 
 The next token is a hash of the sequence as read back through the page table. A page lost, shared by mistake
 or overwritten therefore changes tokens, which is how tests of the books above notice. Sliding-window pages, a draft
-model and copies to host memory are played by the same rule: what they hold must be the sequence's own tokens.
+model and copies to host memory and disk are played by the same rule: what they hold must be the sequence's own tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ UNWRITTEN = -1
 BYTES_PER_TOKEN = 4
 FAKE_LOGPROB = -1.0
 
+CopyQueue = list[tuple[Future[None], Callable[[], None]]]
+
 
 class NullRunner:
     """Runner whose tokens any test can predict with `null_generate`.
 
     `eos_probability` is the share of contexts that are followed by EOS_TOKEN_ID, which is never produced
     otherwise. With `poison`, reading a slot that was never written (or was forgotten) is an AssertionError. The draft
-    model guesses right with `draft_accuracy`. Copies end at once, or with `copies_wait` when `end_copies` is called.
+    model guesses right with `draft_accuracy`. Copies end at once, or with `copies_wait` when `end_copies` is called;
+    those of the disk are in a queue of their own.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class NullRunner:
         self._draft_kv = self._kv.copy()
         self._window_kv = np.full((num_window_pages, page_size), UNWRITTEN, dtype=np.int32)
         self._saved: dict[int, tuple[NDArray[np.int32], ...]] = {}
-        self._copies: list[tuple[Future[None], Callable[[], None]]] = []
+        self._spilled: dict[int, tuple[NDArray[np.int32], ...]] = {}
+        self._copies: CopyQueue = []
+        self._disk_copies: CopyQueue = []
 
     def launch(self, batch: ScheduledBatch) -> Done:
         return Done(self._steps.run(batch, self.execute))
@@ -96,16 +101,23 @@ class NullRunner:
             parts = self._kv[pages.full], self._draft_kv[pages.full], self._window_kv[pages.window]
             self._saved[key] = tuple(part.copy() for part in parts)
 
-        return self._start(copy)
+        return self._start(copy, self._copies)
+
+    def spill(self, source: int, key: int) -> Future[None]:
+        def copy() -> None:
+            self._spilled[key] = self._saved[source]
+
+        return self._start(copy, self._disk_copies)
 
     def load(self, key: int, pages: PoolPages) -> Future[None]:
         def copy() -> None:
-            self._kv[pages.full], self._draft_kv[pages.full], self._window_kv[pages.window] = self._saved[key]
+            parts = self._spilled[key] if key in self._spilled else self._saved[key]
+            self._kv[pages.full], self._draft_kv[pages.full], self._window_kv[pages.window] = parts
 
-        return self._start(copy)
+        return self._start(copy, self._disk_copies if key in self._spilled else self._copies)
 
     def drop(self, key: int) -> None:
-        del self._saved[key]
+        del (self._spilled if key in self._spilled else self._saved)[key]
 
     def clone(self, source: PoolPages, target: PoolPages) -> None:
         self._kv[target.full] = self._kv[source.full]
@@ -114,19 +126,21 @@ class NullRunner:
 
     def close(self) -> None:
         self.end_copies(len(self._copies))
+        self.end_disk_copies(len(self._disk_copies))
 
-    def end_copies(self, count: int = 1) -> None:
-        """The first `count` copies in flight happen now."""
-        for _ in range(min(count, len(self._copies))):
-            future, copy = self._copies.pop(0)
-            copy()
-            future.set_result(None)
+    def end_copies(self, count: int = 1, error: Exception | None = None) -> None:
+        """The first `count` copies between device and host in flight happen now, or fail with `error`."""
+        _end_copies(self._copies, count, error)
 
-    def _start(self, copy: Callable[[], None]) -> Future[None]:
+    def end_disk_copies(self, count: int = 1, error: Exception | None = None) -> None:
+        """The same for those to and from the disk."""
+        _end_copies(self._disk_copies, count, error)
+
+    def _start(self, copy: Callable[[], None], queue: CopyQueue) -> Future[None]:
         future: Future[None] = Future()
-        self._copies.append((future, copy))
+        queue.append((future, copy))
         if not self._copies_wait:
-            self.end_copies()
+            _end_copies(queue, 1, None)
         return future
 
     def _draft(self, item: BatchItem) -> list[int]:
@@ -221,6 +235,16 @@ class NullRunner:
             held = self._window_kv[window_pages, seen % self._page_size]
             assert (held == sequence[seen]).all(), f"{item.request_id}: window KV of other tokens"
         return sequence
+
+
+def _end_copies(queue: CopyQueue, count: int, error: Exception | None) -> None:
+    for _ in range(min(count, len(queue))):
+        future, copy = queue.pop(0)
+        if error is not None:
+            future.set_exception(error)
+        else:
+            copy()
+            future.set_result(None)
 
 
 def null_generate(

@@ -71,12 +71,16 @@ class Runner(Protocol):
         """Copies pages to host memory under `key`, beside compute. What earlier steps wrote is in the copy. If the
         pages are written again before the future is done the copy is worth nothing, and the caller drops it."""
 
+    def spill(self, source: int, key: int) -> Future[None]:
+        """Writes what is in host memory under `source` to disk under `key`, beside compute and other copies. One that
+        fails leaves nothing under `key`."""
+
     def load(self, key: int, pages: PoolPages) -> Future[None]:
-        """Copies what was saved under `key` into `pages` (as many, in the same order), beside compute. Later steps may
-        read them once the future is done."""
+        """Copies what was saved or spilled under `key` into `pages` (as many, in the same order), beside compute. Later
+        steps may read them once the future is done."""
 
     def drop(self, key: int) -> None:
-        """Forgets what was saved under `key`, whose copies are done. Unknown keys are a bug."""
+        """Forgets what is under `key`, whose copies are done. Unknown keys are a bug."""
 
     def clone(self, source: PoolPages, target: PoolPages) -> None:
         """Copies pages within the pools, before any later step."""

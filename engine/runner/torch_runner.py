@@ -97,6 +97,9 @@ class TorchRunner:
     def save(self, key: int, pages: PoolPages) -> Future[None]:
         return self._copies.save(key, pages)
 
+    def spill(self, source: int, key: int) -> Future[None]:
+        return self._copies.spill(source, key)
+
     def load(self, key: int, pages: PoolPages) -> Future[None]:
         return self._copies.load(key, pages)
 

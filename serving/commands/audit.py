@@ -46,18 +46,24 @@ def _table(replicas: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("pool", overflow="fold")
     for account in ACCOUNTS:
         table.add_column(account.replace("_", "\n"), justify="right", overflow="fold")
-    table.add_column("host\nMiB", justify="right", overflow="fold")
+    tiers = ["host", "disk"] if any(map(_has_disk, replicas)) else ["host"]
+    for tier in tiers:
+        table.add_column(f"{tier}\nMiB", justify="right", overflow="fold")
     for replica in replicas:
-        name, host = str(replica["replica_id"]), _host(replica["host"])
+        name, used = str(replica["replica_id"]), [_used(replica[tier]) for tier in tiers]
         if not replica["pools"]:
-            table.add_row(name, "-", *("?" for _ in ACCOUNTS), host)
+            table.add_row(name, "-", *("?" for _ in ACCOUNTS), *used)
         for pool, pages in replica["pools"].items():
-            table.add_row(name, pool, *(f"{pages[account]:,}" for account in ACCOUNTS), host)
-            name = host = ""
+            table.add_row(name, pool, *(f"{pages[account]:,}" for account in ACCOUNTS), *used)
+            name, used = "", []
     return table
 
 
-def _host(accounts: Mapping[str, int] | None) -> str:
+def _has_disk(replica: Mapping[str, Any]) -> bool:
+    return replica["disk"] is not None and replica["disk"]["budget_bytes"] > 0
+
+
+def _used(accounts: Mapping[str, int] | None) -> str:
     if accounts is None:
         return "?"
     if not accounts["budget_bytes"]:

@@ -208,7 +208,7 @@ class CellRun:
         """Every page is free again: nothing leaked."""
         cache = self.engine._cache
         self.events["demotion to the host"] += cache.tiers.num_to_host
-        self.events["promotion"] += cache.tiers.num_promotions
+        self.events["promotion"] += cache.tiers.num_from_host
         for session_id in self.histories:
             self.engine.close_session(session_id)
         self.engine._drain_inbox(block=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache.audit import PageAccounts
+from cache.audit import PageAccounts, TierAccounts
 from cache.journal import Owner
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache, token_array
@@ -16,7 +16,7 @@ from cache.sequence_kv import SequenceKV
 from cache.session_cache import CacheMatch, Room, SessionAwareCache
 from cache.session_tiers import SessionTiers
 from cache.slots import SessionSlot
-from cache.tiers import CopyKind, CopyOrder, HostTier
+from cache.tiers import CopyKind, CopyOrder, TierSizes
 from cache.window import WindowPool
 
 PAGE_SIZES = (1, 16, 256)
@@ -52,16 +52,17 @@ class Books:
         window_len: int | None = None,
         num_window_pages: int | None = None,
         host_pages: int = 0,
+        disk_pages: int = 0,
         step_tokens: int = 16,
     ) -> Books:
-        """`host_pages` is room for pages of the full pool on the host."""
+        """`host_pages` and `disk_pages` are room for pages of the full pool."""
         allocator = PageAllocator(num_pages)
         window = None
         if window_len is not None:
             window = WindowPool(PageAllocator(num_window_pages or num_pages), page_size, window_len)
         prefixes = RadixPrefixCache(allocator, page_size, enabled=shared, window=window)
-        host = HostTier(host_pages * PAGE_BYTES, PAGE_BYTES, WINDOW_PAGE_BYTES)
-        return cls(allocator, prefixes, SessionAwareCache(prefixes, host, step_tokens), page_size)
+        sizes = TierSizes(host_pages * PAGE_BYTES, disk_pages * PAGE_BYTES, PAGE_BYTES, WINDOW_PAGE_BYTES)
+        return cls(allocator, prefixes, SessionAwareCache(prefixes, sizes, step_tokens), page_size)
 
     @property
     def tiers(self) -> SessionTiers:
@@ -133,6 +134,14 @@ class Books:
         self.sessions.finish(kv, tokens)
         self.check()
 
+    @property
+    def host(self) -> TierAccounts:
+        return self.tiers.accounts()[0]
+
+    @property
+    def disk(self) -> TierAccounts:
+        return self.tiers.accounts()[1]
+
     def take_orders(self) -> list[CopyOrder]:
         orders = self.tiers.take_orders()
         self.check()
@@ -142,7 +151,7 @@ class Books:
         """Carries out all orders at once; returns their kinds."""
         orders = self.tiers.take_orders()
         for order in orders:
-            if order.kind in (CopyKind.SAVE, CopyKind.LOAD):
+            if order.kind in (CopyKind.SAVE, CopyKind.SPILL, CopyKind.LOAD):
                 self.tiers.copy_done(order.key, failed=failed)
                 self.check()
         return [order.kind for order in orders]
@@ -155,4 +164,4 @@ class Books:
         assert accounts.free == accounts.total, accounts
         window = self.sessions.books.window_accounts()
         assert window is None or window.free == window.total, window
-        assert self.tiers.accounts().used_bytes == 0
+        assert self.host.used_bytes == self.disk.used_bytes == 0

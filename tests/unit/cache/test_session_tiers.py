@@ -23,7 +23,7 @@ def demoted(books: Books, session_id: str, tokens: int = 15, first: int = 0) -> 
     books.run_turn(session_id, tokens_from(first, tokens))
     books.tiers.demote(books.slot(session_id))
     assert books.end_copies() == [SAVE]
-    assert books.slot(session_id).state is SlotState.HOST
+    assert books.slot(session_id).state is SlotState.STORED
 
 
 def test_to_the_host_and_back() -> None:
@@ -34,13 +34,13 @@ def test_to_the_host_and_back() -> None:
     (save,) = books.take_orders()
     assert save.pages is not None
     assert (save.kind, save.pages.full.tolist()) == (SAVE, pages)
-    accounts = books.tiers.accounts()
+    accounts = books.host
     assert (accounts.used_bytes, accounts.sessions) == (4 * PAGE_BYTES, 1)
     assert books.slot("a").state is SlotState.SAVING
     assert books.accounts().session == 4, "until the copy is done"
     books.tiers.copy_done(save.key)
     books.check()
-    assert (books.slot("a").state, books.accounts().free) == (SlotState.HOST, 16)
+    assert (books.slot("a").state, books.accounts().free) == (SlotState.STORED, 16)
     assert books.sessions.held_tokens() == {"a": 14}
     match = books.match("a", tokens_from(0, 20))
     assert (match.prefix_len, match.elsewhere) == (14, True)
@@ -57,8 +57,8 @@ def test_to_the_host_and_back() -> None:
     kv = books.begin("a", tokens_from(0, 20))
     assert (kv.committed_len, kv.draft_len, kv.owner) == (14, 14, Owner("a", "r"))
     tiers = books.tiers
-    assert (tiers.num_to_host, tiers.num_promotions, tiers.num_to_log) == (1, 1, 0)
-    assert tiers.accounts().used_bytes == 0
+    assert (tiers.num_to_host, tiers.num_from_host, tiers.num_to_log) == (1, 1, 0)
+    assert books.host.used_bytes == 0
     books.sessions.rollback_turn("a", kv, 14)
     books.sessions.release_session("a")
     books.assert_empty()
@@ -73,7 +73,7 @@ def test_a_turn_takes_back_what_is_being_saved(failed: bool) -> None:
     kv = books.begin("a", tokens_from(0, 20))
     books.check()
     assert kv.committed_len == 14
-    assert books.tiers.accounts().used_bytes == 4 * PAGE_BYTES, "the copy still runs"
+    assert books.host.used_bytes == 4 * PAGE_BYTES, "the copy still runs"
     books.tiers.copy_done(save.key, failed=failed)
     assert [order.kind for order in books.take_orders()] == [DROP] * (not failed)
     books.fill(kv, 19)
@@ -99,9 +99,9 @@ def test_a_save_from_before_a_turn_does_not_settle_the_one_after() -> None:
     assert books.slot("a").state is SlotState.SAVING
     books.tiers.copy_done(second.key)
     books.check()
-    assert books.slot("a").state is SlotState.HOST
+    assert books.slot("a").state is SlotState.STORED
     assert [(order.kind, order.key) for order in books.take_orders()] == [(DROP, first.key)]
-    assert books.tiers.accounts().used_bytes == 4 * PAGE_BYTES
+    assert books.host.used_bytes == 4 * PAGE_BYTES
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -169,7 +169,7 @@ def test_a_failed_load_falls_back_to_the_token_log() -> None:
     books.sessions.promote("a")
     assert books.end_copies(failed=True) == [LOAD]
     assert books.sessions.num_sessions == 0
-    assert (books.tiers.num_promotions, books.tiers.num_to_log) == (0, 1)
+    assert (books.tiers.num_from_host, books.tiers.num_to_log) == (0, 1)
     assert [order.kind for order in books.take_orders()] == [DROP]
     assert books.match("a", tokens_from(0, 20)).prefix_len == 0
     books.assert_empty()
@@ -184,7 +184,7 @@ def test_a_full_host_drops_who_is_longest_there() -> None:
     assert books.end_copies() == [DROP, SAVE]
     assert set(books.sessions.held_tokens()) == {"b", "c"}
     assert (books.tiers.num_to_host, books.tiers.num_to_log) == (3, 1)
-    assert books.tiers.accounts().used_bytes == 8 * PAGE_BYTES
+    assert books.host.used_bytes == 8 * PAGE_BYTES
 
 
 def test_a_session_that_the_host_has_no_room_for_goes_to_the_log_and_spares_the_others() -> None:
@@ -289,7 +289,7 @@ def test_no_room_for_a_load_while_running_turns_hold_all_pages() -> None:
     books.fill(kv, 30)
     assert books.sessions.promote("a") is Room.SHORT
     books.check()
-    assert books.slot("a").state is SlotState.HOST
+    assert books.slot("a").state is SlotState.STORED
     assert books.take_orders() == []
 
 
@@ -318,7 +318,7 @@ def test_window_pages_travel_with_the_session() -> None:
     (save,) = books.take_orders()
     assert save.pages is not None
     assert save.pages.window.tolist() == live
-    assert books.tiers.accounts().used_bytes == 13 * PAGE_BYTES + len(live) * WINDOW_PAGE_BYTES
+    assert books.host.used_bytes == 13 * PAGE_BYTES + len(live) * WINDOW_PAGE_BYTES
     books.tiers.copy_done(save.key)
     books.check()
     assert books.window_accounts().free == 64

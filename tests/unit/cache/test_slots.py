@@ -6,7 +6,7 @@ import pytest
 
 from cache.sequence_kv import PageAccount, SequenceKV
 from cache.slots import SessionSlot, SlotState, SlotTable
-from cache.tiers import HostEntry
+from cache.tiers import StoredKV
 
 
 def table_of(*session_ids: str, state: SlotState = SlotState.IDLE) -> SlotTable:
@@ -75,7 +75,7 @@ def test_a_turn_that_waits_no_longer_makes_its_session_like_the_others() -> None
     assert victims(table) == ["a", "b"]
 
 
-@pytest.mark.parametrize("state", [SlotState.LENT, SlotState.SAVING, SlotState.HOST, SlotState.LOADING])
+@pytest.mark.parametrize("state", [SlotState.LENT, SlotState.SAVING, SlotState.STORED, SlotState.LOADING])
 @pytest.mark.parametrize("expected", [False, True])
 def test_only_kv_that_rests_on_the_device_can_give_way(state: SlotState, expected: bool) -> None:
     table = table_of("a", state=state)
@@ -88,10 +88,10 @@ def test_usable_tokens_are_those_of_the_copy_that_can_be_used() -> None:
     kv = SequenceKV(4, PageAccount())
     kv.grow(kv.pages, 0)
     kv.committed_len = 9
-    entry = HostEntry(1, "a", "", 7, 7, 0, 100)
+    entry = StoredKV(1, "a", "", 7, 7, 0, 100)
     assert SessionSlot("a", SlotState.LENT, borrower="r").usable_len == 0
     assert SessionSlot("a", SlotState.IDLE, kv).usable_len == 9
-    assert SessionSlot("a", SlotState.HOST, entry=entry).usable_len == 7
+    assert SessionSlot("a", SlotState.STORED, entry=entry).usable_len == 7
     assert SessionSlot("a", SlotState.LOADING, kv, entry=entry).usable_len == 7
-    assert SessionSlot("a", SlotState.HOST, entry=entry, valid_len=3).usable_len == 3
+    assert SessionSlot("a", SlotState.STORED, entry=entry, valid_len=3).usable_len == 3
     assert SessionSlot("a", SlotState.IDLE, kv, valid_len=30).usable_len == 9

@@ -1,15 +1,15 @@
-"""HostTier: bytes of the budget, and which entries may be dropped."""
+"""Tier: bytes of the budget, and which entries may be dropped."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from cache.audit import HostAccounts
-from cache.tiers import HostEntry, HostTier, PoolPages
+from cache.audit import TierAccounts
+from cache.tiers import PoolPages, StoredKV, Tier, TierSizes
 
 
-def entry(key: int, num_bytes: int, *, settled: bool = True) -> HostEntry:
-    return HostEntry(key, f"s{key}", "", 10, 10, 0, num_bytes, settled)
+def entry(key: int, num_bytes: int, *, copies: int = 0) -> StoredKV:
+    return StoredKV(key, f"s{key}", "", 10, 10, 0, num_bytes, copies=copies)
 
 
 def pages(full: int, window: int = 0) -> PoolPages:
@@ -17,32 +17,32 @@ def pages(full: int, window: int = 0) -> PoolPages:
 
 
 def test_sizes_count_the_pages_of_both_pools() -> None:
-    tier = HostTier(1000, page_bytes=100, window_page_bytes=7)
-    assert tier.size_bytes(pages(3)) == 300
-    assert tier.size_bytes(pages(3, 2)) == 314
+    sizes = TierSizes(page_bytes=100, window_page_bytes=7)
+    assert sizes.size_bytes(pages(3)) == 300
+    assert sizes.size_bytes(pages(3, 2)) == 314
 
 
 def test_the_budget_is_counted_to_the_byte() -> None:
-    tier = HostTier(100)
+    tier = Tier("host", 100)
     tier.add(entry(1, 60))
     assert [tier.missing_bytes(num_bytes) for num_bytes in (40, 41, 101)] == [0, 1, 61]
-    tier.add(entry(2, 40, settled=False))
-    assert tier.accounts() == HostAccounts(100, 100, 2)
+    tier.add(entry(2, 40, copies=1))
+    assert tier.accounts() == TierAccounts(100, 100, 2)
     assert [known.key for known in tier.settled()] == [1], "a copy works on the other"
     tier.remove(1)
-    assert tier.accounts() == HostAccounts(100, 40, 1)
+    assert tier.accounts() == TierAccounts(100, 40, 1)
     assert tier.mismatches() == []
 
 
 def test_without_a_budget_nothing_fits() -> None:
-    assert HostTier().missing_bytes(1) == 1
+    assert Tier("host").missing_bytes(1) == 1
 
 
 def test_a_recount_finds_what_is_wrong() -> None:
-    tier = HostTier(100)
+    tier = Tier("disk", 100)
     tier.add(entry(1, 60))
     tier._entries[1].num_bytes = 50
-    assert tier.mismatches() == ["host: 60 bytes by counter, 50 by walk"]
+    assert tier.mismatches() == ["disk: 60 bytes by counter, 50 by walk"]
     tier._entries[1].num_bytes = 60
     tier.add(entry(2, 60))
-    assert tier.mismatches() == ["host: 120 bytes used of a budget of 100"]
+    assert tier.mismatches() == ["disk: 120 bytes used of a budget of 100"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache, token_array
 from cache.sequence_kv import SequenceKV
 from cache.session_cache import SessionAwareCache
-from cache.tiers import CopyKind, HostTier
+from cache.tiers import TierSizes
 from cache.window import WindowPool
 from engine.api import (
     EngineError,
@@ -24,6 +22,7 @@ from engine.api import (
     TokenLogprob,
 )
 from engine.batch import ModelOutput, ScheduledBatch
+from engine.copies import Copies
 from engine.counters import EngineCounters
 from engine.runner.null import NullRunner, null_generate
 from engine.scheduler import Scheduler
@@ -112,6 +111,7 @@ class Driver:
         window_len: int | None = None,
         num_window_pages: int = 0,
         host_pages: int = 0,
+        disk_pages: int = 0,
         speculation: SpeculationMethod = "off",
         copies_wait: bool = False,
         vocab: int = VOCAB,
@@ -135,8 +135,10 @@ class Driver:
         if window_len is not None:
             self.window = WindowPool(PageAllocator(num_window_pages), page_size, window_len)
         self.prefixes = RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache, window=self.window)
-        host = HostTier(host_pages * self.runner.facts.page_size_bytes, self.runner.facts.page_size_bytes, 0)
-        self.cache = SessionAwareCache(self.prefixes, host, 2 * max(chunk_size, decode_steps) + DRAFTS)
+        page_bytes = self.runner.facts.page_size_bytes
+        sizes = TierSizes(host_pages * page_bytes, disk_pages * page_bytes, page_bytes)
+        self.cache = SessionAwareCache(self.prefixes, sizes, 2 * max(chunk_size, decode_steps) + DRAFTS)
+        self.copies = Copies(self.cache.tiers, self.runner, lambda command: command())
         self.counters = EngineCounters()
         settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)
         stops = StopCriteria(eos_token_ids, context_len)
@@ -233,6 +235,10 @@ class Driver:
         """The oldest copies between device and host end now."""
         self.runner.end_copies(count)
 
+    def end_disk_copies(self, count: int = 1) -> None:
+        """The oldest to and from the disk do."""
+        self.runner.end_disk_copies(count)
+
     def check(self) -> None:
         self._carry_out()
         self.cache.books.check("strict")
@@ -247,7 +253,9 @@ class Driver:
         if self.cache.num_sessions == 0:
             assert self.allocator.num_free == self.allocator.num_pages
             assert self.window is None or self.window.num_free == self.window.num_pages
-            assert self.cache.tiers.accounts().used_bytes == 0 or self.cache.tiers.copies_in_flight
+            tiers = self.cache.tiers
+            host, disk = tiers.accounts()
+            assert host.used_bytes == disk.used_bytes == 0 or tiers.copies_in_flight or tiers.writes_in_flight
 
     def _fail(self, batch: ScheduledBatch, error: EngineError) -> None:
         for delta in self.scheduler.fail(batch, error):
@@ -260,25 +268,12 @@ class Driver:
         self.check()
 
     def _carry_out(self) -> None:
-        """As LocalEngine does it, but for the threads."""
-        for order in self.cache.tiers.take_orders():
-            if order.kind is CopyKind.DROP:
-                self.runner.drop(order.key)
-            elif order.kind is CopyKind.CLONE:
-                assert order.pages is not None
-                assert order.target is not None
-                self.runner.clone(order.pages, order.target)
-            else:
-                assert order.pages is not None
-                start = self.runner.save if order.kind is CopyKind.SAVE else self.runner.load
-                start(order.key, order.pages).add_done_callback(partial(self._copy_ended, order.key))
-
-    def _copy_ended(self, key: int, _copy: Future[None]) -> None:
-        self.cache.tiers.copy_done(key)
+        self.copies.carry_out()
 
     def _copied(self) -> bool:
-        """Lets the oldest copy end, as it would by itself. False if there is none."""
+        """Lets the oldest copies end, as they would by themselves. False if nobody waits for one."""
         self.end_copies()
+        self.end_disk_copies()
         return self.copying
 
     def _take(self, delta: TokenDelta | None) -> None:

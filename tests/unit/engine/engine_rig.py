@@ -59,15 +59,22 @@ class Rig:
         scheduler: SchedulerSettings | None = None,
         books: BooksCheck = "strict",
         host_pages: int = 0,
+        disk_pages: int = 0,
         speculation: SpeculationSettings | None = None,
         **runner: Any,
     ) -> None:
         runner.setdefault("runs_ahead", self.runs_ahead)
         self.runner = GatedRunner(num_pages, page_size, VOCAB, context_len, **runner)
-        host_bytes = host_pages * self.runner.facts.page_size_bytes
+        page_bytes = self.runner.facts.page_size_bytes
+        cache = CacheSettings(
+            page_size,
+            host_size_bytes=host_pages * page_bytes,
+            disk_size_bytes=disk_pages * page_bytes,
+            books=books,
+        )
         self.engine: LocalEngine = assemble_engine(
             self.runner,
-            CacheSettings(page_size, host_size_bytes=host_bytes, books=books),
+            cache,
             scheduler or SchedulerSettings(64, 16, 8),
             speculation or SpeculationSettings(),
             frozenset({0}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine.build_runner import StepLimits, build_runner, choose_picker, steps_b
 from engine.models.loader import LoadedModel, load_model
 from engine.parallel.ranks import OneRank
 from engine.runner.device_runner import DeviceRunner
+from engine.runner.disk_folder import DiskUnavailable
 from engine.runner.kv_pool import PoolTooSmall, make_kv_pool
 from engine.runner.sample_table import pick_by_row
 from engine.runner.torch_runner import TorchRunner
@@ -73,6 +75,24 @@ def test_what_cannot_run_is_refused(loaded: LoadedModel) -> None:
         build_runner(loaded, CacheSettings(4, 4, kv_dtype="fp8"))
     with pytest.raises(PoolTooSmall):
         build_runner(loaded, CacheSettings(4, size_bytes=PAGE_BYTES - 1))
+
+
+def test_a_disk_is_the_runners_as_long_as_it_runs(loaded: LoadedModel, tmp_path: Path) -> None:
+    settings = CacheSettings(4, 4, disk_size_bytes=1000, disk_path=str(tmp_path / "kv"))
+    runner = build_runner(loaded, settings)
+    (folder,) = (path for path in (tmp_path / "kv").iterdir() if path.is_dir())
+    assert runner.describe()["disk"] == str(folder)
+    runner.close()
+    assert not folder.exists()
+    assert "disk" not in build_plain(loaded).describe()
+
+
+def test_a_disk_that_cannot_be_written_to_is_an_error_at_start(loaded: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskUnavailable, match="disk_path"):
+        build_runner(loaded, CacheSettings(4, 4, disk_size_bytes=1000, disk_path=str(tmp_path / "file")))
+    with pytest.raises(DiskUnavailable, match="disk_path"):
+        build_runner(loaded, CacheSettings(4, 4, disk_size_bytes=1000))
 
 
 def test_the_pool_takes_what_the_largest_step_leaves(

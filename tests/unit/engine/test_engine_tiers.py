@@ -34,7 +34,7 @@ def test_sessions_beyond_the_pool_rest_in_host_memory() -> None:
         rig.engine.stop(WAIT_S)
         stats = rig.engine.stats()
     assert stats.demotions_to_host >= 4
-    assert stats.promotions >= 3
+    assert stats.promotions_from_host >= 3
     assert stats.demotions_to_log == 0
     assert 0 < stats.host.used_bytes <= stats.host.budget_bytes
 
@@ -55,7 +55,52 @@ def test_a_copy_that_fails_costs_time_not_tokens(operation: str, monkeypatch: py
         rig.engine.stop(WAIT_S)
         stats = rig.engine.stats()
     assert stats.demotions_to_log > 0
-    assert stats.promotions == 0
+    assert stats.promotions_from_host == 0
+
+
+def test_sessions_beyond_host_memory_rest_on_disk() -> None:
+    with running(num_pages=12, host_pages=32, disk_pages=64) as rig:
+        histories = {name: first_turn(rig, name, 1 + 11 * number) for number, name in enumerate("abcdefgh")}
+        for name, history in histories.items():
+            assert next_turn(rig, name, history) == 20, "nothing was computed twice"
+        rig.engine.stop(WAIT_S)
+        stats = rig.engine.stats()
+    assert stats.demotions_to_disk >= 4
+    assert stats.promotions_from_disk >= 4
+    assert (stats.demotions_to_log, stats.disk_failures) == (0, 0)
+    assert 0 < stats.disk.used_bytes <= stats.disk.budget_bytes
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_disk_that_fails_costs_time_not_tokens_and_is_logged_once(
+    operation: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(num_pages=12, host_pages=32, disk_pages=64) as rig:
+
+        def broken(*_args: object) -> Future[None]:
+            future: Future[None] = Future()
+            future.set_exception(OSError(28, "No space left on device"))
+            return future
+
+        load = rig.runner.load
+        if operation == "write":
+            monkeypatch.setattr(rig.runner, "spill", broken)
+        else:
+            monkeypatch.setattr(
+                rig.runner,
+                "load",
+                lambda key, pages: (broken if key in rig.runner._spilled else load)(key, pages),
+            )
+        histories = {name: first_turn(rig, name, 1 + 11 * number) for number, name in enumerate("abcdefgh")}
+        for name, history in histories.items():
+            next_turn(rig, name, history)
+        rig.check()
+        rig.engine.stop(WAIT_S)
+        stats = rig.engine.stats()
+    assert stats.disk_failures >= 2
+    assert stats.demotions_to_log >= stats.disk_failures
+    assert stats.promotions_from_disk == 0
+    assert caplog.text.count("No space left on device") == 1
 
 
 def test_fork_through_the_engine() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cache.audit import AuditReport, Finding, HostAccounts, PageAccounts
+from cache.audit import AuditReport, Finding, PageAccounts, TierAccounts
 from cache.journal import Owner, PageTrace
 from controllers.errors import ControllerError, StoreError
 from controllers.records import ReplicaStatus
@@ -15,7 +15,8 @@ from serving.audit_reply import cluster_audit, failed_audit, replica_audit
 from serving.cluster_client import ClusterClient
 from serving.routing_errors import ReplicaGone
 
-HOST = HostAccounts(budget_bytes=10, used_bytes=4, sessions=1)
+HOST = TierAccounts(budget_bytes=10, used_bytes=4, sessions=1)
+DISK = TierAccounts(budget_bytes=100, used_bytes=50, sessions=2)
 PAGES = PageAccounts(total=10, free=4, cached=2, protected=1, session=1, in_flight=1)
 
 
@@ -26,7 +27,7 @@ def test_findings_and_mismatches() -> None:
         Finding("doubly accounted", "window", 3, ("free", "session anna"), None),
     )
     audit = replica_audit(
-        "a", AuditReport({"full": PAGES, "window": PAGES}, HOST, findings, ("cached: 2, not 3",))
+        "a", AuditReport({"full": PAGES, "window": PAGES}, HOST, DISK, findings, ("cached: 2, not 3",))
     )
     assert audit["clean"] is False
     assert audit["pools"]["window"] == {
@@ -39,6 +40,7 @@ def test_findings_and_mismatches() -> None:
         "leaked": 1,
     }
     assert audit["host"] == {"budget_bytes": 10, "used_bytes": 4, "sessions": 1}
+    assert audit["disk"] == {"budget_bytes": 100, "used_bytes": 50, "sessions": 2}
     leaked, twice = audit["findings"]
     assert leaked == {
         "kind": "leaked",
@@ -52,7 +54,7 @@ def test_findings_and_mismatches() -> None:
 
 
 def clean(name: str) -> dict[str, Any]:
-    return replica_audit(name, AuditReport({"full": PAGES}, HOST, (), ()))
+    return replica_audit(name, AuditReport({"full": PAGES}, HOST, DISK, (), ()))
 
 
 def test_whoever_did_not_answer_is_named() -> None:

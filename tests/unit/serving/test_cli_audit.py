@@ -21,6 +21,7 @@ BOOKS = {
     "leaked": 0,
 }
 HOST = {"budget_bytes": 512 * 2**20, "used_bytes": 3 * 2**19, "sessions": 3}
+DISK = {"budget_bytes": 0, "used_bytes": 0, "sessions": 0}
 
 
 def replica(name: str, **changes: Any) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def replica(name: str, **changes: Any) -> dict[str, Any]:
         "clean": True,
         "pools": {"full": BOOKS, "window": BOOKS | {"total": 99}},
         "host": HOST,
+        "disk": DISK,
     }
     return found | {"findings": [], "mismatches": [], "error": None} | changes
 
@@ -54,6 +56,14 @@ def test_clean_books():
         assert cell in full
     assert "99" in window
     assert "off" in result.output
+
+
+def test_a_disk_has_a_column_where_there_is_one():
+    disk = {"budget_bytes": 2048 * 2**20, "used_bytes": 99 * 2**20, "sessions": 7}
+    result, _ = audit(replica("r1", disk=disk), replica("r2"))
+    rows = [line.split() for line in result.output.splitlines() if "full" in line]
+    assert [row[-2:] for row in rows] == [["1.5/512", "99.0/2,048"], ["1.5/512", "off"]]
+    assert "disk" not in audit(replica("r2"))[0].output
 
 
 def test_the_table_fits_into_80_columns():
@@ -93,7 +103,7 @@ def test_every_finding_is_named_with_its_last_owner():
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_replica_that_was_not_looked_at_is_not_clean(options: tuple[str, ...]):
-    silent = replica("r2", clean=False, pools={}, host=None, error="the replica did not answer")
+    silent = replica("r2", clean=False, pools={}, host=None, disk=None, error="the replica did not answer")
     result, found = audit(replica("r1"), silent, options=options)
     assert result.exit_code == 1
     if options:

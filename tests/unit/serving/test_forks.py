@@ -304,5 +304,5 @@ async def test_audit_call(tmp_path: Path) -> None:
         assert full["leaked"] == 0
         assert full["total"] == sum(count for account, count in full.items() if account != "total")
         assert full["free"] < full["total"]
-        assert set(found["host"]) == {"budget_bytes", "used_bytes", "sessions"}
+        assert set(found["host"]) == set(found["disk"]) == {"budget_bytes", "used_bytes", "sessions"}
         assert (found["findings"], found["mismatches"]) == ([], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache.audit import HostAccounts, PageAccounts
+from cache.audit import PageAccounts, TierAccounts
 from engine.api import EngineStats
 from serving.metrics import (
     IngressMetrics,
@@ -20,7 +20,8 @@ def stats(*, window: PageAccounts | None = None, **pages: int) -> EngineStats:
     return EngineStats(
         pages=PageAccounts(**accounts),
         window_pages=window,
-        host=HostAccounts(budget_bytes=4096, used_bytes=1024, sessions=1),
+        host=TierAccounts(budget_bytes=4096, used_bytes=1024, sessions=1),
+        disk=TierAccounts(budget_bytes=8192, used_bytes=6144, sessions=3),
         page_size=16,
         page_size_bytes=1024,
         window_len=None,
@@ -31,8 +32,11 @@ def stats(*, window: PageAccounts | None = None, **pages: int) -> EngineStats:
         steps=100,
         retractions=3,
         demotions_to_host=2,
+        demotions_to_disk=4,
         demotions_to_log=1,
-        promotions=1,
+        promotions_from_host=1,
+        promotions_from_disk=2,
+        disk_failures=6,
         evicted_pages=7,
         generated_tokens=400,
         prefill_tokens=900,
@@ -71,7 +75,13 @@ def test_replica_page() -> None:
     assert found["kedge_retractions_total", (("replica", "a"),)] == 3
     assert found["kedge_demotions_total", (("replica", "a"), ("tier", "host"))] == 2
     assert found["kedge_demotions_total", (("replica", "a"), ("tier", "log"))] == 1
-    assert found["kedge_promotions_total", (("replica", "a"),)] == 1
+    assert found["kedge_demotions_total", (("replica", "a"), ("tier", "disk"))] == 4
+    assert found["kedge_promotions_total", (("replica", "a"), ("tier", "host"))] == 1
+    assert found["kedge_promotions_total", (("replica", "a"), ("tier", "disk"))] == 2
+    assert found["kedge_disk_failures_total", (("replica", "a"),)] == 6
+    assert found["kedge_disk_kv_bytes", (("replica", "a"),)] == 6144
+    assert found["kedge_disk_kv_budget_bytes", (("replica", "a"),)] == 8192
+    assert found["kedge_disk_sessions", (("replica", "a"),)] == 3
     assert found["kedge_host_kv_bytes", (("replica", "a"),)] == 1024
     assert found["kedge_host_kv_budget_bytes", (("replica", "a"),)] == 4096
     assert found["kedge_host_sessions", (("replica", "a"),)] == 1

@@ -53,6 +53,10 @@ class LedDriver(Driver):
             if order.kind is CopyKind.DROP:
                 self.leading.drop(order.key)
                 continue
+            if order.kind is CopyKind.SPILL:
+                self.leading.spill(order.source, order.key).result(5.0)
+                self.cache.tiers.copy_done(order.key)
+                continue
             assert order.pages is not None
             if order.kind is CopyKind.CLONE:
                 assert order.target is not None
@@ -66,13 +70,13 @@ class LedDriver(Driver):
 @pytest.mark.parametrize("method", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("windowed", [False, True], ids=["full", "windows"])
 def test_followers_see_what_rank_0_sees(method: Any, windowed: bool) -> None:
-    """Sessions with chunks, retractions, demotions, windows and drafts. A follower reads its own KV by the pages it was
-    told of: one wrong page and its tokens are others, or it fails."""
+    """Sessions with chunks, retractions, demotions to host and disk, windows and drafts. A follower reads its own KV by
+    the pages it was told of: one wrong page and its tokens are others, or it fails."""
     window: dict[str, Any] = {"window_len": 10, "num_window_pages": 48} if windowed else {}
     rng = random.Random(11)
     own, *others = runners(3, **window)
     with led(own, *others) as (leading, team, _):
-        driver = LedDriver(leading, own, speculation=method, host_pages=60, **window)
+        driver = LedDriver(leading, own, speculation=method, host_pages=20, disk_pages=60, **window)
         talks = [Talk(driver, f"s{index}") for index in range(5)]
         for _ in range(12):
             chosen = rng.sample(talks, rng.randrange(1, 5))
@@ -87,7 +91,7 @@ def test_followers_see_what_rank_0_sees(method: Any, windowed: bool) -> None:
             for talk, spec, outcome in zip(chosen, specs, driver.generate(*specs), strict=True):
                 talk.commit(spec, outcome)
         assert team.failure is None
-        assert windowed or driver.cache.tiers.num_promotions > 0
+        assert windowed or driver.cache.tiers.num_from_disk > 0
     expected = own.given()
     assert len(expected) > 40
     for other in others:

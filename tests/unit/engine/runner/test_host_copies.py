@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import torch
 
 from cache.tiers import PoolPages
 from engine.runner import host_copies
+from engine.runner.disk_folder import DiskFolder
+from engine.runner.disk_store import DiskStore
 from engine.runner.host_copies import HostCopies
 from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
@@ -37,11 +41,11 @@ def make_pool(windows: tuple[int | None, ...], dtype: torch.dtype = torch.float3
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, FP8], ids=str)
-def rig(request: pytest.FixtureRequest) -> Iterator[tuple[HostCopies, list[torch.Tensor]]]:
-    """Copies over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window; in fp8 then
-    their scales."""
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[HostCopies, list[torch.Tensor]]]:
+    """Copies, with a disk, over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window; in
+    fp8 then their scales."""
     pool, draft = make_pool((None, 9, None), request.param), make_pool((None,), request.param)
-    copies = HostCopies.of(pool, draft.full)
+    copies = HostCopies.of(pool, draft.full, DiskStore(DiskFolder(tmp_path)))
     assert pool.window is not None
     pools = (pool.full, draft.full, pool.window)
     scales = [bits(paged.scales_L2KS[..., None]) for paged in pools if paged.scales_L2KS is not None]
@@ -92,6 +96,82 @@ def test_save_and_load(
         copies.drop(11)
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 10**9])
+def test_by_way_of_the_disk(
+    rig: tuple[HostCopies, list[torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    piece_bytes: int,
+) -> None:
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", piece_bytes)
+    copies, pools = rig
+    source, target = pages([7, 2, 3], [5, 0]), pages([1, 9, 4], [2, 3])
+    expected = moved([tensor.clone() for tensor in pools], source, target)
+    copies.save(11, source).result(WAIT_S)
+    copies.spill(11, 12).result(WAIT_S)
+    copies.drop(11)
+    assert not copies._saved, "host memory is free again"
+    copies.load(12, target).result(WAIT_S)
+    assert same(pools, expected)
+    assert len(files(tmp_path)) == 1
+    copies.drop(12)
+    copies.save(13, source)
+    copies._disk_lane.submit(lambda: None).result(WAIT_S)
+    assert files(tmp_path) == []
+
+
+def files(root: Path) -> list[Path]:
+    return list(root.glob("*/*.kv"))
+
+
+def test_no_copy_of_host_memory_waits_for_a_file(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
+    copies, _ = rig
+    copies.save(1, pages([7, 2], [1])).result(WAIT_S)
+    block = threading.Event()
+    copies._disk_lane.submit(lambda: assert_set(block))
+    written = copies.spill(1, 2)
+    copies.save(3, pages([4], [])).result(WAIT_S)
+    copies.load(1, pages([5, 6], [2])).result(WAIT_S)
+    assert not written.done()
+    block.set()
+    written.result(WAIT_S)
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
+
+
+def test_a_write_that_fails_leaves_what_was_saved(
+    rig: tuple[HostCopies, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    copies, pools = rig
+    source, target = pages([7, 2], [1]), pages([3, 5], [4])
+    expected = moved([tensor.clone() for tensor in pools], source, target)
+    copies.save(1, source).result(WAIT_S)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError):
+        copies.spill(1, 2).result(WAIT_S)
+    copies.load(1, target).result(WAIT_S)
+    assert same(pools, expected)
+
+
+def test_close_does_not_wait_for_the_disk_to_take_everything(
+    rig: tuple[HostCopies, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    copies, _ = rig
+    copies.save(1, pages([7, 2], [1])).result(WAIT_S)
+    block = threading.Event()
+    copies._disk_lane.submit(lambda: assert_set(block))
+    written = copies.spill(1, 2)
+    closing = threading.Thread(target=copies.close)
+    closing.start()
+    block.set()
+    closing.join(WAIT_S)
+    assert written.done()
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
 def test_clone(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
     copies, pools = rig
     source, target = pages([7, 2], []), pages([0, 4], [])
@@ -106,7 +186,7 @@ def test_copies_run_in_order_beside_the_caller(rig: tuple[HostCopies, list[torch
     source = pages([7, 2], [1])
     expected = moved([tensor.clone() for tensor in pools], source, pages([3, 5], [4]))
     block = threading.Event()
-    copies._thread.submit(block.wait)  # type: ignore[attr-defined]
+    copies._host_lane._thread.submit(block.wait)
     saved, loaded = copies.save(1, source), copies.load(1, pages([3, 5], [4]))
     source.full[:] = 0
     assert not saved.done()
