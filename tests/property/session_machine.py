@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cache.sequence_kv import pages_for
 from tests.property.session_world import Sizes, World
 from tests.unit.engine.driver import VOCAB
 
@@ -24,16 +25,22 @@ OUTPUT = st.one_of(st.integers(0, 8), st.integers(0, 32))
 STEPS = st.sampled_from([0, 0, 0, 1, 3, 20])
 
 POOLS = st.sampled_from([(1, 40), (1, 64), (2, 24), (4, 10), (4, 24), (16, 3), (16, 9), (256, 1), (256, 3)])
+TIERS = st.sampled_from(
+    [(0, 0), (48, 0), (320, 0), (64, 96), (32, 640), (48, 640), (64, 640), (64, 640), (96, 640), (160, 640)]
+)
+"""Budgets of host and disk in tokens."""
 SIZES = st.builds(
-    lambda pool, *limits: Sizes(*pool, *limits),
+    lambda pool, tiers, *limits: Sizes(
+        *pool, *limits, host_pages=pages_for(tiers[0], pool[0]), disk_pages=pages_for(tiers[1], pool[0])
+    ),
     POOLS,
+    TIERS,
     st.sampled_from([1, 3, 8, 64]),
     st.sampled_from([1, 5, 16, 64]),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([0.0, 0.0, 0.1]),
     st.sampled_from([True, True, True, False]),
     st.sampled_from([None, None, 1, 5, 16]),
-    st.sampled_from([0, 4, 40]),
     st.sampled_from(["off", "ngram", "draft"]),
     st.sampled_from([VOCAB, VOCAB, 3]),
     st.sampled_from([False, True, True]),
@@ -100,7 +107,9 @@ class SessionMachine(RuleBasedStateMachine):
             tiers, counters = self.world.driver.cache.tiers, self.world.driver.counters
             events_seen["demotion to the token log"] += tiers.num_to_log
             events_seen["demotion to the host"] += tiers.num_to_host
-            events_seen["promotion"] += tiers.num_promotions
+            events_seen["demotion to the disk"] += tiers.num_to_disk
+            events_seen["promotion from the host"] += tiers.num_from_host
+            events_seen["promotion from the disk"] += tiers.num_from_disk
             events_seen["page evicted under pressure"] += self.world.driver.cache.num_evicted_pages
             events_seen["draft token"] += counters.draft_tokens
             events_seen["accepted draft token"] += counters.accepted_draft_tokens
@@ -236,25 +245,45 @@ class SessionMachine(RuleBasedStateMachine):
             getattr(self.world, how)(session_id)
 
     @precondition(has_session)
+    @rule(num_writes=st.integers(0, 3))
+    @counted
+    def put_all_away(self, num_writes: int) -> None:
+        self.world.put_all_away()
+        self.world.end_disk_copies(num_writes)
+
+    @precondition(has_session)
     @rule(pick=PICK)
     @counted
     def close(self, pick: int) -> None:
         self.world.close(self.session(pick))
 
     @rule(
-        how=st.sampled_from(["evict", "evict_window", "flush", "pass_time", "end_copies", "end_copies"]),
+        how=st.sampled_from(
+            [
+                "evict",
+                "evict_window",
+                "flush",
+                "pass_time",
+                "end_copies",
+                "end_copies",
+                "end_disk_copies",
+                "end_disk_copies",
+                "fail_copies",
+                "fail_disk_copies",
+            ]
+        ),
         num_pages=st.integers(1, 8),
         seconds=st.sampled_from([1.0, 1.0, 1.0, 40.0, 101.0]),
     )
     @counted
     def meanwhile(self, how: str, num_pages: int, seconds: float) -> None:
         rules_run[f"meanwhile: {how}"] += 1
-        if how in ("evict", "evict_window", "end_copies"):
-            getattr(self.world, how)(num_pages)
-        elif how == "flush":
+        if how == "flush":
             self.world.flush()
-        else:
+        elif how == "pass_time":
             self.world.pass_time(seconds)
+        else:
+            getattr(self.world, how)(num_pages)
 
     def _begin(self, session_id: str, tokens: list[int], output: int, **options: Any) -> None:
         room, vocab = self.world.sizes.room, self.world.sizes.vocab

@@ -27,7 +27,7 @@ TIMEOUT_S = 100.0
 class Sizes:
     """A pool so small that turns push each other out. `room` is the longest sequence that is ever asked for.
 
-    With a small vocabulary the n-gram proposer is often right. `host_pages` is the budget of the host tier.
+    With a small vocabulary the n-gram proposer is often right. `host_pages` and `disk_pages` are the tiers' budgets.
     """
 
     page_size: int = 4
@@ -38,11 +38,12 @@ class Sizes:
     eos_probability: float = 0.0
     prefix_cache: bool = True
     window_len: int | None = None
-    host_pages: int = 0
     speculation: SpeculationMethod = "off"
     vocab: int = 97
     ahead: bool = False
     decode_steps: int = 1
+    host_pages: int = 0
+    disk_pages: int = 0
 
     @property
     def num_window_pages(self) -> int:
@@ -95,6 +96,7 @@ class World:
             window_len=sizes.window_len,
             num_window_pages=sizes.num_window_pages,
             host_pages=sizes.host_pages,
+            disk_pages=sizes.disk_pages,
             speculation=sizes.speculation,
             ahead=sizes.ahead,
             decode_steps=sizes.decode_steps,
@@ -258,9 +260,30 @@ class World:
         if slot is not None and slot.state is SlotState.IDLE:
             self.driver.cache.tiers.demote(slot)
 
+    def put_all_away(self) -> None:
+        """All idle sessions have given way, and their copies have ended: those longest on the host go on to disk."""
+        for session_id in self.sessions:
+            self.demote_to_host(session_id)
+            self.check()
+            self.end_copies(len(self.driver.runner._copies))
+            self.check()
+
     def end_copies(self, count: int) -> None:
-        self.events["copy ended"] += min(count, self.driver.cache.tiers.copies_in_flight)
-        self.driver.end_copies(count)
+        self.events["copy ended"] += min(count, len(self.driver.runner._copies))
+        self.driver.runner.end_copies(count)
+
+    def end_disk_copies(self, count: int) -> None:
+        self.events["disk copy ended"] += min(count, len(self.driver.runner._disk_copies))
+        self.driver.runner.end_disk_copies(count)
+
+    def fail_copies(self, count: int) -> None:
+        self.events["copy failed"] += min(count, len(self.driver.runner._copies))
+        self.driver.runner.end_copies(count, MemoryError())
+
+    def fail_disk_copies(self, count: int) -> None:
+        """The disk is full, or what is read is not what was written."""
+        self.events["disk copy failed"] += min(count, len(self.driver.runner._disk_copies))
+        self.driver.runner.end_disk_copies(count, OSError())
 
     def cut_kv(self, session_id: str, length: int) -> None:
         """KV may be cut anywhere between turns; what is missing is computed again."""
@@ -289,17 +312,22 @@ class World:
                 break
             if self.step() is None:
                 self.end_copies(1)
+                self.end_disk_copies(1)
             self.check()
         self.driver.settle()
         assert not self.asks, f"never answered: {list(self.asks)}"
         for session_id in list(self.sessions):
             self.close(session_id)
             self.check()
-        while self.driver.cache.tiers.copies_in_flight:
+        while self.driver.runner._copies or self.driver.runner._disk_copies:
             self.end_copies(1)
+            self.end_disk_copies(1)
             self.check()
         self.driver.assert_empty()
         assert not self.driver.runner._saved, "host memory of nobody"
+        assert not self.driver.runner._spilled, "files of nobody"
+        tiers = self.driver.cache.tiers
+        assert (tiers.copies_in_flight, tiers.writes_in_flight) == (0, 0)
         assert self.driver.cache.num_sessions == 0
 
     def check(self) -> None:

@@ -27,9 +27,10 @@ def check_world(world: World) -> None:
         if slot.state in (SlotState.IDLE, SlotState.SAVING):
             assert slot.kv is not None
             _check_idle(world, slot.session_id, slot.kv, slot.usable_len)
-        elif slot.state is SlotState.HOST:
+        elif slot.state is SlotState.STORED:
             assert slot.entry is not None
-            held = driver.runner._saved[slot.entry.key][0].reshape(-1)[: slot.usable_len].tolist()
+            there = driver.runner._spilled if slot.entry.on_disk else driver.runner._saved
+            held = there[slot.entry.key][0].reshape(-1)[: slot.usable_len].tolist()
             _check_history(world, slot.session_id, held)
     for live in driver.scheduler._live.values():
         if live.kv is not None:
