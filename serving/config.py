@@ -107,7 +107,8 @@ class CacheArgs(StrictModel):
 
     With neither a GPU gives `memory_share` of its memory to weights, activations and KV together, a CPU 256 MiB to KV.
     Layers with a sliding window have a pool of their own, of `window_ratio` times as many pages. `host_mib` of host
-    memory take idle sessions' KV that the pool has no room for. `books` says how the books are checked each step.
+    memory take idle sessions' KV that the pool has no room for, `disk_mib` of files under `disk_path` what host memory
+    has no room for. `books` says how the books are checked each step.
     """
 
     page_size: Annotated[int, Field(ge=1, le=256)] = 16
@@ -118,7 +119,23 @@ class CacheArgs(StrictModel):
     prefix_cache: bool = True
     window_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5
     host_mib: NotNegative = 512
+    disk_mib: NotNegative = 0
+    disk_path: Annotated[str | None, Field(min_length=1, validate_default=True)] = None
     books: Annotated[BooksCheck, BeforeValidator(_yaml_off)] = "balance"
+
+    @field_validator("disk_mib")
+    @classmethod
+    def _by_way_of_the_host(cls, disk_mib: int, info: ValidationInfo) -> int:
+        if disk_mib and info.data.get("host_mib") == 0:
+            raise ValueError("KV gets to disk by way of host memory: disk_mib needs a host_mib above 0")
+        return disk_mib
+
+    @field_validator("disk_path")
+    @classmethod
+    def _needed_by_the_disk(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is None and info.data.get("disk_mib"):
+            raise ValueError("disk_mib needs a disk_path, the folder that KV is kept in")
+        return path
 
     def settings(self) -> CacheSettings:
         return CacheSettings(
@@ -130,6 +147,8 @@ class CacheArgs(StrictModel):
             prefix_cache=self.prefix_cache,
             window_ratio=self.window_ratio,
             host_size_bytes=self.host_mib * _MIB,
+            disk_size_bytes=self.disk_mib * _MIB,
+            disk_path=None if self.disk_path is None else str(state_path(self.disk_path)),
             books=self.books,
         )
 
@@ -331,7 +350,7 @@ def resolve_path(path: str) -> str:
 
 
 def state_path(state_dir: str) -> Path:
-    """Absolute directory of the controller's durable state."""
+    """Absolute path of a directory that is written to; relative ones start at the project."""
     return (project_root() / Path(state_dir).expanduser()).resolve()
 
 

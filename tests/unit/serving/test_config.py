@@ -58,6 +58,9 @@ def test_key_like_nothing_known_gets_the_list() -> None:
         ("cache", {"window_ratio": 0}),
         ("cache", {"window_ratio": 1.5}),
         ("cache", {"host_mib": -1}),
+        ("cache", {"disk_mib": -1}),
+        ("cache", {"disk_path": ""}),
+        ("cache", {"disk_path": "kv", "host_mib": 0, "disk_mib": 5}),
         ("cache", {"books": True}),
         ("speculation", {"method": "guess"}),
         ("speculation", {"method": "ngram", "max_draft_tokens": 0}),
@@ -113,15 +116,31 @@ def test_cache_and_speculation_reach_the_engine() -> None:
     args = parse_args(
         {
             "model": MODEL,
-            "cache": {"window_ratio": 0.25, "host_mib": 3, "books": "strict"},
+            "cache": {
+                "window_ratio": 0.25,
+                "host_mib": 3,
+                "disk_mib": 5,
+                "disk_path": "kv",
+                "books": "strict",
+            },
             "speculation": {**speculation, "draft_model": draft},
         }
     )
     settings = args.engine_settings()
     assert (settings.cache.window_ratio, settings.cache.host_size_bytes) == (0.25, 3 * 1024 * 1024)
+    assert settings.cache.disk_size_bytes == 5 * 1024 * 1024
+    assert settings.cache.disk_path == str(project_root() / "kv")
     assert settings.cache.books == "strict"
     draft_model = ModelSettings(str(project_root() / "assets"), dtype="float32", num_threads=1)
     assert settings.speculation == SpeculationSettings("draft", 5, 2, draft_model, 0.3)
+
+
+def test_a_disk_needs_a_folder_and_host_memory() -> None:
+    with pytest.raises(SettingsError, match=r"args\.cache\.disk_path: .*disk_mib needs a disk_path"):
+        parse_args({"model": MODEL, "cache": {"disk_mib": 5}})
+    with pytest.raises(SettingsError, match=r"args\.cache\.disk_mib: .*disk_mib needs a host_mib"):
+        parse_args({"model": MODEL, "cache": {"disk_mib": 5, "disk_path": "kv", "host_mib": 0}})
+    parse_args({"model": MODEL, "cache": {"disk_path": "kv", "host_mib": 0}})
 
 
 def test_off_may_be_written_bare() -> None:
