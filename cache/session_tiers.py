@@ -33,7 +33,7 @@ class SessionTiers:
         self._disk = Tier("disk", sizes.disk_bytes)
         self._keys = count(1)
         self._copies: dict[int, StoredKV] = {}
-        self._writes: dict[int, tuple[StoredKV, StoredKV]] = {}  # on the host, and on the disk
+        self._write: tuple[StoredKV, StoredKV] | None = None  # from the host's entry to the disk's
         self._orphans: dict[int, SequenceKV] = {}  # being loaded for a session that has gone
         self._orders: list[CopyOrder] = []
         self.num_to_host = 0
@@ -49,9 +49,9 @@ class SessionTiers:
         return len(self._copies)
 
     @property
-    def writes_in_flight(self) -> int:
-        """From the host to the disk: nobody waits for them."""
-        return len(self._writes)
+    def writing(self) -> bool:
+        """From the host to the disk: nobody waits for that."""
+        return self._write is not None
 
     @property
     def orphans(self) -> Iterator[SequenceKV]:
@@ -149,10 +149,10 @@ class SessionTiers:
     def copy_done(self, key: int, *, failed: bool = False) -> None:
         """The runner's answer to a SAVE, SPILL or LOAD. What failed to be copied is computed again from the token
         log."""
-        if key in self._writes:
-            self._written(*self._writes.pop(key), failed=failed)
-        else:
+        if key in self._copies:
             self._copied(self._copies.pop(key), failed=failed)
+        else:
+            self._written(failed=failed)
         self._spill()
 
     def _copied(self, entry: StoredKV, *, failed: bool) -> None:
@@ -181,8 +181,10 @@ class SessionTiers:
             self.num_from_disk += entry.on_disk
             self.num_from_host += not entry.on_disk
 
-    def _written(self, source: StoredKV, entry: StoredKV, *, failed: bool) -> None:
-        """A SPILL has ended. It comes to nothing if the session is gone, or on its way back to the device."""
+    def _written(self, *, failed: bool) -> None:
+        """The SPILL has ended. It comes to nothing if the session is gone, or on its way back to the device."""
+        assert self._write is not None
+        (source, entry), self._write = self._write, None
         self.num_disk_failures += failed
         entry.saved = not failed
         self._let_go(source)
@@ -224,25 +226,26 @@ class SessionTiers:
         return True
 
     def _spill(self) -> None:
-        """Has those longest on the host written to disk until the spare part of its budget is free, or will be."""
+        """Has the session longest on the host written to disk, unless the spare part of the host's budget is free or
+        will be. One at a time: the next may be wanted, or gone, by then."""
+        if self._write is not None or not self._disk.budget_bytes:
+            return
         missing = self._host.missing_bytes(self._host.budget_bytes // SPARE_PART)
-        leaving = {source.key: source for source, _ in self._writes.values()}
-        leaving |= {key: entry for key, entry in self._copies.items() if entry.saved and not entry.on_disk}
-        missing -= sum(source.num_bytes for source in leaving.values())
-        for source in self._host.settled() if self._disk.budget_bytes else ():
-            if missing <= 0:
-                break
-            if self._slots.is_expected(source.session_id):
-                continue
-            if not self._make_room(self._disk, source.num_bytes):
-                break
-            entry = replace(source, key=next(self._keys), on_disk=True, saved=False)
-            self._disk.add(entry)
-            source.copies += 1
-            entry.copies += 1
-            self._writes[entry.key] = source, entry
-            self._orders.append(CopyOrder(CopyKind.SPILL, entry.key, source=source.key))
-            missing -= source.num_bytes
+        missing -= sum(
+            entry.num_bytes for entry in self._copies.values() if entry.saved and not entry.on_disk
+        )
+        if missing <= 0:
+            return
+        waiting = self._slots.is_expected
+        source = next((entry for entry in self._host.settled() if not waiting(entry.session_id)), None)
+        if source is None or not self._make_room(self._disk, source.num_bytes):
+            return
+        entry = replace(source, key=next(self._keys), on_disk=True, saved=False)
+        self._disk.add(entry)
+        source.copies += 1
+        entry.copies += 1
+        self._write = source, entry
+        self._orders.append(CopyOrder(CopyKind.SPILL, entry.key, source=source.key))
 
     def _copy(self, entry: StoredKV, order: CopyOrder) -> None:
         entry.copies += 1

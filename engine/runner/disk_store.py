@@ -19,7 +19,7 @@ class DiskFault(OSError):
 
 
 class DiskStore:
-    """Owns the files in `folder`, by key. `write`, `read` and `remove` are called from one thread."""
+    """Owns the files in `folder`, by key. One thread writes and removes, one reads, never the same key at a time."""
 
     def __init__(self, folder: DiskFolder) -> None:
         self._folder = folder

@@ -1,8 +1,8 @@
 """Copies of KV pages in host memory and on disk, made and read back by threads beside the engine's steps.
 
 On a GPU the copies run on streams of their own that first wait for the steps issued before them, through pinned memory;
-on a CPU they are plain copies, during which torch lets go of the interpreter. What concerns the disk has a thread to
-itself, so that no copy of host memory ever waits for a file.
+on a CPU they are plain copies, during which torch lets go of the interpreter. Files have threads of their own, so that
+no copy of host memory ever waits for the disk, nor a read for a write.
 
 Legend: L layers, K key/value heads, P pages of the pool, n pages copied, p tokens of a page, D head size.
 """
@@ -55,8 +55,8 @@ class HostCopies:
     """Owns what was saved, by key. Every method is called from the engine's thread.
 
     `full` are the pools whose pages `PoolPages.full` names (the model's, and a draft model's), `window` is the one
-    of `PoolPages.window`. Copies of host memory run one after another in the order they were asked for, and so do those
-    of the disk.
+    of `PoolPages.window`. Copies between device and host run one after another in the order they were asked for; so do
+    writes to the disk, and so do reads.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class HostCopies:
         self._disk = disk
         device = full[0].kv_L2KSD.device
         self._host_lane = CopyLane("kedge-kv-copies", device)
-        self._disk_lane = CopyLane("kedge-kv-disk", device)
+        self._write_lane = CopyLane("kedge-kv-writes", device)
+        self._read_lane = CopyLane("kedge-kv-reads", device)
 
     @classmethod
     def of(cls, pool: KVPool, draft: PagedKV | None = None, disk: DiskStore | None = None) -> HostCopies:
@@ -92,19 +93,19 @@ class HostCopies:
         disk = self._disk
         assert disk is not None
         saved = self._saved[source]
-        return self._disk_lane.submit(lambda: disk.write(key, saved))
+        return self._write_lane.submit(lambda: disk.write(key, saved))
 
     def load(self, key: int, pages: PoolPages) -> Future[None]:
         """From the disk piece by piece: it takes little of host memory."""
         disk, pieces = self._disk, self._pieces(pages)
         if disk is not None and key in disk:
-            return self._disk_lane.submit(lambda: _fill(pieces, disk.read(key, map(_blank, pieces))))
+            return self._read_lane.submit(lambda: _fill(pieces, disk.read(key, map(_blank, pieces))))
         return self._host_lane.submit(lambda: _fill(pieces, self._saved[key]))
 
     def drop(self, key: int) -> None:
         disk = self._disk
         if disk is not None and key in disk:
-            self._disk_lane.submit(lambda: disk.remove(key))
+            self._write_lane.submit(lambda: disk.remove(key))  # before what takes its room
         else:
             del self._saved[key]
 
@@ -121,8 +122,8 @@ class HostCopies:
         """Waits for copies that run, and forgets all. A write to disk is cut short."""
         if self._disk is not None:
             self._disk.stop()
-        self._host_lane.close()
-        self._disk_lane.close()
+        for lane in (self._host_lane, self._write_lane, self._read_lane):
+            lane.close()
         if self._disk is not None:
             self._disk.close()
         self._saved.clear()

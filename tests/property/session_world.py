@@ -327,7 +327,7 @@ class World:
         assert not self.driver.runner._saved, "host memory of nobody"
         assert not self.driver.runner._spilled, "files of nobody"
         tiers = self.driver.cache.tiers
-        assert (tiers.copies_in_flight, tiers.writes_in_flight) == (0, 0)
+        assert (tiers.copies_in_flight, tiers.writing) == (0, False)
         assert self.driver.cache.num_sessions == 0
 
     def check(self) -> None:

@@ -302,7 +302,7 @@ def test_nobody_waits_for_a_write() -> None:
     kv = books.begin(None, tokens_from(1, 40))
     assert books.sessions.extend(kv, 32) is Room.READY
     assert books.sessions.extend(kv, 33) is Room.SHORT
-    assert (books.tiers.copies_in_flight, books.tiers.writes_in_flight) == (0, 1)
+    assert (books.tiers.copies_in_flight, books.tiers.writing) == (0, True)
 
 
 def test_a_burst_that_the_spare_room_cannot_take_is_dropped_not_delayed() -> None:

@@ -255,7 +255,7 @@ class Driver:
             assert self.window is None or self.window.num_free == self.window.num_pages
             tiers = self.cache.tiers
             host, disk = tiers.accounts()
-            assert host.used_bytes == disk.used_bytes == 0 or tiers.copies_in_flight or tiers.writes_in_flight
+            assert host.used_bytes == disk.used_bytes == 0 or tiers.copies_in_flight or tiers.writing
 
     def _fail(self, batch: ScheduledBatch, error: EngineError) -> None:
         for delta in self.scheduler.fail(batch, error):

@@ -116,7 +116,7 @@ def test_by_way_of_the_disk(
     assert len(files(tmp_path)) == 1
     copies.drop(12)
     copies.save(13, source)
-    copies._disk_lane.submit(lambda: None).result(WAIT_S)
+    copies._write_lane.submit(lambda: None).result(WAIT_S)
     assert files(tmp_path) == []
 
 
@@ -124,14 +124,18 @@ def files(root: Path) -> list[Path]:
     return list(root.glob("*/*.kv"))
 
 
-def test_no_copy_of_host_memory_waits_for_a_file(rig: tuple[HostCopies, list[torch.Tensor]]) -> None:
+def test_no_copy_of_host_memory_and_no_read_waits_for_a_write(
+    rig: tuple[HostCopies, list[torch.Tensor]],
+) -> None:
     copies, _ = rig
     copies.save(1, pages([7, 2], [1])).result(WAIT_S)
+    copies.spill(1, 4).result(WAIT_S)
     block = threading.Event()
-    copies._disk_lane.submit(lambda: assert_set(block))
+    copies._write_lane.submit(lambda: assert_set(block))
     written = copies.spill(1, 2)
     copies.save(3, pages([4], [])).result(WAIT_S)
     copies.load(1, pages([5, 6], [2])).result(WAIT_S)
+    copies.load(4, pages([5, 6], [2])).result(WAIT_S)
     assert not written.done()
     block.set()
     written.result(WAIT_S)
@@ -162,7 +166,7 @@ def test_close_does_not_wait_for_the_disk_to_take_everything(
     copies, _ = rig
     copies.save(1, pages([7, 2], [1])).result(WAIT_S)
     block = threading.Event()
-    copies._disk_lane.submit(lambda: assert_set(block))
+    copies._write_lane.submit(lambda: assert_set(block))
     written = copies.spill(1, 2)
     closing = threading.Thread(target=copies.close)
     closing.start()

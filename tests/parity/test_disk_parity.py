@@ -70,7 +70,7 @@ class Rig:
         )  # fmt: skip
         self._output, self._ended = [], False
         self.engine.submit(spec)
-        while not self._ended or self.tiers.copies_in_flight or self.tiers.writes_in_flight:
+        while not self._ended or self.tiers.copies_in_flight or self.tiers.writing:
             idle = self._ended or self.engine._stalled
             self.engine._drain_inbox(block=idle)
             self.engine.step()
