@@ -34,6 +34,8 @@ from tests.unit.engine.parallel.test_process_ranks import groups, on_each
 EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
 DRAFT = EMBEDDED.with_name("kedge-chat-draft")
 NEAR_TIE = 1e-4
+HOST_BYTES = 24 * 16 * 4096
+"""About 24 pages of the embedded model, of its two ranks together."""
 """Two tokens whose log-probabilities differ by less may change places with the order of a sum."""
 
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -88,13 +90,18 @@ def _strengthen(settings: ModelSettings, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["off", "draft"])
-def rigs(request: pytest.FixtureRequest) -> Iterator[tuple[ParallelRig, ParallelRig]]:
-    """One rank and two, of the embedded model, with pools too small for all sessions and host memory beside. Each
-    rank holds the whole draft model."""
+def rigs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ParallelRig, ParallelRig]]:
+    """One rank and two, of the embedded model, with pools too small for all sessions, and little host memory; all three
+    keep KV below one path on disk. Each rank holds the whole draft model."""
+    disk = tmp_path_factory.mktemp("disk")
     model = ModelSettings(str(EMBEDDED), device="cpu", num_threads=1)
     draft = ModelSettings(str(DRAFT), device="cpu", num_threads=1)
     options: dict[str, Any] = {
-        "cache": CacheSettings(16, 28, host_size_bytes=2**26, books="strict"),
+        "cache": CacheSettings(
+            16, 28, host_size_bytes=HOST_BYTES, disk_size_bytes=2**26, disk_path=str(disk), books="strict"
+        ),
         "scheduler": SchedulerSettings(48, 16, 4),
     }
     if request.param == "draft":
@@ -104,13 +111,15 @@ def rigs(request: pytest.FixtureRequest) -> Iterator[tuple[ParallelRig, Parallel
     with ThreadPoolExecutor(2) as pool:
         pair = list(pool.map(lambda size: ParallelRig(model, size, **options), (1, 2)))
     yield pair[0], pair[1]
+    assert len([path for path in disk.iterdir() if path.is_dir()]) == 3
     for rig in pair:
         rig.stop()
+    assert [path for path in disk.iterdir() if path.is_dir()] == []
 
 
 def test_sessions_give_the_same_tokens(rigs: tuple[ParallelRig, ParallelRig]) -> None:
-    """Sessions over a pool that holds half of them: prompts in chunks, batches of several, KV copied to the host and
-    back on both ranks."""
+    """Sessions over a pool that holds half of them: prompts in chunks, batches of several, KV copied to the host,
+    to disk and back on both ranks."""
     rng = random.Random(8)
     alone, together = rigs
     histories: dict[str, list[int]] = {f"s{index}": [] for index in range(6)}
@@ -132,7 +141,10 @@ def test_sessions_give_the_same_tokens(rigs: tuple[ParallelRig, ParallelRig]) ->
             ties += 1
             del histories[name]  # their ways part here
     assert ties <= 1
-    assert together.engine.stats().promotions_from_host > 0
+    stats = together.engine.stats()
+    assert stats.promotions_from_host + stats.promotions_from_disk > 0
+    assert stats.demotions_to_disk > 0
+    assert stats.disk_failures == 0
     assert together.engine.audit().result(30.0).clean
 
 

@@ -144,6 +144,29 @@ class NoRoom(RecordingRunner):
         return failed
 
 
+class FullDisk(RecordingRunner):
+    def spill(self, source: int, key: int) -> Future[None]:
+        if key != 2:
+            return super().spill(source, key)
+        failed: Future[None] = Future()
+        failed.set_exception(OSError("disk full"))
+        return failed
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_spill_that_fails_on_one_rank_leaves_nothing_on_the_others_disks(bad: int) -> None:
+    ranks = [FullDisk(**SIZES) if rank == bad else RecordingRunner(**SIZES) for rank in range(3)]
+    with led(ranks[0], *ranks[1:]) as (leading, team, _):
+        leading.launch(ScheduledBatch([item([5, 6, 7])])).result()
+        leading.save(1, pages(0)).result(5.0)
+        with pytest.raises(Exception, match="disk full"):
+            leading.spill(1, 2).result(5.0)
+        leading.spill(1, 3).result(5.0)
+        leading.drop(1)
+        assert team.failure is None
+    assert [(set(rank._saved), set(rank._spilled)) for rank in ranks] == [(set(), {3})] * 3
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_save_that_fails_on_one_rank_leaves_nothing_on_the_others(bad: int) -> None:
     ranks = [NoRoom(**SIZES) if rank == bad else RecordingRunner(**SIZES) for rank in range(3)]
