@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import time
 from pathlib import Path
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    logging.getLogger("kedge").setLevel(logging.CRITICAL)  # copies that fail are part of it
     result = run(options.steps, options.seed)
     table = Table(
         "what", "how often", title=f"{result['steps']} steps, {result['checks']} checks, no failure"
