@@ -16,7 +16,9 @@ from local_service import shown_text
 from replica_rig import VOCAB_SIZE, call
 
 from controllers.errors import NoReplica, StoreError
+from controllers.tokens import decode_tokens
 from engine.api import EngineOverloaded, GenerateRequest, LogprobParams, RequestTooLarge, SamplingParams
+from engine.batch import ModelOutput, ScheduledBatch
 from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
 from serving import turn_dispatch
@@ -92,6 +94,32 @@ async def test_calls_without_a_session_go_on_too(served: Failover, told: int) ->
     assert (whole.prompt_tokens, whole.completion_tokens) == (3, LENGTH)
     assert [name for name, _ in served.replicas.calls] == ["a", "b"]
     assert 'kedge_takeovers_total{ingress="i"} 1.0' in served.metrics.render()
+
+
+async def test_replicas_that_round_differently_give_one_answer(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was told is given to the next replica, not generated there and hoped to be the same."""
+    runner = served.rigs[1].runner
+    execute = runner.execute
+
+    def other_tokens(batch: ScheduledBatch) -> ModelOutput:
+        output = execute(batch)
+        return ModelOutput(
+            [replace(item, token_ids=tuple(1 for _ in item.token_ids)) for item in output.items]
+        )
+
+    monkeypatch.setattr(runner, "execute", other_tokens)
+    served.open_session("s")
+    served.replicas.losses = {"a": behind(5)}
+    whole = await served.turn(turn_of("s"))
+    ((_, _), (_, asked)) = served.replicas.calls
+    assert asked.resumed is not None
+    known = len(asked.resumed.token_ids)
+    assert list(whole.token_ids) == WHOLE[:known] + [1] * (LENGTH - known)
+    (epoch,) = (entry.epoch for entry in served.cluster.sessions())
+    record = served.cluster.load_session("s", epoch, "b")
+    assert list(decode_tokens(record.history)) == [5, 6, 7, *whole.token_ids]
 
 
 async def test_drafts_are_made_behind_what_is_resumed(tmp_path: Path) -> None:
