@@ -13,18 +13,29 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """Holds its tasks until they are done, logs their failures, and stops them within a bound."""
+    """Holds its tasks until they are done, logs the failures that nobody hears of, and stops them within a bound."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], int] = {}  # how many wait for its outcome
         self._loops: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Work that should come to its end even if the caller is cancelled; await it under `asyncio.shield`."""
+        """Work that should come to its end whatever becomes of the caller."""
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = 0
         task.add_done_callback(self._done)
         return task
+
+    async def outcome(self, task: asyncio.Task[T]) -> T:
+        """What started work comes to; it goes on if the caller is cancelled. Raises what it raises."""
+        if task.done():
+            return task.result()
+        self._tasks[task] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if task in self._tasks:
+                self._tasks[task] -= 1
 
     def every(self, interval_s: float, work: Callable[[], Awaitable[None]], *, timeout_s: float) -> None:
         """Repeats `work`, each run bounded by `timeout_s`. A failed run is logged; the loop goes on."""
@@ -44,8 +55,8 @@ class BackgroundTasks:
             await asyncio.wait(left, timeout=timeout_s)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        waiting = self._tasks.pop(task)
+        if not waiting and not task.cancelled() and (error := task.exception()) is not None:
             logger.error("background work failed", exc_info=error)
 
 

@@ -63,7 +63,7 @@ class SessionHost:
         if loading is None:
             loading = self._loading[key] = self._tasks.start(self._load(session_id, epoch))
             loading.add_done_callback(lambda _: self._loading.pop(key, None))
-        await asyncio.shield(loading)
+        await self._tasks.outcome(loading)
 
     async def fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
         """Starts a session at the parent's first tokens. Once begun it comes to its end whoever still waits.
@@ -74,7 +74,7 @@ class SessionHost:
         await self._forked(order.child_id)
         forking = self._forking[order.child_id] = self._tasks.start(self._fork(parent_id, epoch, order))
         forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))
-        return await asyncio.shield(forking)
+        return await self._tasks.outcome(forking)
 
     async def release(self, session_id: str) -> None:
         """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""

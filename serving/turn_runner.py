@@ -6,7 +6,6 @@ task, so that no history stays lent out and no KV is left over.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable
@@ -78,11 +77,11 @@ class TurnRunner:
         try:
             await self._follow(begun, tell)
             begun.settled = True
-            return await asyncio.shield(self._tasks.start(self._settle(begun)))
+            return await self._tasks.outcome(self._tasks.start(self._settle(begun)))
         finally:
             if not begun.settled:
                 begun.settled = True
-                await asyncio.shield(self._tasks.start(self._abandon(begun)))
+                await self._tasks.outcome(self._tasks.start(self._abandon(begun)))
 
     def abort(self, request_id: str | None) -> int:
         """Aborts the requests of that name, or all of them; returns how many. They end with reason "abort"."""
