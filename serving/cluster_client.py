@@ -19,7 +19,7 @@ from serving.audit_reply import cluster_audit
 from serving.controller_calls import ControllerCalls
 from serving.errors import error_info, unavailable
 from serving.metrics import IngressMetrics, merge_expositions, render_gauges
-from serving.replica_calls import ANY_REPLICA, ReplicaCalls
+from serving.replica_calls import ReplicaCalls
 from serving.routing_errors import ReplicaGone
 from serving.turn_dispatch import NEWCOMER_GRACE_S, RETRY_PAUSE_S, TurnDispatcher
 from serving.turns import (
@@ -31,6 +31,9 @@ from serving.turns import (
     TurnCall,
     TurnEvent,
 )
+
+FIGURES_TIMEOUT_S = 3.0
+"""For figures and the health check: those who ask wait no longer than some seconds for all of them."""
 
 
 class ClusterClient:
@@ -123,12 +126,12 @@ class ClusterClient:
     async def server_info(self) -> dict[str, Any]:
         return {
             "settings": self._settings,
-            "replicas": await self._replicas.broadcast("describe"),
+            "replicas": await self._replicas.broadcast("describe", timeout_s=FIGURES_TIMEOUT_S),
             "controller": await self._controller_stats(),
         }
 
     async def metrics_text(self) -> str:
-        texts = await self._replicas.broadcast("metrics_text")
+        texts = await self._replicas.broadcast("metrics_text", timeout_s=FIGURES_TIMEOUT_S)
         figures = [
             (_metric_name(name), f"Cluster controller: {name.replace('_', ' ')}.", value)
             for name, value in (await self._controller_stats()).items()
@@ -136,11 +139,7 @@ class ClusterClient:
         return merge_expositions([*texts, render_gauges(figures), self._metrics.render()])
 
     async def healthy(self) -> bool:
-        try:
-            await self._replicas.call(ANY_REPLICA, "model_info")
-        except ReplicaGone:
-            return False
-        return True
+        return await self._replicas.any_answers(FIGURES_TIMEOUT_S)
 
     async def _late_audit(self, replica_id: str) -> dict[str, Any] | None:
         """Of a replica that the broadcast did not reach."""
@@ -157,8 +156,9 @@ class ClusterClient:
 
     async def _controller_stats(self) -> dict[str, float]:
         try:
-            return await self._controller.stats()
-        except ControllerError:
+            async with asyncio.timeout(FIGURES_TIMEOUT_S):
+                return await self._controller.stats()
+        except (ControllerError, TimeoutError):
             return {}
 
     async def _close(self, session_id: str, tenant: str) -> bool:

@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serving.event_feed import FeedBatch
 from serving.feed_reader import FeedReaders, TurnNews
-from serving.routing_errors import ReplicaGone
+from serving.routing_errors import ALL_REPLICAS, ReplicaGone, RunningReplicas
 from serving.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnReply
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ class ReplicaCalls:
         self._feed = handle.options(
             stream=True, method_name="feed", _by_reference=False, response_serialization="pickle"
         )
-        self._handle = handle
         self._readers = FeedReaders(self._open_feed, silence_timeout_s)
         self._call_timeout_s = call_timeout_s
 
@@ -73,11 +72,11 @@ class ReplicaCalls:
         """Ends the feeds."""
         await self._readers.stop()
 
-    async def call(self, replica_id: str, method: str, *args: Any) -> Any:
-        """One pinned call. Raises ReplicaGone if the replica does not answer in time."""
+    async def call(self, replica_id: str, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """One pinned call. Raises ReplicaGone if the replica does not answer in time (None: as set for all calls)."""
         response = _detached(self._unary.options(session_id=replica_id, method_name=method).remote, *args)
         try:
-            async with asyncio.timeout(self._call_timeout_s):
+            async with asyncio.timeout(self._call_timeout_s if timeout_s is None else timeout_s):
                 return await response
         except (*LOST, TimeoutError) as error:
             _cancel(response)
@@ -86,18 +85,41 @@ class ReplicaCalls:
             _cancel(response)
             raise
 
-    async def broadcast(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all replicas that answer in time, in no order."""
+    async def running(self, timeout_s: float | None = None) -> tuple[str, ...]:
+        """The replicas that run, as far as Serve knows; none if it does not know in time."""
         try:
-            responses = self._handle.broadcast(method, *args)
-            answers = await responses.results_async(timeout_s=self._call_timeout_s, return_exceptions=True)
-        except (*LOST, TimeoutError) as error:
-            logger.warning("no replica answered %s: %s", method, error)
-            return []
-        for answer in answers:
+            await self.call(ALL_REPLICAS, "name", timeout_s=timeout_s)
+        except RunningReplicas as answer:
+            return answer.replica_ids
+        except ReplicaGone:
+            return ()
+        raise AssertionError("a call to ask who runs was delivered")
+
+    async def broadcast(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """The answers of all replicas that answer in time, in the order of `running`. Serve's own broadcast gives none
+        if one is missing."""
+        names = await self.running(timeout_s)
+        calls = (self.call(name, method, *args, timeout_s=timeout_s) for name in names)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, BaseException):
-                logger.warning("a replica did not answer %s: %s", method, answer)
+                logger.warning("replica %s did not answer %s: %r", name, method, answer)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def any_answers(self, timeout_s: float) -> bool:
+        """Whether one replica does, whatever the others do."""
+        names = await self.running(timeout_s)
+        calls = [asyncio.create_task(self.call(name, "name", timeout_s=timeout_s)) for name in names]
+        try:
+            for answer in asyncio.as_completed(calls):
+                with suppress(ReplicaGone):
+                    await answer
+                    return True
+            return False
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def _open_feed(self, replica_id: str, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
         response = self._feed.options(session_id=replica_id).remote(feed_id)

@@ -1,7 +1,8 @@
 """Hard-pin request router: a call that names a replica goes to that replica or fails, never to a stranger.
 
 The pin travels as the handle's `session_id` option and holds the replica's unique id. Calls without a pin go to the
-less loaded of two. Stateless: ownership lives in the cluster controller, so that any number of routers agree.
+less loaded of two; one that is pinned to ALL_REPLICAS is answered here with their names. Stateless: ownership lives
+in the cluster controller, so that any number of routers agree.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from serving.routing_errors import ReplicaGone
+from serving.routing_errors import ALL_REPLICAS, ReplicaGone, RunningReplicas
 
 
 class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]
@@ -39,7 +40,10 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]
             if replica.replica_id.unique_id == pin:
                 return [[replica]]
         if not pending_request.future.done():
-            pending_request.future.set_exception(ReplicaGone(pin))
+            names = tuple(replica.replica_id.unique_id for replica in candidate_replicas)
+            pending_request.future.set_exception(
+                RunningReplicas(names) if pin == ALL_REPLICAS else ReplicaGone(pin)
+            )
             self._remove_pending_request_from_indices(pending_request)
         return [candidate_replicas]
 

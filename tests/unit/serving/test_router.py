@@ -13,7 +13,7 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, RequestRouter
 
 from serving.router import PinnedRequestRouter
-from serving.routing_errors import ReplicaGone
+from serving.routing_errors import ALL_REPLICAS, ReplicaGone, RunningReplicas
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,14 @@ async def test_gone_replica_of_a_cancelled_call(router: PinnedRequestRouter) -> 
     request = pending("z")
     request.future.cancel()
     assert any(await router.choose_replicas(REPLICAS, request))
+
+
+async def test_who_runs_is_answered_and_not_delivered(router: PinnedRequestRouter) -> None:
+    request = pending(ALL_REPLICAS)
+    assert any(await router.choose_replicas(REPLICAS, request))
+    with pytest.raises(RunningReplicas) as answer:
+        await request.future
+    assert answer.value.replica_ids == ("a", "b", "c")
 
 
 async def test_call_without_a_pin_gets_two_to_choose_from(router: PinnedRequestRouter) -> None:

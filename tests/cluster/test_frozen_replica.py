@@ -1,0 +1,42 @@
+"""A replica that neither answers nor dies keeps nobody from the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+from served_cluster import ServedCluster, eventually
+from session_client import generate_once
+
+AT_ONCE_S = 8.0
+"""On a busy machine; a call to a replica may take 15."""
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_figures_and_health_are_those_of_the_replica_that_answers(
+    cluster: ServedCluster, client: httpx.Client
+) -> None:
+    (alive, _), (dead, figures) = sorted(cluster.replicas().items())
+    with frozen(figures["pid"]):
+        begin_s = time.monotonic()
+        assert client.get("/health").status_code == 200
+        assert time.monotonic() - begin_s < AT_ONCE_S
+        begin_s = time.monotonic()
+        text = client.get("/metrics").text
+        assert time.monotonic() - begin_s < AT_ONCE_S
+        assert f'replica="{alive}"' in text
+        assert f'replica="{dead}"' not in text
+    eventually(lambda: set(cluster.replicas()) == {alive, dead})
+    assert len(generate_once(client, [400, 401], 4)) == 4
