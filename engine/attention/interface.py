@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from engine.runner.kv_pool import PagedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,26 @@ class AttentionStep(Protocol):
         """Writes the new keys and values to the layer's pool, then attends causally; gives [N, H * D].
 
         Keys out of the window's reach are not read: their pages may be gone, and hold anything."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVTarget:
+    """Where one layer's new keys and values go: row n to slot `slots_N[n]` of the pool's layer `place`, to none if that
+    is negative."""
+
+    paged: PagedKV
+    place: int
+    slots_N: Tensor
+
+
+@runtime_checkable
+class OpenStep(AttentionStep, Protocol):
+    """An AttentionStep that leaves the writing to those who can do it on the way."""
+
+    def target(self, layer: int) -> KVTarget: ...
+
+    def attend(self, layer: int, q_NHD: Tensor, traits: LayerTraits) -> Tensor:
+        """A call without its first half: the new keys and values are in the layer's pool."""
 
 
 class AttentionBackend(Protocol):

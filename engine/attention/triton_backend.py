@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.attention.errors import AttentionUnavailable
-from engine.attention.interface import AttentionStep, AttentionTables, LayerTraits
+from engine.attention.interface import AttentionStep, AttentionTables, KVTarget, LayerTraits
 from engine.attention.kv_writer import write_rows
 from engine.attention.tiles import AttentionTiles, TileShape, default_tiles
 from engine.device import compute_capability, num_multiprocessors
@@ -75,7 +75,7 @@ class TritonAttention:
 
 
 class TritonStep:
-    """An AttentionStep."""
+    """An OpenStep."""
 
     def __init__(self, attention: TritonAttention, tables: AttentionTables) -> None:
         self._attention = attention
@@ -84,23 +84,27 @@ class TritonStep:
         self._live_items_1 = lens_B.new_full((1,), len(lens_B)) if live_1 is None else live_1
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
-        self.write(layer, kv_N2KD)
-        pool = self._attention.pool
-        paged, place = pool.places[layer]
-        return self._attend(paged, place, q_NHD, self._tables.pages_PBM[int(paged is pool.window)], traits)
+        target = self.target(layer)
+        write_rows(target.paged, target.place, kv_N2KD, target.slots_N)
+        return self.attend(layer, q_NHD, traits)
 
-    def write(self, layer: int, kv_N2KD: Tensor) -> None:
-        """The first half of a call: puts the new keys and values in the layer's pool."""
+    def target(self, layer: int) -> KVTarget:
         pool = self._attention.pool
         paged, place = pool.places[layer]
-        write_rows(paged, place, kv_N2KD, self._tables.slots_PN[int(paged is pool.window)])
+        return KVTarget(paged, place, self._tables.slots_PN[int(paged is pool.window)])
+
+    def attend(self, layer: int, q_NHD: Tensor, traits: LayerTraits) -> Tensor:
+        pool = self._attention.pool
+        paged, place = pool.places[layer]
+        pages_BM = self._tables.pages_PBM[int(paged is pool.window)]
+        pages_BM = pages_BM if pages_BM.stride(1) == 1 else pages_BM.contiguous()
+        q_NHD = q_NHD if q_NHD.stride(2) == 1 else q_NHD.contiguous()
+        return self._attend(paged, place, q_NHD, pages_BM, traits)
 
     def _attend(
         self, paged: PagedKV, place: int, q_NHD: Tensor, pages_BM: Tensor, traits: LayerTraits
     ) -> Tensor:
         attention, tables = self._attention, self._tables
-        q_NHD = q_NHD if q_NHD.stride(2) == 1 else q_NHD.contiguous()
-        pages_BM = pages_BM if pages_BM.stride(1) == 1 else pages_BM.contiguous()
         rows, heads, dim = q_NHD.shape
         out_NA = torch.empty((rows, heads * dim), dtype=q_NHD.dtype, device=q_NHD.device)
         kv_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS

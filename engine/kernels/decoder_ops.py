@@ -1,15 +1,17 @@
 """The small operators of a decoder layer as fused kernels: a DecoderOps for a GPU.
 
 Legend: N tokens, E size of what is normalised, H heads, D head size, F inner size of the MLP, C = D / 2 rotary
-frequencies.
+frequencies, A query, key and value heads.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from engine.attention.interface import KVTarget
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.rotary import rotate_heads_
+from engine.kernels.rotate_write import rotate_and_write
 from engine.kernels.silu_mul import silu_mul
 from engine.models.ops import Norm, Rotation
 
@@ -29,7 +31,7 @@ class TritonNorm:
 
 
 class TritonRotation:
-    """A Rotation: one launch, with or without the heads' norms."""
+    """A WritingRotation: one launch, with or without the heads' norms."""
 
     def __init__(self, weight_HD: Tensor | None, eps: float) -> None:
         self._weight_HD = None if weight_HD is None else weight_HD.contiguous()
@@ -37,6 +39,9 @@ class TritonRotation:
 
     def __call__(self, x_NHD: Tensor, rotations_N1C: Tensor) -> None:
         rotate_heads_(x_NHD, rotations_N1C, self._weight_HD, self._eps)
+
+    def into(self, qkv_NAD: Tensor, rotations_N1C: Tensor, target: KVTarget) -> None:
+        rotate_and_write(qkv_NAD, rotations_N1C, self._weight_HD, self._eps, target)
 
 
 class TritonOps:

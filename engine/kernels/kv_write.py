@@ -25,6 +25,17 @@ def _round_to_fp8(x_RD):
 
 
 @triton.jit
+def quantise(x_RD, ROWS: tl.constexpr):
+    """Rows divided by their largest magnitude / 448, ready for the cast to float8_e4m3fn, and what they were divided
+    by."""
+    x_RD = x_RD.to(tl.float32)
+    largest_R = tl.max(tl.abs(x_RD), 1)
+    scale_R = tl.where(largest_R > 0.0, tl.div_rn(largest_R, tl.full((ROWS,), FP8_LARGEST, tl.float32)), 1.0)
+    x_RD = tl.clamp(tl.div_rn(x_RD, scale_R[:, None]), -FP8_LARGEST, FP8_LARGEST)
+    return _round_to_fp8(x_RD), scale_R
+
+
+@triton.jit
 def write_kv(
     pool,
     scales,
@@ -55,12 +66,7 @@ def write_kv(
     to_R = rows_R.to(tl.int64) * pool_stride_head + slot * DIM
     written_R = (rows_R < 2 * NUM_HEADS) & (slot >= 0)
     if HAS_SCALES:
-        x_RD = x_RD.to(tl.float32)
-        largest_R = tl.max(tl.abs(x_RD), 1)
-        scale_R = tl.where(
-            largest_R > 0.0, tl.div_rn(largest_R, tl.full((ROWS,), FP8_LARGEST, tl.float32)), 1.0
-        )
-        x_RD = _round_to_fp8(tl.clamp(tl.div_rn(x_RD, scale_R[:, None]), -FP8_LARGEST, FP8_LARGEST))
+        x_RD, scale_R = quantise(x_RD, ROWS)
         at_R = rows_R.to(tl.int64) * (pool_stride_head // DIM) + slot
         tl.store(scales + at_R, scale_R, mask=written_R)
     written_RD = written_R[:, None] & (offsets_D < DIM)[None, :]

@@ -52,6 +52,35 @@ def rotate_heads_(
 
 
 @triton.jit
+def turn(
+    x_BD,
+    inside_BD,
+    heads_B,
+    weight_HD,
+    eps,
+    rotation_D,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads normalised if they are to be, and turned, in float32. A rotation's cosine and sine lie side by side, as the
+    pair's features."""
+    turned_BD = x_BD.to(tl.float32)
+    if HAS_NORM:
+        weight_BD = tl.load(weight_HD + heads_B[:, None] * DIM + tl.arange(0, BLOCK)[None, :], inside_BD, 0.0)
+        mean_B = tl.sum(turned_BD * turned_BD, 1) / DIM
+        turned_BD = turned_BD * (1.0 / tl.sqrt_rn(mean_B + eps))[:, None] * weight_BD.to(tl.float32)
+    cos_BC, sin_BC = tl.split(tl.reshape(rotation_D, [1, BLOCK // 2, 2]))
+    real_BC, imaginary_BC = tl.split(tl.reshape(turned_BD, [HEADS, BLOCK // 2, 2]))
+    turned_BC2 = tl.join(
+        real_BC * cos_BC - imaginary_BC * sin_BC,
+        real_BC * sin_BC + imaginary_BC * cos_BC,
+    )
+    return tl.reshape(turned_BC2, [HEADS, BLOCK])
+
+
+@triton.jit
 def rotate_pairs(
     x_NHD,
     rotations_ND,
@@ -66,23 +95,13 @@ def rotate_pairs(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Grid: tokens, blocks of HEADS heads. A rotation's cosine and sine lie side by side, as the pair's features."""
+    """Grid: tokens, blocks of HEADS heads."""
     token = tl.program_id(0).to(tl.int64)
     heads_B = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     at_D = tl.arange(0, BLOCK)
     inside_BD = (heads_B < heads)[:, None] & (at_D < DIM)[None, :]
     from_BD = x_NHD + token * x_stride_token + heads_B[:, None] * x_stride_head + at_D[None, :]
     x_BD = tl.load(from_BD, inside_BD, 0.0)
-    turned_BD = x_BD.to(tl.float32)
-    if HAS_NORM:
-        weight_BD = tl.load(weight_HD + heads_B[:, None] * DIM + at_D[None, :], inside_BD, 0.0)
-        mean_B = tl.sum(turned_BD * turned_BD, 1) / DIM
-        turned_BD = turned_BD * (1.0 / tl.sqrt_rn(mean_B + eps))[:, None] * weight_BD.to(tl.float32)
     rotation_D = tl.load(rotations_ND + token * rotations_stride + at_D, at_D < DIM, 0.0)
-    cos_BC, sin_BC = tl.split(tl.reshape(rotation_D, [1, BLOCK // 2, 2]))
-    real_BC, imaginary_BC = tl.split(tl.reshape(turned_BD, [HEADS, BLOCK // 2, 2]))
-    turned_BC2 = tl.join(
-        real_BC * cos_BC - imaginary_BC * sin_BC,
-        real_BC * sin_BC + imaginary_BC * cos_BC,
-    )
-    tl.store(from_BD, tl.reshape(turned_BC2, [HEADS, BLOCK]).to(x_BD.dtype), inside_BD)
+    turned_BD = turn(x_BD, inside_BD, heads_B, weight_HD, eps, rotation_D, DIM, BLOCK, HEADS, HAS_NORM)
+    tl.store(from_BD, turned_BD.to(x_BD.dtype), inside_BD)

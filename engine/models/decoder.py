@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.interface import AttentionStep, LayerTraits
+from engine.attention.interface import AttentionStep, LayerTraits, OpenStep
 from engine.models.config import ModelSpec
 from engine.models.layers import RotaryTable, interleave_rotary
 from engine.models.linear import Linear, LinearFactory
-from engine.models.ops import DecoderOps
+from engine.models.ops import DecoderOps, WritingRotation
 from engine.models.shares import vocabulary_share
 from engine.models.weights import WeightSource
 from engine.parallel.ranks import RankGroup
@@ -39,6 +39,7 @@ class DecoderLayer:
         self._attention_norm = ops.norm(weights.vector("input_layernorm.weight"), spec.rms_norm_eps)
         self._mlp_norm = ops.norm(weights.vector("post_attention_layernorm.weight"), spec.rms_norm_eps)
         self._rotate_ = ops.rotation(weights.qk_norm() if spec.qk_norm else None, spec.rms_norm_eps)
+        self._writing_rotation = self._rotate_ if isinstance(self._rotate_, WritingRotation) else None
         self._qkv = weights.qkv()
         self._out = weights.linear("self_attn.o_proj", spec.out_bias)
         self._gate_up = weights.gate_up()
@@ -49,20 +50,26 @@ class DecoderLayer:
     ) -> Tensor:
         """Adds to the residual stream, in place, what the layer before gave (`delta_NE`) and this layer's attention;
         gives what its MLP would add."""
-        heads, kv_heads, rows = self._num_heads, self._num_kv_heads, x_NE.shape[0]
         norm = self._attention_norm
         qkv = self._qkv(norm(x_NE) if delta_NE is None else norm.add_(x_NE, delta_NE))
-        qkv_NHD = qkv.view(rows, heads + 2 * kv_heads, self._head_dim)
-        qk_NHD = qkv_NHD[:, : heads + kv_heads]
-        self._rotate_(qk_NHD, rotations_N1C)
-        kv_N2KD = qkv_NHD[:, heads:].view(rows, 2, kv_heads, self._head_dim)
-        attended = attend(self._index, qkv_NHD[:, :heads], kv_N2KD, self._traits)
-        delta_NE = self._out(attended)
+        delta_NE = self._out(self._attend(qkv, rotations_N1C, attend))
         self._ranks.sum_(delta_NE)
         gate_up_N2F = self._gate_up(self._mlp_norm.add_(x_NE, delta_NE))
         delta_NE = self._down(self._silu_mul(gate_up_N2F))
         self._ranks.sum_(delta_NE)
         return delta_NE
+
+    def _attend(self, qkv: Tensor, rotations_N1C: Tensor, attend: AttentionStep) -> Tensor:
+        """Turns the heads and attends. Keys and values are written while keys are turned, if both sides can."""
+        heads, kv_heads, rows = self._num_heads, self._num_kv_heads, qkv.shape[0]
+        qkv_NHD = qkv.view(rows, heads + 2 * kv_heads, self._head_dim)
+        q_NHD = qkv_NHD[:, :heads]
+        if self._writing_rotation is not None and isinstance(attend, OpenStep):
+            self._writing_rotation.into(qkv_NHD, rotations_N1C, attend.target(self._index))
+            return attend.attend(self._index, q_NHD, self._traits)
+        self._rotate_(qkv_NHD[:, : heads + kv_heads], rotations_N1C)
+        kv_N2KD = qkv_NHD[:, heads:].view(rows, 2, kv_heads, self._head_dim)
+        return attend(self._index, q_NHD, kv_N2KD, self._traits)
 
 
 class Decoder:

@@ -2,18 +2,19 @@
 engine/kernels/.
 
 Legend: N tokens, E size of what is normalised, G groups with weights of their own, H heads, D head size, F inner size
-of the MLP, C = D / 2 rotary frequencies.
+of the MLP, C = D / 2 rotary frequencies, A query, key and value heads.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.attention.interface import KVTarget
 from engine.models.layers import RmsNorm, rotate_
 
 
@@ -33,6 +34,14 @@ class Rotation(Protocol):
     def __call__(self, x_NHD: Tensor, rotations_N1C: Tensor, /) -> None:
         """Normalises each head if it has weights, then rotates interleaved pairs, in place. Each head must be dense;
         N and H may be strided."""
+
+
+@runtime_checkable
+class WritingRotation(Rotation, Protocol):
+    """A Rotation that can write keys and values to the pool on the way."""
+
+    def into(self, qkv_NAD: Tensor, rotations_N1C: Tensor, target: KVTarget, /) -> None:
+        """As a call on the queries; keys, turned likewise, and values go to the target and stay here as they were."""
 
 
 class DecoderOps(Protocol):

@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionTables
+from engine.attention.kv_writer import write_rows
 from engine.attention.reference import ReferenceAttention, ReferenceStep
-from engine.attention.triton_backend import TritonAttention, TritonStep
 from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
 from tests.unit.engine.attention.stage import DEVICE
-
-NO_TABLES = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
 
 
 def make_pool(kv_heads: int, dim: int, dtype: torch.dtype, fp8: bool) -> KVPool:
@@ -26,11 +23,8 @@ def make_pool(kv_heads: int, dim: int, dtype: torch.dtype, fp8: bool) -> KVPool:
 
 
 def write(pool: KVPool, layer: int, kv_N2KD: Tensor, slots: list[int]) -> None:
-    slots_N = torch.tensor(slots, device=DEVICE)
-    tables = AttentionTables(NO_TABLES[0], NO_TABLES[0, :0], (NO_TABLES,), (slots_N,), 1, 1)
-    step = TritonAttention(pool).plan(tables)
-    assert isinstance(step, TritonStep)
-    step.write(layer, kv_N2KD.to(DEVICE))
+    paged, place = pool.places[layer]
+    write_rows(paged, place, kv_N2KD.to(DEVICE), torch.tensor(slots, device=DEVICE))
 
 
 def write_by_hand(pool: KVPool, layer: int, kv_N2KD: Tensor, slots: list[int]) -> None:

@@ -58,6 +58,22 @@ def rotation(dtype: str, capability: int, dim: int, heads: int, has_norm: bool) 
     )
 
 
+def rotation_into(dtype: str, capability: int, pool: str, has_norm: bool) -> Build:
+    """Of 32 query heads and 8 key heads of 128."""
+    pointers = {"qkv_NAD": dtype, "rotations_ND": "fp32", "weight_HD": dtype, "pool": pool, "scales": "fp32"}
+    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"slots": "*i64"}
+    signature |= dict.fromkeys(("stride_token", "stride_head", "rotations_stride", "pool_stride_head"), "i32")
+    sizes = {"QUERIES": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128, "HEADS": 8}
+    return Build(
+        "engine.kernels.rotate_write:rotate_write_heads",
+        signature | {"eps": "fp32"},
+        {**sizes, "HAS_NORM": has_norm, "HAS_SCALES": pool == "fp8e4nv"},
+        capability,
+        tuple(signature),
+        texts=True,
+    )
+
+
 def silu(dtype: str, capability: int, block: int) -> Build:
     return Build(
         "engine.kernels.silu_mul:silu_mul_rows",
@@ -107,6 +123,7 @@ def kernels() -> Iterator[Build]:
         yield norm(dtype, capability, 128, 128, 4, 1)
         yield rotation(dtype, capability, 128, 8, False)
         yield rotation(dtype, capability, 64, 16, True)
+        yield rotation_into(dtype, capability, dtype, True)
         yield silu(dtype, capability, 2048)
         yield survey(dtype, capability)
         yield pick(dtype, capability)
