@@ -157,9 +157,13 @@ class LLMReplica:
             raise RuntimeError("the engine's thread has ended")
 
     async def __del__(self) -> None:
+        """Serve calls it also where `__init__` raised, whose error is the one to be seen."""
+        engine: Engine | None = getattr(self, "_engine", None)
+        if engine is None:
+            return
         await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
         try:
-            await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
+            await asyncio.to_thread(engine.stop, ENGINE_STOP_TIMEOUT_S)
         except (EngineError, TimeoutError) as error:
             logger.error("the engine did not stop: %s", error)
 
