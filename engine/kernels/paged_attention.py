@@ -57,7 +57,7 @@ def _load_pages(
     HAS_WINDOW: tl.constexpr,
 ):
     """Of each key of a block, or of the whole block where it lies in one page. Keys out of reach have the page of the
-    nearest in reach."""
+    nearest in reach. Quotients of unsigned numbers are one instruction, of others several."""
     keys_N = block * BLOCK_N
     if PAGE_SIZE % BLOCK_N != 0:
         keys_N += tl.arange(0, BLOCK_N)
@@ -299,6 +299,7 @@ def paged_attention(
             return
         begin += split * share
         end = tl.minimum(end, begin + share)
+    # Small tiles wait for memory, and may as well mask every block; large ones for arithmetic.
     APART: tl.constexpr = BLOCK_M > 64
     full_begin = begin
     full_end = end
