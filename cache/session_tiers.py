@@ -31,6 +31,7 @@ class SessionTiers:
         self._sizes = sizes
         self._host = Tier("host", sizes.host_bytes)
         self._disk = Tier("disk", sizes.disk_bytes)
+        self._spare_bytes = sizes.host_bytes // SPARE_PART
         self._keys = count(1)
         self._copies: dict[int, StoredKV] = {}
         self._write: tuple[StoredKV, StoredKV] | None = None  # from the host's entry to the disk's
@@ -230,7 +231,7 @@ class SessionTiers:
         will be. One at a time: the next may be wanted, or gone, by then."""
         if self._write is not None or not self._disk.budget_bytes:
             return
-        missing = self._host.missing_bytes(self._host.budget_bytes // SPARE_PART)
+        missing = self._host.missing_bytes(self._spare_bytes)
         missing -= sum(
             entry.num_bytes for entry in self._copies.values() if entry.saved and not entry.on_disk
         )

@@ -26,12 +26,17 @@ STEPS = st.sampled_from([0, 0, 0, 1, 3, 20])
 
 POOLS = st.sampled_from([(1, 40), (1, 64), (2, 24), (4, 10), (4, 24), (16, 3), (16, 9), (256, 1), (256, 3)])
 TIERS = st.sampled_from(
-    [(0, 0), (48, 0), (320, 0), (64, 96), (32, 640), (48, 640), (64, 640), (64, 640), (96, 640), (160, 640)]
-)
-"""Budgets of host and disk in tokens."""
+    [(0, 0, False), (48, 0, False), (320, 0, False), (64, 96, False), (64, 640, False), (64, 640, True),
+     (320, 96, True), (320, 640, True), (320, 640, True)]
+)  # fmt: skip
+"""Budgets of host and disk in tokens, and whether everything on the host goes on to disk at once."""
 SIZES = st.builds(
     lambda pool, tiers, *limits: Sizes(
-        *pool, *limits, host_pages=pages_for(tiers[0], pool[0]), disk_pages=pages_for(tiers[1], pool[0])
+        *pool,
+        *limits,
+        host_pages=pages_for(tiers[0], pool[0]),
+        disk_pages=pages_for(tiers[1], pool[0]),
+        spare_all=tiers[2],
     ),
     POOLS,
     TIERS,
@@ -77,6 +82,10 @@ def has_session(machine: SessionMachine) -> bool:
 
 def has_request(machine: SessionMachine) -> bool:
     return bool(machine.world.asks)
+
+
+def writes_to_disk(machine: SessionMachine) -> bool:
+    return machine.world.being_written() is not None
 
 
 def has_room(machine: SessionMachine) -> bool:
@@ -245,11 +254,29 @@ class SessionMachine(RuleBasedStateMachine):
             getattr(self.world, how)(session_id)
 
     @precondition(has_session)
-    @rule(num_writes=st.integers(0, 3))
+    @rule(num_writes=st.integers(0, 4), failing=st.sampled_from([False, False, False, True]))
     @counted
-    def put_all_away(self, num_writes: int) -> None:
+    def put_all_away(self, num_writes: int, failing: bool) -> None:
         self.world.put_all_away()
+        if failing:
+            self.world.fail_disk_copies(1)
         self.world.end_disk_copies(num_writes)
+
+    @precondition(writes_to_disk)
+    @precondition(has_room)
+    @rule(how=st.sampled_from(["turn", "turn", "move"]), tokens=TOKENS, output=OUTPUT, steps=STEPS)
+    @counted
+    def disturb_a_write(self, how: str, tokens: list[int], output: int, steps: int) -> None:
+        """The session is wanted back, or comes again with the same name, before it has got to disk."""
+        session_id = self.world.being_written()
+        assert session_id is not None
+        if how == "move":
+            self.world.move(session_id)
+        self._begin(session_id, tokens, output)
+        self._steps(steps)
+        if how == "move":
+            self.world.put_all_away()
+        self.world.end_disk_copies(1)
 
     @precondition(has_session)
     @rule(pick=PICK)

@@ -27,7 +27,8 @@ TIMEOUT_S = 100.0
 class Sizes:
     """A pool so small that turns push each other out. `room` is the longest sequence that is ever asked for.
 
-    With a small vocabulary the n-gram proposer is often right. `host_pages` and `disk_pages` are the tiers' budgets.
+    With a small vocabulary the n-gram proposer is often right. `host_pages` and `disk_pages` are the tiers' budgets;
+    with `spare_all` whatever is on the host goes on to disk.
     """
 
     page_size: int = 4
@@ -44,6 +45,7 @@ class Sizes:
     decode_steps: int = 1
     host_pages: int = 0
     disk_pages: int = 0
+    spare_all: bool = False
 
     @property
     def num_window_pages(self) -> int:
@@ -103,6 +105,9 @@ class World:
             copies_wait=True,
             vocab=sizes.vocab,
         )
+        if sizes.spare_all:
+            tiers = self.driver.cache.tiers
+            tiers._spare_bytes = tiers.accounts()[0].budget_bytes
         self.now_s = 0.0
         self.controller = SessionController(lambda: self.now_s, TIMEOUT_S)
         self.sessions: dict[str, Session] = {}
@@ -268,13 +273,21 @@ class World:
             self.end_copies(len(self.driver.runner._copies))
             self.check()
 
+    def being_written(self) -> str | None:
+        """The open session that is on its way to disk."""
+        write = self.driver.cache.tiers._write
+        return write[0].session_id if write is not None and write[0].session_id in self.sessions else None
+
     def end_copies(self, count: int) -> None:
         self.events["copy ended"] += min(count, len(self.driver.runner._copies))
         self.driver.runner.end_copies(count)
 
     def end_disk_copies(self, count: int) -> None:
-        self.events["disk copy ended"] += min(count, len(self.driver.runner._disk_copies))
-        self.driver.runner.end_disk_copies(count)
+        """With what each has the next one begin."""
+        for _ in range(count):
+            self.check()
+            self.events["disk copy ended"] += bool(self.driver.runner._disk_copies)
+            self.driver.runner.end_disk_copies()
 
     def fail_copies(self, count: int) -> None:
         self.events["copy failed"] += min(count, len(self.driver.runner._copies))

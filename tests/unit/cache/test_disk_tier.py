@@ -148,8 +148,8 @@ def test_a_turn_takes_back_from_the_host_what_is_being_written(failed: bool, loa
 
 
 @pytest.mark.parametrize("failed", [False, True])
-@pytest.mark.parametrize("again", [False, True])
-def test_a_session_closed_while_it_is_written_keeps_its_bytes_till_the_end(again: bool, failed: bool) -> None:
+@pytest.mark.parametrize("again", ["", "on the device", "on the host"])
+def test_a_session_closed_while_it_is_written_keeps_its_bytes_till_the_end(again: str, failed: bool) -> None:
     books = books_of()
     write = being_written(books)
     books.sessions.release_session("a")
@@ -157,13 +157,19 @@ def test_a_session_closed_while_it_is_written_keeps_its_bytes_till_the_end(again
     assert books.take_orders() == [], "what is read must not be dropped"
     assert (books.host.used_bytes, books.disk.used_bytes) == (2 * KV, KV)
     if again:
+        books.sessions.release_session("b")  # so that nobody gives way on the host
+        assert [order.kind for order in books.take_orders()] == [DROP]
         books.run_turn("a", tokens_from(500, 9))  # a new session of the same name
+    if again == "on the host":
+        books.tiers.demote(books.slot("a"))
+        assert books.end_copies() == [SAVE]
     books.tiers.copy_done(write.key, failed=failed)
     books.check()
     dropped = [order.key for order in books.take_orders() if order.kind is DROP]
     assert dropped == [write.source] + [write.key] * (not failed)
-    assert (books.host.used_bytes, books.disk.used_bytes) == (KV, 0)
-    assert books.sessions.held_tokens() == {"b": 14} | ({"a": 8} if again else {})
+    own = {"": KV, "on the device": 0, "on the host": 2 * PAGE_BYTES}[again]
+    assert (books.host.used_bytes, books.disk.used_bytes) == (own, 0)
+    assert books.sessions.held_tokens() == ({"a": 8} if again else {"b": 14})
     assert books.tiers.num_to_log == 0
     close_all(books, "a", "b")
 
