@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache.sequence_kv import pages_for
-from tests.property.session_world import Sizes, World
+from tests.property.session_world import World
+from tests.property.world_sizes import Sizes
 from tests.unit.engine.driver import VOCAB
 
 MAX_SESSIONS = 5
