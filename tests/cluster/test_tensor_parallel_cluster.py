@@ -84,7 +84,7 @@ def test_a_lost_rank_takes_its_replica_along_and_its_turn_goes_on(pair: ServedCl
         session.turn(random_tokens(rng, 20), 6)
         new = random_tokens(rng, 10)
         expected = session.history + new
-        session.told_turn(new, LENGTH, lambda number: pair.kill(rank) if number == 3 else None)
+        session.told_turn(new, LENGTH, lambda number: pair.kill(rank) if number == 0 else None)
         assert session.history == expected + alone([expected], LENGTH)[0]
         (after,) = eventually(pair.replicas)
         assert after != before
