@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import time
 from pathlib import Path
@@ -243,7 +242,7 @@ def test_absurdly_long_texts_are_refused_before_work() -> None:
 
 def test_a_long_text_does_not_hold_up_other_threads() -> None:
     text = processor(max_context_len=10_000_000)
-    ticks = [0.0]
+    ticks: list[float] = []
     done = threading.Event()
 
     def tick() -> None:
@@ -252,13 +251,12 @@ def test_a_long_text_does_not_hold_up_other_threads() -> None:
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    started = ticks[0] = time.perf_counter()
+    started_s = time.perf_counter()
     text.encode_prompt(TextPrompt("My dog is called Rex. " * 20_000))
-    took = time.perf_counter() - started
+    took_s = time.perf_counter() - started_s
     done.set()
     ticker.join()
-    gaps = [later - earlier for earlier, later in itertools.pairwise([*ticks, started + took])]
-    assert max(gaps) < max(0.5 * took, 0.1)
+    assert any(0.25 < (tick - started_s) / took_s < 0.75 for tick in ticks), "nobody ran in the midst of it"
 
 
 def test_without_a_tokenizer_only_ids_work(tmp_path: Path) -> None:
