@@ -1,13 +1,15 @@
 """The application that `serve run configs/cluster.yaml` builds: engine replicas behind an HTTP ingress."""
 
-# No `from __future__ import annotations`: Ray Serve reads the class of `args` from the signature.
+from __future__ import annotations
+
+from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
 from engine.build import build_engine
-from serving.config import AppArgs
+from serving.config import AppArgs, parse_args
 from serving.ingress import Ingress
 from serving.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica import EngineFactory, LLMReplica
@@ -16,8 +18,9 @@ HEALTH_CHECK_PERIOD_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 
 
-def build(args: AppArgs) -> Application:
-    """Typed builder for Ray Serve: `args` of the config file, validated strictly."""
+def build(values: dict[str, Any]) -> Application:
+    """Builder for Ray Serve: `args` of the config file. Raises SettingsError, before any replica starts."""
+    args = parse_args(values)
     if args.execution.tensor_parallel == 1:
         return compose(args, build_engine)
     return compose(args, ParallelEngineFactory(args.replicas.num_cpus, args.replicas.num_gpus))

@@ -6,22 +6,13 @@ Models convert to the frozen dataclasses that the engine takes.
 
 from __future__ import annotations
 
-import difflib
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from controllers.settings import ClusterSettings
 from engine.settings import (
@@ -39,6 +30,9 @@ from engine.settings import (
     SpeculationMethod,
     SpeculationSettings,
 )
+from serving.settings_file import read_args
+from serving.settings_paths import resolve_path, state_path
+from serving.strict_settings import SettingsError, StrictModel, faults
 
 SPECULATION = SpeculationSettings()
 
@@ -46,6 +40,11 @@ PositiveInt = Annotated[int, Field(gt=0)]
 _MIB = 1024 * 1024
 NotNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HEARTBEATS_PER_TIMEOUT = 3
+"""One that is late, or lost, does not make a replica dead."""
 
 
 def _yaml_off(value: Any) -> Any:
@@ -53,39 +52,28 @@ def _yaml_off(value: Any) -> Any:
     return "off" if value is False else value
 
 
-class SettingsError(ValueError):
-    """The settings cannot be used; the message names the key."""
-
-
-class StrictModel(BaseModel):
-    """A frozen model that refuses keys it does not know, by name."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_keys(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        known = list(cls.model_fields)
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-                raise ValueError(f"unknown key {key!r}; {hint}")
-        return values
-
-
 class ModelArgs(StrictModel):
     """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id."""
 
-    path: str
+    path: NotEmpty
     name: str | None = None
     load_format: LoadFormat = "auto"
     dtype: DTypeName = "auto"
     device: DeviceName = "auto"
     seed: int = 0
     num_threads: PositiveInt | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _is_a_model(cls, path: str) -> str:
+        """A directory that is not there is not asked for at the hub, unless it may be an id there."""
+        directory = Path(resolve_path(path))
+        if directory.exists():
+            if not (directory / "config.json").is_file():
+                raise ValueError(f"{str(directory)!r} is no model's directory: it has no config.json")
+        elif not _HUB_ID.fullmatch(path):
+            raise ValueError(f"there is no directory {path!r}")
+        return path
 
     @property
     def model_id(self) -> str:
@@ -161,6 +149,15 @@ class SchedulerArgs(StrictModel):
     max_running: PositiveInt = 64
     max_waiting: PositiveInt = 1024
     max_context_len: PositiveInt | None = None
+
+    @field_validator("chunk_size")
+    @classmethod
+    def _within_a_step(cls, chunk_size: int, info: ValidationInfo) -> int:
+        """The default is cut to the step; who names a size is to get it."""
+        step_tokens = info.data.get("max_batch_tokens")
+        if step_tokens is not None and chunk_size > step_tokens:
+            raise ValueError(f"{chunk_size} is above max_batch_tokens, {step_tokens}")
+        return chunk_size
 
 
 class SpeculationArgs(StrictModel):
@@ -268,12 +265,22 @@ class ControllerArgs(StrictModel):
     unheard of for `replica_timeout_s` is dead.
     """
 
-    name: str = "kedge-controller"
-    state_dir: str = ".kedge"
+    name: NotEmpty = "kedge-controller"
+    state_dir: NotEmpty = ".kedge"
     full_sync: bool = False
     heartbeat_interval_s: Seconds = 1.0
-    replica_timeout_s: Seconds = 10.0
+    replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
     max_sessions: PositiveInt = 100_000
+
+    @field_validator("replica_timeout_s")
+    @classmethod
+    def _longer_than_heartbeats(cls, timeout_s: float, info: ValidationInfo) -> float:
+        heartbeat_s = info.data.get("heartbeat_interval_s")
+        if heartbeat_s is not None and timeout_s < HEARTBEATS_PER_TIMEOUT * heartbeat_s:
+            raise ValueError(
+                f"{timeout_s:g} is less than {HEARTBEATS_PER_TIMEOUT} × heartbeat_interval_s, {heartbeat_s:g}"
+            )
+        return timeout_s
 
 
 class AppArgs(StrictModel):
@@ -335,43 +342,24 @@ class AppArgs(StrictModel):
         )
 
 
-def project_root() -> Path:
-    """The directory that relative paths of the settings start from."""
-    return Path(__file__).resolve().parent.parent
-
-
-def resolve_path(path: str) -> str:
-    """Absolute path of a file below the project or the working directory; a hub id stays as it is."""
-    given = Path(path).expanduser()
-    for root in (project_root(), Path.cwd()):
-        if (root / given).exists():
-            return str((root / given).resolve())
-    return path
-
-
-def state_path(state_dir: str) -> Path:
-    """Absolute path of a directory that is written to; relative ones start at the project."""
-    return (project_root() / Path(state_dir).expanduser()).resolve()
-
-
 def parse_args(values: Any) -> AppArgs:
     """Validates application args; raises SettingsError that names every key at fault on a line of its own."""
     try:
         return AppArgs.model_validate(values)
     except ValidationError as error:
-        lines = [f"  args.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise SettingsError("bad application settings:\n" + "\n".join(lines)) from None
+        raise SettingsError("\n  ".join(["bad application settings:", *faults(error, "args")])) from None
 
 
 def check_file(path: str) -> list[AppArgs]:
     """Validates the args of every application in a `serve run` config file."""
-    with open(path, encoding="utf-8") as file:
-        document = yaml.safe_load(file)
-    return [parse_args(application.get("args") or {}) for application in document.get("applications", [])]
+    return [parse_args(args) for args in read_args(path)]
 
 
 def main(paths: list[str]) -> int:
     """`python -m serving.config FILE...`: 0 if all files are good, else 2 and the reasons on stderr."""
+    if not paths:
+        sys.stderr.write("usage: python -m serving.config FILE...\n")
+        return 2
     for path in paths:
         try:
             check_file(path)

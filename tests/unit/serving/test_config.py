@@ -8,16 +8,9 @@ import pytest
 import yaml
 
 from engine.settings import ExecutionSettings, ModelSettings, SpeculationSettings
-from serving.config import (
-    AppArgs,
-    SettingsError,
-    check_file,
-    main,
-    parse_args,
-    project_root,
-    resolve_path,
-    state_path,
-)
+from serving.config import AppArgs, check_file, main, parse_args
+from serving.settings_paths import project_root, resolve_path, state_path
+from serving.strict_settings import SettingsError
 
 MODEL = {"path": "assets/models/kedge-chat"}
 
@@ -66,6 +59,26 @@ def test_key_like_nothing_known_gets_the_list() -> None:
         ("speculation", {"method": "ngram", "max_draft_tokens": 0}),
         ("speculation", {"row_cost": -0.1}),
         ("scheduler", {"chunk_size": -1}),
+        ("scheduler", {"chunk_size": 4096}),
+        ("scheduler", {"max_batch_tokens": 256, "chunk_size": 512}),
+        ("cache", {"page_size": True}),
+        ("cache", {"page_size": "16"}),
+        ("cache", {"page_size": 16.0}),
+        ("cache", {"prefix_cache": "yes"}),
+        ("cache", {"prefix_cache": 1}),
+        ("sessions", {"idle_timeout_s": True}),
+        ("sessions", {"idle_timeout_s": float("inf")}),
+        ("controller", {"replica_timeout_s": 2.5}),
+        ("controller", {"heartbeat_interval_s": 2, "replica_timeout_s": 5}),
+        ("controller", {"state_dir": ""}),
+        ("model", {"path": ""}),
+        ("model", {"path": "/no/such/model"}),
+        ("model", {"path": "./no-such-model"}),
+        ("model", {"path": "~/no-such-model"}),
+        ("model", {"path": "~nobody-of-that-name/model"}),
+        ("model", {"path": "assets/models/kedge-caht"}),
+        ("model", {"path": "assets/models"}),
+        ("model", {"path": "README.md"}),
         ("replicas", {"count": 0}),
         ("sessions", {"idle_timeout_s": 0}),
         ("model", {**MODEL, "dtype": "float8"}),
@@ -81,6 +94,31 @@ def test_bad_values_name_section_and_key(section: str, values: dict[str, object]
     with pytest.raises(SettingsError) as caught:
         parse_args({"model": MODEL, section: values})
     assert f"args.{section}.{key}" in str(caught.value)
+
+
+def test_a_heartbeat_alone_may_not_be_too_slow_for_the_default_timeout() -> None:
+    with pytest.raises(
+        SettingsError, match=r"args\.controller\.replica_timeout_s: 10 is less than 3 × heart"
+    ):
+        parse_args({"model": MODEL, "controller": {"heartbeat_interval_s": 4}})
+
+
+def test_a_path_that_is_not_there_is_told_and_a_hub_id_is_taken() -> None:
+    with pytest.raises(SettingsError, match=r"args\.model\.path: there is no directory '/no/such/model'"):
+        parse_args({"model": {"path": "/no/such/model"}})
+    for hub_id in ("gpt2", "Qwen/Qwen3-0.6B", "some-org/some_model.v1"):
+        assert parse_args({"model": {"path": hub_id}}).model.settings().path == hub_id
+
+
+def test_a_small_step_cuts_the_default_chunk() -> None:
+    assert parse_args({"model": MODEL, "scheduler": {"max_batch_tokens": 256}})
+
+
+def test_a_fault_reads_as_one_sentence() -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_args({"model": MODEL, "zz": 1, "cache": {}})
+    assert "\n  args: unknown key 'zz'; known keys: model, cache" in str(caught.value)
+    assert "Value error" not in str(caught.value)
 
 
 def test_missing_model() -> None:
@@ -111,7 +149,7 @@ def test_values_reach_the_engine() -> None:
 
 
 def test_cache_and_speculation_reach_the_engine() -> None:
-    draft = {"path": "assets", "dtype": "float32", "num_threads": 1}
+    draft = {"path": "assets/models/kedge-chat-draft", "dtype": "float32", "num_threads": 1}
     speculation = {"method": "draft", "max_draft_tokens": 5, "ngram_size": 2, "row_cost": 0.3}
     args = parse_args(
         {
@@ -131,7 +169,8 @@ def test_cache_and_speculation_reach_the_engine() -> None:
     assert settings.cache.disk_size_bytes == 5 * 1024 * 1024
     assert settings.cache.disk_path == str(project_root() / "kv")
     assert settings.cache.books == "strict"
-    draft_model = ModelSettings(str(project_root() / "assets"), dtype="float32", num_threads=1)
+    draft_path = str(project_root() / "assets/models/kedge-chat-draft")
+    draft_model = ModelSettings(draft_path, dtype="float32", num_threads=1)
     assert settings.speculation == SpeculationSettings("draft", 5, 2, draft_model, 0.3)
 
 
@@ -267,3 +306,42 @@ def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "unknown key 'replicsa'; did you mean 'replicas'?" in capsys.readouterr().err
     assert main([str(project_root() / "configs" / "cluster.yaml")]) == 0
     assert main([str(tmp_path / "absent.yaml")]) == 2
+    assert main([]) == 2
+
+
+GOOD_APPLICATION = "applications: [{args: {model: {path: assets/models/kedge-chat}}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", "'applications' is missing"),
+        (b"- a\n- list\n", "'applications' is missing"),
+        (b"http_options: {port: 8000}\n", "'applications' is missing"),
+        (b"applications: []\n", "'applications' is missing"),
+        (b"applications: {name: kedge}\n", "'applications' is missing"),
+        (b"applications: [kedge]\n", "an entry that is no mapping"),
+        (b"\xff\xfe\n", "not a text file"),
+        (GOOD_APPLICATION.encode() * 2, "line 2: key 'applications' is there twice"),
+        (b"applications:\n  - args:\n      model: {path: a, dtype: auto, path: b}\n", "line 3: key 'path'"),
+    ],
+)
+def test_a_file_that_is_no_config_is_one_line(
+    text: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(text)
+    assert main([str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"{path}: ")
+    assert reason in told
+    assert told.count("\n") == 1
+
+
+def test_a_merge_key_is_no_key_that_occurs_twice(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "base: &model {path: assets/models/kedge-chat, seed: 1}\n"
+        "applications: [{args: {model: {<<: *model, seed: 2}}}]\n"
+    )
+    assert [args.model.seed for args in check_file(str(path))] == [2]

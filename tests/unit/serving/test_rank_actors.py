@@ -8,8 +8,9 @@ import pytest
 from ray.serve.deployment import Application
 
 from serving.app import build
-from serving.config import AppArgs, SettingsError, parse_args
+from serving.config import AppArgs, parse_args
 from serving.rank_actors import placement_options
+from serving.strict_settings import SettingsError
 
 MODEL = {"path": "assets/models/kedge-chat"}
 
@@ -28,16 +29,23 @@ def replica_config(application: Application) -> Any:
 
 def test_one_rank_needs_no_placement_group() -> None:
     assert placement_options(args(1, num_gpus=1)) == {}
-    assert replica_config(build(args(1))).placement_group_bundles is None
+    assert replica_config(build(args(1).model_dump())).placement_group_bundles is None
 
 
 def test_each_rank_has_a_bundle_with_all_it_needs() -> None:
     """Ray Serve accepts it, and puts the replica into the first."""
-    config = replica_config(build(args(4, {"device": "cuda"}, num_cpus=2, num_gpus=1)))
+    config = replica_config(build(args(4, {"device": "cuda"}, num_cpus=2, num_gpus=1).model_dump()))
     assert config.placement_group_bundles == [{"CPU": 2, "GPU": 1}] * 4
     assert config.placement_group_strategy == "STRICT_PACK"
     assert (config.ray_actor_options["num_cpus"], config.ray_actor_options["num_gpus"]) == (2, 1)
-    assert replica_config(build(args(2, num_cpus=0.25))).placement_group_bundles == [{"CPU": 0.25}] * 2
+    config = replica_config(build(args(2, num_cpus=0.25).model_dump()))
+    assert config.placement_group_bundles == [{"CPU": 0.25}] * 2
+
+
+def test_a_wrong_path_is_refused_before_any_replica_starts() -> None:
+    """In the words of `python -m serving.config`."""
+    with pytest.raises(SettingsError, match=r"args\.model\.path: there is no directory '/no/such/model'"):
+        build({"model": {"path": "/no/such/model"}})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""What all models of settings have in common: a wrong key or a wrong type is refused, never guessed at."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message names the key."""
+
+
+class StrictModel(BaseModel):
+    """A frozen model that refuses keys it does not know, by name, and values that are not of their key's type."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = list(cls.model_fields)
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+                raise ValueError(f"unknown key {key!r}; {hint}")
+        return values
+
+
+def faults(error: ValidationError, root: str) -> list[str]:
+    """What is wrong with each key, which is named from `root` on."""
+    return [f"{'.'.join((root, *map(str, e['loc'])))}: {_reason(e)}" for e in error.errors()]
+
+
+def _reason(error: Any) -> str:
+    """pydantic puts "Value error, " before what a validator of ours has to say."""
+    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
