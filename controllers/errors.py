@@ -34,6 +34,9 @@ class TurnInFlight(ControllerError):
 
     code = "turn_in_flight"
 
+    def __init__(self, message: str, param: str | None = "session_id") -> None:
+        super().__init__(message, param)
+
 
 class TurnNotInFlight(ControllerError):
     """The turn was committed or aborted before: a turn ends exactly once."""
@@ -45,6 +48,9 @@ class SessionClosing(ControllerError):
     """The session is being closed and takes no more turns."""
 
     code = "session_closing"
+
+    def __init__(self, message: str, param: str | None = "session_id") -> None:
+        super().__init__(message, param)
 
 
 class StaleEpoch(ControllerError):
@@ -75,6 +81,9 @@ class CapacityExceeded(ControllerError):
     """The session would grow past the capacity it was opened with."""
 
     code = "session_capacity_exceeded"
+
+    def __init__(self, message: str, param: str | None = "prompt") -> None:
+        super().__init__(message, param)
 
 
 class NoReplica(ControllerError):

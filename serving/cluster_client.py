@@ -95,9 +95,9 @@ class ClusterClient:
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
-    async def abort(self, request_id: str | None, *, all_requests: bool = False) -> None:
+    async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         if all_requests or request_id is not None:
-            await self._replicas.broadcast("abort", None if all_requests else request_id)
+            await self._replicas.broadcast("abort", None if all_requests else request_id, tenant)
 
     async def flush(self) -> bool:
         answers = await self._replicas.broadcast("flush")

@@ -26,10 +26,12 @@ def decode_result(data: bytes) -> TurnEvent:
         completion_tokens=fields["completion_tokens"],
         logprobs=tuple(map(_logprob, fields["logprobs"])),
         input_logprobs=tuple(map(_logprob, fields["input_logprobs"])),
-        finish=TurnFinish(**{**fields["finish"], "replayed": True}),
-        # Answers logged before there were drafts have neither.
+        finish=TurnFinish(*(fields["finish"][name] for name in ("reason", "matched", "message"))),
+        # Answers logged by earlier versions lack some of these.
         draft_tokens=fields.get("draft_tokens", 0),
         accepted_draft_tokens=fields.get("accepted_draft_tokens", 0),
+        turn_index=fields.get("turn_index"),
+        replayed=True,
     )
 
 

@@ -116,9 +116,9 @@ class LLMReplica:
         except (ControllerError, EngineError) as error:
             return error_info(error)
 
-    async def abort(self, request_id: str | None) -> int:
-        """Aborts the requests of that name, or all; returns how many."""
-        return self._turns.abort(request_id)
+    async def abort(self, request_id: str | None, tenant: str) -> int:
+        """Aborts the tenant's requests of that name, or all of them; returns how many."""
+        return self._turns.abort(request_id, tenant)
 
     async def flush(self) -> bool:
         """Drops every cached prefix; False while requests run."""

@@ -17,6 +17,8 @@ class ToldSoFar:
         self._logprobs: list[TextLogprob] = []
         self._input_logprobs: list[TextLogprob] = []
         self._turn_index: int | None = None
+        self._replayed: bool | None = None
+        """None until something has been told."""
         self._again: dict[str, int] = {}
         """How much this attempt will still tell once more, by the field of TurnEvent that tells it."""
 
@@ -26,6 +28,11 @@ class ToldSoFar:
             event = self._cut(event)
             if not _says_something(event):
                 return None
+        if self._replayed is None:
+            self._replayed = event.replayed
+        elif event.replayed and not self._replayed:
+            # The log may answer what a lost replica ran for this very call: nobody asked twice.
+            event = replace(event, replayed=False)
         self._text_len += len(event.text)
         self._token_ids += event.token_ids
         self._logprobs += event.logprobs
@@ -61,9 +68,6 @@ class ToldSoFar:
             whole = getattr(event, part)
             news[part] = whole[known:]
             self._again[part] = max(0, known - len(whole))
-        if event.finish is not None and self._turn_index is not None:
-            # The log may answer what a lost replica ran for this very call: nobody asked twice.
-            news["finish"] = replace(event.finish, replayed=False)
         return replace(event, **news)
 
 

@@ -55,7 +55,9 @@ class RequestBuilder:
 
     def digest(self, call: TurnCall) -> str:
         """Tells apart different requests under one idempotency key."""
-        asked = (call.prompt, call.sampling, call.seed, call.max_new_tokens, call.stop, call.logprobs)
+        shown = (call.stop, call.trim_stop, call.skip_special_tokens, call.logprobs)
+        rewind_to = None if call.session is None else call.session.rewind_to
+        asked = (call.prompt, rewind_to, call.sampling, call.seed, call.max_new_tokens, *shown)
         return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 
     def _sampling(self, call: TurnCall, turn: Turn | None, prompt_len: int) -> SamplingParams:

@@ -83,10 +83,12 @@ class TurnRunner:
                 begun.settled = True
                 await self._tasks.outcome(self._tasks.start(self._abandon(begun)))
 
-    def abort(self, request_id: str | None) -> int:
-        """Aborts the requests of that name, or all of them; returns how many. They end with reason "abort"."""
+    def abort(self, request_id: str | None, tenant: str) -> int:
+        """Aborts the tenant's requests of that name, or all of them; returns how many. They end with reason "abort"."""
         chosen = [
-            live.request_id for live in self._live.values() if request_id in (None, live.call.request_id)
+            live.request_id
+            for live in self._live.values()
+            if live.call.tenant == tenant and request_id in (None, live.call.request_id)
         ]
         try:
             for engine_id in chosen:

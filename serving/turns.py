@@ -116,7 +116,6 @@ class TurnFinish:
     reason: str
     matched: int | str | None = None
     message: str | None = None
-    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,8 @@ class TurnEvent:
     """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error.
 
     `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
-    `turn_index` says which of its session's turns runs; None outside a session, and in an answer from the log.
+    `turn_index` says which of its session's turns it is; None outside a session. `replayed`: it ran before, under the
+    same idempotency key, and this is the answer from the log.
     """
 
     text: str = ""
@@ -139,6 +139,7 @@ class TurnEvent:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     turn_index: int | None = None
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +239,8 @@ class TurnService(Protocol):
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
         """Closes now, or when the turn in flight ends. False if the session was unknown."""
 
-    async def abort(self, request_id: str | None, *, all_requests: bool = False) -> None:
-        """Aborts one request (unknown ids are ignored) or all of them, on every replica."""
+    async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
+        """Aborts one request of the tenant (unknown ids are ignored) or all of them, on every replica."""
 
     async def flush(self) -> bool:
         """Drops cached prefixes on every replica; False if any replica was busy."""

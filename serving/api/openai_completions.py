@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -140,6 +141,20 @@ def _text_of(entries: Iterable[TextLogprob]) -> str:
     return b"".join(token_bytes(entry.text) for entry in entries).decode("utf-8", "replace")
 
 
+class TextPlace:
+    """Where in a choice's text a token begins, in characters: its bytes may be a part of one only."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def pass_by(self, token_text: str) -> int:
+        """The token's offset; the next one begins behind it."""
+        begin = self._offset
+        self._offset += len(self._decoder.decode(token_bytes(token_text)))
+        return begin
+
+
 class CompletionEncoder:
     """Writes the reply of one request, in chunks or whole; knows where in each choice's text it stands."""
 
@@ -150,7 +165,7 @@ class CompletionEncoder:
         self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
         self._usage = UsageCounter(self._num_choices)
         self._started: set[int] = set()
-        self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
 
     def chunk(self, index: int, event: TurnEvent) -> str:
         return CompletionReply(**self._head, choices=[self._choice(index, event)]).model_dump_json()
@@ -187,18 +202,14 @@ class CompletionEncoder:
         return prompt.text if isinstance(prompt, TextPrompt) else _text_of(news.input_logprobs)
 
     def _logprobs(self, index: int, entries: Sequence[TextLogprob]) -> CompletionLogprobs:
-        tokens = [shown(entry.text) for entry in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+        place = self._places[index]
         return CompletionLogprobs(
-            tokens=tokens,
+            tokens=[shown(entry.text) for entry in entries],
             token_logprobs=[
                 None if entry.token.logprob is None else finite(entry.token.logprob) for entry in entries
             ],
             top_logprobs=[
                 {shown(text): logprob for text, logprob in top_pairs(entry)} or None for entry in entries
             ],
-            text_offset=offsets,
+            text_offset=[place.pass_by(entry.text) for entry in entries],
         )

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from serving.api.turn_headers import turn_headers
 from serving.api.turn_streams import TurnResult
 from serving.turns import TextLogprob, TurnEvent, TurnFinish
 
@@ -127,9 +128,7 @@ def top_pairs(entry: TextLogprob) -> list[tuple[str, float]]:
     ]
 
 
-def json_reply(reply: BaseModel, results: Iterable[TurnResult] = ()) -> Response:
-    """Serialized once. Says when the reply is that of an earlier try with the same idempotency key."""
-    headers = {}
-    if any(result.finish is not None and result.finish.replayed for result in results):
-        headers["idempotent-replayed"] = "true"
+def json_reply(reply: BaseModel, results: Sequence[TurnResult] = ()) -> Response:
+    """Serialized once. What a session's turn, of which a reply has one at most, says of itself is in the headers."""
+    headers = turn_headers(results[0]) if results else {}
     return Response(reply.model_dump_json(), media_type="application/json", headers=headers)

@@ -32,7 +32,13 @@ from serving.turns import ModelInfo, SessionTurn
 
 def field_names(prompt_field: str) -> dict[str, str]:
     """What these protocols call the fields that the engine and the replica name in their errors."""
-    return {"prompt": prompt_field, "input_ids": prompt_field, "max_new_tokens": "max_tokens"}
+    return {
+        "prompt": prompt_field,
+        "input_ids": prompt_field,
+        "max_new_tokens": "max_tokens",
+        "session_id": "x-session-id",
+        "idempotency_key": "idempotency-key",
+    }
 
 
 class StreamOptions(StrictBody):

@@ -33,6 +33,7 @@ from serving.api.session_schema import (
 )
 from serving.api.sse import TurnEventStream
 from serving.api.strict_json import StrictJsonRoute
+from serving.api.turn_headers import turn_headers
 from serving.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
 from serving.turns import (
     ErrorInfo,
@@ -72,10 +73,10 @@ async def close_session(body: CloseSessionBody, service: Service, tenant: Tenant
     return Response()
 
 
-async def abort_request(body: AbortBody, service: Service) -> Response:
+async def abort_request(body: AbortBody, service: Service, tenant: Tenant) -> Response:
     if not body.rid and not body.abort_all:
         raise refusal("rid: name a request, or set abort_all.", "rid")
-    await service.abort(body.rid or None, all_requests=body.abort_all)
+    await service.abort(body.rid or None, all_requests=body.abort_all, tenant=tenant)
     return Response()
 
 
@@ -125,7 +126,8 @@ async def generate(
     results = await until_disconnect(request.receive, collect(service, plan))
     replies = [_reply(body, call, result, None) for call, result in zip(plan.calls, results, strict=True)]
     if as_list:
-        return Response(TypeAdapter(list[GenerateReply]).dump_json(replies), media_type="application/json")
+        body_json = TypeAdapter(list[GenerateReply]).dump_json(replies)
+        return Response(body_json, media_type="application/json", headers=turn_headers(results[0]))
     return json_reply(replies[0], results)
 
 
@@ -213,6 +215,7 @@ def _field_names(prompt_field: str) -> dict[str, str]:
         "stop": "sampling_params.stop",
         "offset": "session_params.offset",
         "session_id": "session_params.id",
+        "idempotency_key": "idempotency-key",
     }
 
 
@@ -225,7 +228,7 @@ def _reply(body: GenerateBody, call: TurnCall, result: TurnResult, index: int | 
         cached_tokens=result.cached_tokens,
         finish_reason=None if finish is None else _finish_reason(finish, result.completion_tokens),
         e2e_latency=result.elapsed_s,
-        replayed=finish is not None and finish.replayed,
+        replayed=result.replayed,
         **_draft_fields(result),
         **(_logprob_fields(body, result) if body.return_logprob else {}),
     )

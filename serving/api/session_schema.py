@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from engine.api import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from serving.api.fields import (
@@ -126,7 +126,7 @@ class GenerateBody(StrictBody):
     """One prompt or a batch of them, as `text` or `input_ids`."""
 
     text: Texts | None = None
-    input_ids: InputIds | None = None
+    input_ids: Annotated[InputIds | None, Field(validate_default=True)] = None
     sampling_params: SamplingBody | None = None
     stream: bool | None = None
     rid: RequestIds | None = None
@@ -149,11 +149,13 @@ class GenerateBody(StrictBody):
     token_ids_logprob: NotSupported = None
     video_data: NotSupported = None
 
-    @model_validator(mode="after")
-    def _one_input(self) -> GenerateBody:
-        if (self.text is None) == (self.input_ids is None):
+    @field_validator("input_ids")
+    @classmethod
+    def _one_input(cls, input_ids: Any, info: ValidationInfo) -> Any:
+        """A text that is wrong itself is told first."""
+        if (info.data.get("text") is None) == (input_ids is None):
             raise ValueError("Give either text or input_ids.")
-        return self
+        return input_ids
 
     @property
     def prompt_field(self) -> str:

@@ -12,6 +12,7 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
 from serving.api.errors import ClientGone
+from serving.api.turn_headers import turn_headers
 from serving.api.turn_streams import TurnPlan, open_turns, until_disconnect
 from serving.errors import error_info
 from serving.turns import ErrorInfo, ServiceError, TurnEvent, TurnService
@@ -41,7 +42,7 @@ class TurnEventStream(EventSourceResponse):
     """
 
     def __init__(self, service: TurnService, plan: TurnPlan, encoder: ChunkEncoder) -> None:
-        self._chunks = _encode(service, plan, encoder)
+        self._chunks = self._encode(service, plan, encoder)
         self._started = False
         super().__init__(self._chunks, headers=_HEADERS)
 
@@ -55,28 +56,29 @@ class TurnEventStream(EventSourceResponse):
     async def _reply(self, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
             body = await anext(chunks)
-            self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": body, "more_body": True})
             async for body in chunks:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-async def _encode(service: TurnService, plan: TurnPlan, encoder: ChunkEncoder) -> AsyncGenerator[bytes]:
-    started = False
-    try:
-        async with open_turns(service, plan) as events:
-            async for index, event in events:
-                body = format_sse_event(data_str=encoder.chunk(index, event))
-                started = True
-                yield body
-        for text in encoder.closing():
-            yield format_sse_event(data_str=text)
-    except Exception as error:
-        if not started:
-            raise
-        if not isinstance(error, ServiceError):
-            logger.exception("a stream broke off")
-        yield format_sse_event(data_str=json.dumps(encoder.error(error_info(error))))
-    yield format_sse_event(data_str="[DONE]")
+    async def _encode(
+        self, service: TurnService, plan: TurnPlan, encoder: ChunkEncoder
+    ) -> AsyncGenerator[bytes]:
+        try:
+            async with open_turns(service, plan) as events:
+                async for index, event in events:
+                    body = format_sse_event(data_str=encoder.chunk(index, event))
+                    if not self._started:
+                        self._started = True
+                        self.headers.update(turn_headers(event))
+                    yield body
+            for text in encoder.closing():
+                yield format_sse_event(data_str=text)
+        except Exception as error:
+            if not self._started:
+                raise
+            if not isinstance(error, ServiceError):
+                logger.exception("a stream broke off")
+            yield format_sse_event(data_str=json.dumps(encoder.error(error_info(error))))
+        yield format_sse_event(data_str="[DONE]")

@@ -49,6 +49,8 @@ class TurnResult:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     finish: TurnFinish | None = None
+    turn_index: int | None = None
+    replayed: bool = False
     started_s: float = field(default_factory=time.perf_counter)
     elapsed_s: float = 0.0
 
@@ -64,6 +66,8 @@ class TurnResult:
         self.draft_tokens = event.draft_tokens
         self.accepted_draft_tokens = event.accepted_draft_tokens
         self.finish = event.finish
+        self.turn_index = event.turn_index
+        self.replayed = event.replayed
         self.elapsed_s = time.perf_counter() - self.started_s
 
 

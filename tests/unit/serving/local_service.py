@@ -102,8 +102,8 @@ class LocalService:
         held = await self.rig.host.close(session_id)
         return held or self.cluster.close_session(session_id)
 
-    async def abort(self, request_id: str | None, *, all_requests: bool = False) -> None:
-        self.rig.turns.abort(None if all_requests else request_id)
+    async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
+        self.rig.turns.abort(None if all_requests else request_id, tenant)
 
     async def flush(self) -> bool:
         return await asyncio.wrap_future(self.rig.engine.flush())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Iterable
@@ -113,8 +114,53 @@ async def test_a_turn_tried_again_runs_once(tmp_path: Path) -> None:
         assert second.json()["choices"] == first.json()["choices"]
         assert "idempotent-replayed" not in first.headers
         assert second.headers["idempotent-replayed"] == "true"
+        streamed = await client.post(CHAT, json={**body, "stream": True}, headers=headers)
+        assert streamed.headers["idempotent-replayed"] == "true"
         other = await client.post(CHAT, json={**body, "max_tokens": 7}, headers=headers)
         assert other.status_code == 409
+        assert other.json()["error"]["param"] == "idempotency-key"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "asked"), [(CHAT, {"messages": [HELLO]}), (COMPLETIONS, {"prompt": "Rex"})])
+async def test_every_turn_says_which_of_its_session_it_is(
+    tmp_path: Path, path: str, asked: dict[str, Any], stream: bool
+) -> None:
+    async with local_client(tmp_path) as (client, _):
+        body = {**asked, **GREEDY, "stream": stream}
+
+        async def turn(**headers: str) -> str | None:
+            reply = await client.post(path, json=body, headers=headers)
+            assert reply.status_code == 200
+            return reply.headers.get("x-session-turn")
+
+        session = {"x-session-id": "s-1"}
+        assert [await turn(**session) for _ in range(3)] == ["0", "1", "2"]
+        again = session | {"idempotency-key": "k"}
+        assert [await turn(**again) for _ in range(2)] == ["3", "3"], "a replay is the turn that it was"
+        await client.delete("/v1/kedge/sessions/s-1")
+        assert await turn(**session) == "0", "it ended, and began anew"
+        assert await turn() is None
+
+
+async def test_refused_turns_name_what_named_the_session(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        await client.post("/v1/kedge/sessions", json={"session_id": "small", "capacity_tokens": 8})
+        await client.post("/v1/kedge/sessions", json={"session_id": "busy"})
+        headers = {"x-session-id": "small"}
+        full = await client.post(COMPLETIONS, json={"prompt": [5] * 9}, headers=headers)
+        assert full.json()["error"]["code"] == "session_capacity_exceeded"
+        assert full.json()["error"]["param"] == "prompt"
+        service.rig.runner.step_s = 0.02
+        headers = {"x-session-id": "busy"}
+        long = {"prompt": [5], "max_tokens": 400, "stream": True}
+        running = asyncio.create_task(client.post(COMPLETIONS, json=long, headers=headers))
+        while not service.rig.engine.stats().running:
+            await asyncio.sleep(0.01)
+        refused = await client.post(COMPLETIONS, json={"prompt": [5]}, headers=headers)
+        assert refused.json()["error"]["code"] == "turn_in_flight"
+        assert refused.json()["error"]["param"] == "x-session-id"
+        running.cancel()
 
 
 async def test_choices_run_side_by_side(tmp_path: Path) -> None:
@@ -159,6 +205,23 @@ async def test_echo(tmp_path: Path) -> None:
                     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"])
                     assert choice["logprobs"]["token_logprobs"][0] is None
                     assert len(choice["logprobs"]["tokens"]) >= len(ids) + 6
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_text_offsets_are_characters_of_the_text(tmp_path: Path, as_ids: bool) -> None:
+    async with local_client(tmp_path) as (client, _):
+        text = "a🐶b"
+        ids = small_text()._encode(text, "prompt")
+        assert len(ids) > len(text), "a character of several tokens"
+        body = {"prompt": ids if as_ids else text, **GREEDY, "echo": True, "logprobs": 0}
+        choice = (await post(client, COMPLETIONS, body))["choices"][0]
+        assert choice["text"].startswith(text)
+        assert choice["logprobs"]["text_offset"][: len(ids)] == [0, *[1] * (len(ids) - 2), 2]
+        chunks = events_of(await client.post(COMPLETIONS, json={**body, "stream": True}))
+        streamed = joined(
+            c["choices"][0]["logprobs"]["text_offset"] for c in chunks if c["choices"][0]["logprobs"]
+        )
+        assert streamed == choice["logprobs"]["text_offset"]
 
 
 async def test_a_prompt_can_be_scored_without_an_answer(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
@@ -103,8 +104,8 @@ async def test_abort_request_ends_with_abort(rig: Rig) -> None:
     rig.runner.step_s = 0.01
     task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=300, request_id="mine"), epoch))
     await asyncio.sleep(0.1)
-    assert rig.turns.abort("other") == 0
-    assert rig.turns.abort("mine") == 1
+    assert rig.turns.abort("other", "") == 0
+    assert rig.turns.abort("mine", "") == 1
     final = (await task)[-1]
     assert final.finish is not None
     assert final.finish.reason == "abort"
@@ -130,11 +131,23 @@ async def test_retried_turn_runs_once(rig: Rig) -> None:
     again = await rig.run(call([1, 2], "s", key="k"), epoch)
     assert tokens_of(again) == tokens_of(first)
     assert again[-1].finish is not None
-    assert again[-1].finish.replayed
+    assert again[-1].replayed
     assert rig.sessions.committed_len("s") == 10
     other = await rig.run(call([1, 3], "s", key="k"), epoch)
     assert other[-1].error is not None
     assert other[-1].error.code == "idempotency_conflict"
+
+
+@pytest.mark.parametrize(
+    "other", [{"rewind_to": 3}, {"skip_special_tokens": False}, {"trim_stop": False}, {"stop": ("x",)}]
+)
+async def test_a_key_stands_for_everything_that_shapes_an_answer(rig: Rig, other: dict[str, Any]) -> None:
+    epoch = rig.open_session("s")
+    await rig.run(call([1, 2], "s"), epoch)
+    await rig.run(call([3], "s", key="k"), epoch)
+    refused = await rig.run(call([3], "s", key="k", **other), epoch)
+    assert refused[-1].error is not None
+    assert refused[-1].error.code == "idempotency_conflict"
 
 
 async def test_log_that_fails_rolls_back(rig: Rig) -> None:
@@ -167,7 +180,7 @@ async def test_commit_whose_reply_was_lost_is_found_in_the_log(rig: Rig) -> None
     assert unsure[-1].error is not None
     again = await rig.run(call([2], "s", key="k"), epoch)
     assert again[-1].finish is not None
-    assert again[-1].finish.replayed
+    assert again[-1].replayed
     history += [2, *tokens_of(again)]
     events = await rig.run(call([3], "s"), epoch)
     assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)

@@ -153,7 +153,7 @@ async def test_aborting_a_turn(tmp_path: Path) -> None:
         for body in ({"rid": "r-1"}, {"rid": "", "abort_all": True}):
             running = await busy_turn(client, service, rid="r-1", session_params={"id": session})
             error = await refused(client, "/generate", input_ids=[1], session_params={"id": session})
-            assert error["code"] == "turn_in_flight"
+            assert (error["code"], error["param"]) == ("turn_in_flight", "session_params.id")
             assert (await client.get("/flush_cache")).status_code == 400
             assert (await client.post("/abort_request", json=body)).status_code == 200
             assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
@@ -161,6 +161,30 @@ async def test_aborting_a_turn(tmp_path: Path) -> None:
         reply = await generate(client, input_ids=[8, 9], session_params={"id": session})
         assert reply["meta_info"]["prompt_tokens"] == 3 + 6 + 2
         assert (await client.post("/flush_cache")).status_code == 200
+
+
+async def test_a_tenant_aborts_its_own_turns_only(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        running = await busy_turn(client, service, rid="r-1")
+        for body in ({"rid": "r-1"}, {"abort_all": True}):
+            aborted = await client.post("/abort_request", json=body, headers={"x-tenant-id": "other"})
+            assert aborted.status_code == 200
+        service.rig.runner.step_s = 0.0
+        assert (await running)["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [{"text": "Rex"}, {"input_ids": [[5, 6]]}])
+async def test_every_turn_says_which_of_its_session_it_is(
+    tmp_path: Path, prompt: dict[str, Any], stream: bool
+) -> None:
+    async with local_client(tmp_path) as (client, _):
+        session = await open_session(client)
+        body = {**prompt, "sampling_params": GREEDY, "stream": stream, "session_params": {"id": session}}
+        replies = [await client.post("/generate", json=body) for _ in range(3)]
+        assert [reply.headers["x-session-turn"] for reply in replies] == ["0", "1", "2"]
+        reply = await client.post("/generate", json={**prompt, "sampling_params": GREEDY})
+        assert "x-session-turn" not in reply.headers
 
 
 async def test_refusals_say_400_and_why(tmp_path: Path) -> None:

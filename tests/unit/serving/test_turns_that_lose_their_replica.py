@@ -50,7 +50,9 @@ def turn_of(session: str | None, **options: Any) -> TurnCall:
 
 def answer(event: TurnEvent) -> TurnEvent:
     """What must not depend on where the turn ran."""
-    return replace(event, cached_tokens=0, draft_tokens=0, accepted_draft_tokens=0, turn_index=None)
+    return replace(
+        event, cached_tokens=0, draft_tokens=0, accepted_draft_tokens=0, turn_index=None, replayed=False
+    )
 
 
 def code_of(event: TurnEvent) -> str | None:
@@ -141,7 +143,7 @@ async def test_a_retry_of_a_turn_that_went_on_is_answered_whole(served: Failover
     first = await served.turn(asked)
     again = await served.turn(asked)
     assert again.finish is not None
-    assert again.finish.replayed
+    assert again.replayed
     assert answer(replace(again, finish=first.finish)) == answer(first)
     assert len(again.logprobs) == len(again.token_ids) == LENGTH
     assert len(again.input_logprobs) == 3
@@ -196,7 +198,7 @@ async def test_a_turn_that_was_committed_before_its_replica_died_is_answered_fro
     whole = await served.turn(turn_of("s"))
     assert list(whole.token_ids) == WHOLE
     assert whole.finish is not None
-    assert not whole.finish.replayed, "the client did not ask twice"
+    assert not whole.replayed, "the client did not ask twice"
     assert served.committed("s") == (1, 3 + LENGTH)
     assert served.rigs[1].engine.stats().generated_tokens == 0
 
@@ -212,7 +214,7 @@ async def test_when_all_but_the_end_was_told_the_end_is_told(served: Failover, c
     assert whole.text == shown_text(list(whole.token_ids))
     assert (whole.prompt_tokens, whole.completion_tokens) == (3, LENGTH)
     assert whole.finish is not None
-    assert (whole.finish.reason, whole.finish.replayed) == ("length", False)
+    assert (whole.finish.reason, whole.replayed) == ("length", False)
     assert served.committed("s") == (1, 3 + LENGTH)
     assert served.rigs[1].engine.stats().steps == 0
 
@@ -327,7 +329,7 @@ async def test_an_abort_reaches_the_replica_that_went_on(served: Failover) -> No
     async with aclosing(served.events(turn_of("s", request_id="mine"))) as events:
         while "a" not in served.replicas.dead:
             await anext(events)
-        assert served.rigs[1].turns.abort("mine") == 1
+        assert served.rigs[1].turns.abort("mine", "") == 1
         *_, last = [event async for event in events]
     assert last.finish is not None
     assert last.finish.reason == "abort"
