@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from serving.commands.audit import audit
@@ -16,6 +19,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kedge {version('kedge')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
 sessions_app = typer.Typer(help="List sessions, or fork one.")
 sessions_app.callback(invoke_without_command=True)(sessions)
 sessions_app.command()(fork)

@@ -19,7 +19,7 @@ from serving.load.machine import describe_machine
 from serving.load.report import document, table
 from serving.load.sample import LoadResult, TurnSample
 from serving.load.server_processes import find_server_pids
-from serving.load.settings import Endpoint, LoadSettings, Mode, PromptKind
+from serving.load.settings import Endpoint, LoadError, LoadSettings, Mode, PromptKind
 from serving.load.summary import Limits, summarize
 
 EXIT_REJECTED = 3
@@ -68,6 +68,8 @@ def bench(
     """
     console = Console()
     with one_line_errors("bench"):
+        if json_file is not None:
+            _check_writable(json_file)
         settings = LoadSettings(
             url=url.rstrip("/"),
             model=model or _ask_model(url),
@@ -89,6 +91,14 @@ def bench(
         result = _run(console, settings, tuple(server_pid or find_server_pids(settings.url)))
     if not _report(console, settings, Limits(max_burst_share, max_other_cores), result, machine, json_file):
         raise typer.Exit(EXIT_REJECTED)
+
+
+def _check_writable(path: Path) -> None:
+    """Before the measurement, which would be lost."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise LoadError(f"--json: {path} cannot be written: {error.strerror}") from error
 
 
 def _ask_model(url: str) -> str:

@@ -35,7 +35,10 @@ def chat(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
 ) -> None:
-    """Talk to the model. Each turn sends only the new message; the session's KV cache stays put."""
+    """Talk to the model. Each turn sends only the new message; the session's KV cache stays put.
+
+    Exit status: 1 if a turn failed.
+    """
     console = Console(highlight=False, soft_wrap=True)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     sampling = {name: value for name, value in sampling.items() if value is not None}
@@ -47,11 +50,14 @@ def chat(
             console.print(f"session {session_id}, model {model_id}; /help lists commands", style="dim")
             return Conversation(client, session_id, model_id, system, sampling)
 
-        _talk(console, start, session)
+        if not _talk(console, start, session):
+            raise typer.Exit(1)
 
 
-def _talk(console: Console, start: Callable[[str | None], Conversation], session_id: str | None) -> None:
+def _talk(console: Console, start: Callable[[str | None], Conversation], session_id: str | None) -> bool:
+    """False if a turn failed."""
     conversation = start(session_id)
+    all_well = True
     for line in _lines(console):
         if line == "/help":
             console.print(HELP, style="dim")
@@ -63,8 +69,9 @@ def _talk(console: Console, start: Callable[[str | None], Conversation], session
         elif line.startswith("/"):
             console.print(f"unknown command {line}; /help lists them", style="dim", markup=False)
         elif line:
-            _run_turn(console, conversation, line)
+            all_well &= _run_turn(console, conversation, line)
     conversation.close()
+    return all_well
 
 
 def _lines(console: Console) -> Iterator[str]:
@@ -85,8 +92,8 @@ def _lines(console: Console) -> Iterator[str]:
             return
 
 
-def _run_turn(console: Console, conversation: Conversation, text: str) -> None:
-    """Streams one answer. A refused turn is reported and the conversation goes on."""
+def _run_turn(console: Console, conversation: Conversation, text: str) -> bool:
+    """Streams one answer. A turn that fails (False) is reported on standard error, and the conversation goes on."""
     try:
         with conversation.turn(text) as stream:
             for piece in stream:
@@ -94,13 +101,15 @@ def _run_turn(console: Console, conversation: Conversation, text: str) -> None:
         conversation.commit()
     except KeyboardInterrupt:
         console.print("\n(stopped; the session stands where it was before this turn)", style="dim")
-        return
+        return True
     except ServerError as error:
-        console.print(f"\n{error}", style="red", markup=False)
-        return
+        console.print()
+        Console(stderr=True, soft_wrap=True).print(f"kedge chat: {error}", style="red", markup=False)
+        return False
     console.print()
     if stream.timing is not None:
         console.print(_summary(stream.timing), style="dim")
+    return True
 
 
 def _summary(timing: TurnTiming) -> str:

@@ -38,7 +38,9 @@ def fork(
     session_id: Annotated[str, typer.Argument(help="Session to fork.")],
     at: Annotated[int | None, typer.Option(min=0, help="Tokens to begin with; all if left out.")] = None,
     new_id: Annotated[str | None, typer.Option("--as", help="Id of the fork; a new one if left out.")] = None,
-    url: Url | None = None,
+    url: Annotated[
+        str | None, typer.Option(help="Address of the server; that of `kedge sessions` if left out.")
+    ] = None,
 ) -> None:
     """Start a session at the history of another, sharing its KV."""
     assert context.parent is not None
@@ -51,7 +53,9 @@ def fork(
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title=f"{len(rows)} session{'s' if len(rows) != 1 else ''}", title_justify="left")
+    title = f"{len(rows)} session{'s' if len(rows) != 1 else ''}"
+    # Without lines a generated id fits into 80 characters beside the rest.
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("session", overflow="fold")
     table.add_column("owner", overflow="fold")
     for name in ("epoch", "tokens", "KV", "turns", "idle"):

@@ -117,6 +117,16 @@ def test_json_holds_settings_machine_limits_and_one_row_per_turn(tmp_path):
     assert all(row["ttft_s"] > 0 and row["output_tokens"] == 4 for row in out["turns"])
 
 
+@pytest.mark.parametrize("where", ["absent/out.json", "."])
+def test_a_file_that_cannot_be_written_is_told_before_the_measurement(tmp_path, where):
+    with running(Stub()) as stub:
+        result = bench(stub, "--json", str(tmp_path / where))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"kedge bench: --json: {tmp_path / where} cannot be written: ")
+    assert result.stderr.count("\n") == 1
+    assert stub.bodies == []
+
+
 def test_failed_turns_end_their_session_and_are_counted(tmp_path):
     with running(Stub(breaks_off=True)) as stub:
         options = ("--warmup", "0", "--prompt", "ids", "--endpoint", "completions")

@@ -63,11 +63,12 @@ def test_help_and_unknown_commands_are_not_sent():
     assert stub.bodies == []
 
 
-def test_a_refused_turn_is_reported_and_the_conversation_goes_on():
+def test_a_refused_turn_is_reported_as_an_error_and_the_conversation_goes_on():
     with running(Stub(fails_with=409)) as stub:
-        result = chat(stub, "one\n", "--session", "s1")
-    assert result.exit_code == 0
-    assert "409: stub says no" in result.output
+        result = chat(stub, "one\ntwo\n", "--session", "s1")
+    assert result.exit_code == 1
+    assert "409: stub says no" not in result.stdout
+    assert result.stderr == "kedge chat: 409: stub says no\n" * 2
     assert stub.closed == ["s1"]
 
 

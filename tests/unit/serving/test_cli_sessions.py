@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
@@ -52,6 +53,25 @@ def test_table_names_owner_tokens_bytes_and_idle_time():
     busy = next(line for line in result.output.splitlines() if "busy" in line)
     assert "in turn" in busy
     assert "tenant" not in result.output
+
+
+def test_a_generated_id_is_not_broken_at_80_columns():
+    row = LEDGER[0] | {"session_id": "x" * 22, "replica_id": "4xejy4ey", "tokens": 1_234_567, "turns": 12345}
+    with running(Stub(ledger=[row])) as stub:
+        result = CliRunner().invoke(app, ["sessions", "--url", stub.url], env={"COLUMNS": "80"})
+    assert "x" * 22 in result.output
+    assert len(result.output.splitlines()) == 3, result.output
+
+
+def test_fork_says_what_its_url_is():
+    output = CliRunner().invoke(app, ["sessions", "fork", "--help"], env={"COLUMNS": "160"}).output
+    assert "Address of the server; that of `kedge sessions` if left out." in output
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"kedge {version('kedge')}\n"
 
 
 def test_tenants_are_shown_where_there_are_any():
