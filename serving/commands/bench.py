@@ -25,6 +25,7 @@ from serving.load.summary import Limits, summarize
 EXIT_REJECTED = 3
 """Exit status of a run that went through but is not to be trusted."""
 
+SilenceTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds without a byte before a turn fails.")]
 SERVER_PID_HELP = (
     "Process of the server, to tell its and its children's CPU use from others'; Kedge's is found."
 )
@@ -49,9 +50,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
     vocab_size: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 1000,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for full-length answers.")] = True,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds without a byte before a turn fails.")
-    ] = 120.0,
+    timeout: SilenceTimeout = 120.0,
     server_pid: Annotated[list[int] | None, typer.Option(help=SERVER_PID_HELP)] = None,
     max_burst_share: Annotated[
         float, typer.Option(help="More bursts reject the run.")
@@ -68,8 +67,7 @@ def bench(
     """
     console = Console()
     with one_line_errors("bench"):
-        if json_file is not None:
-            _check_writable(json_file)
+        _check_writable(json_file)
         settings = LoadSettings(
             url=url.rstrip("/"),
             model=model or _ask_model(url),
@@ -93,10 +91,11 @@ def bench(
         raise typer.Exit(EXIT_REJECTED)
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path | None) -> None:
     """Before the measurement, which would be lost."""
     try:
-        path.open("a").close()
+        if path is not None:
+            path.open("a").close()
     except OSError as error:
         raise LoadError(f"--json: {path} cannot be written: {error.strerror}") from error
 
