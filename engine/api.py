@@ -68,6 +68,12 @@ class EngineStopped(EngineError):
     code = "engine_stopped"
 
 
+class ConstraintFailed(EngineError):
+    """The request's constraint cannot be followed any further; the request was rolled back."""
+
+    code = "constraint_failed"
+
+
 class StepFailed(EngineError):
     """The model step that carried this request raised; the request was rolled back."""
 
@@ -144,6 +150,28 @@ class TextWatcher(Protocol):
     def push(self, token_id: int) -> str | None: ...
 
 
+class TokenConstraint(Protocol):
+    """What a request may say, token by token. Used on the engine's thread, which reads it after each `accept`.
+
+    It speaks of text alone: the model's end-of-sequence tokens are the engine's, which allows them where the output
+    `may_end`. Whatever it raises ends its request; ConstraintFailed says why.
+    """
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the output so far is whole."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is whole and nothing may follow."""
+
+    def allowed(self) -> bytes:
+        """A bit for each token of the model, the least significant first: whether it may be next."""
+
+    def accept(self, token_id: int) -> None:
+        """The next token, which was allowed."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
     """One generation. The model sees `history[:history_len]` followed by `new_tokens`.
@@ -166,6 +194,7 @@ class GenerateRequest:
     priority: int = 0
     logprobs: LogprobParams | None = None
     watcher: TextWatcher | None = None
+    constraint: TokenConstraint | None = None
     resumed_tokens: Sequence[int] = ()
 
     @property

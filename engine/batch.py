@@ -28,13 +28,23 @@ class PenaltyCounts:
 @dataclass(slots=True)
 class SampleSpec:
     """How to pick the token that follows an item's last certain token (proposals come after it); `position` is the
-    absolute position it will take."""
+    absolute position it will take.
+
+    `allowed` has a bit for each token of the vocabulary, the least significant first: no other is picked. An item with
+    it has no proposals.
+    """
 
     params: SamplingParams
     position: int
     penalties: PenaltyCounts | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    allowed: bytes | None = None
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if the pick is not of the model's own logits."""
+        return self.allowed is not None or self.params.edits_logits
 
 
 @dataclass(slots=True)

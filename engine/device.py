@@ -160,6 +160,12 @@ def send(numbers: Sequence[int | float], dtype: torch.dtype, device: torch.devic
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def send_bytes(data: bytes, device: torch.device) -> Tensor:
+    """The same for bytes, as uint8."""
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return tensor if device.type != "cuda" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Fence:
     """A point in the work issued to the device. On a CPU all work before it is done."""
 

@@ -31,13 +31,18 @@ class ItemMaker:
             return True
         if self._speculates or request.penalties is not None or request.next_input_logprob is not None:
             return False
+        if request.spec.constraint is not None:
+            return False
         room = min(self._output_left(request), self._max_context_len - request.total_len)
         return request.num_pending == 0 or room > 0
 
     def step_by_step(self, request: LiveRequest) -> bool:
-        """Whether every step of it needs the host: for proposals, edits of its logits, or log-probabilities."""
+        """Whether every step of it needs the host: for proposals, edits of its logits, its constraint, or
+        log-probabilities."""
         spec = request.spec
-        return self._speculates or spec.sampling.edits_logits or spec.logprobs is not None
+        if self._speculates or spec.constraint is not None:
+            return True
+        return spec.sampling.edits_logits or spec.logprobs is not None
 
     def steps_left(self, request: LiveRequest) -> int:
         """Decode steps until it must end. The last token of all needs no KV."""
@@ -96,12 +101,15 @@ class ItemMaker:
             return None
         wants = logprobs is not None and logprobs.output
         top = logprobs.top if logprobs is not None else 0
-        return SampleSpec(sampling, position, request.penalties, wants, top)
+        return SampleSpec(sampling, position, request.penalties, wants, top, request.allowed)
 
     def _propose(self, request: LiveRequest, budget: int) -> Proposal:
-        """Drafts for a decode, if there are pages for them: nothing gives way to a guess."""
+        """Drafts for a decode, if there are pages for them: nothing gives way to a guess. Constraints are asked for
+        one token at a time, so what has one gets none."""
         kv = request.kv
         assert kv is not None
+        if request.spec.constraint is not None:
+            return NOTHING
         if request.num_output == 0 or request.next_input_logprob is not None or request.in_flight:
             return NOTHING
         end = len(request.tokens)

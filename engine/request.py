@@ -63,7 +63,7 @@ class LiveRequest:
     prompt is done that is the KV of all tokens but the last.
     """
 
-    __slots__ = ("accepted_draft_tokens", "arrival", "cached_tokens", "draft_tokens", "in_flight", "kv",
+    __slots__ = ("accepted_draft_tokens", "allowed", "arrival", "cached_tokens", "draft_tokens", "in_flight", "kv",
                  "launched_len", "next_input_logprob", "num_output", "num_pending", "penalties", "place",
                  "prompt_len", "run", "shares_prompt", "spec", "status", "tokens")  # fmt: skip
 
@@ -85,6 +85,9 @@ class LiveRequest:
         self.draft_tokens = 0
         self.accepted_draft_tokens = 0
         self.penalties = _penalties(spec, self.tokens)
+        self.allowed: bytes | None = (
+            None  # of the next token, if the request is constrained (engine/stops.py)
+        )
         logprobs = None if spec.resumed_tokens else spec.logprobs
         self.next_input_logprob = logprobs.input_start if logprobs is not None else None
 

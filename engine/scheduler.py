@@ -101,7 +101,7 @@ class Scheduler:
         self._arrivals += 1
         self._live[spec.request_id] = request
         self._queue(request)
-        return self._resume(request) if spec.resumed_tokens else None
+        return self._begin(request)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """Ends a request now; its session stands at its last commit. None for unknown ids."""
@@ -217,11 +217,13 @@ class Scheduler:
                 self._cache.slide(kv, request.rollback_len)
         return deltas
 
-    def _resume(self, request: LiveRequest) -> TokenDelta:
+    def _begin(self, request: LiveRequest) -> TokenDelta | None:
         """Tells again what the request begins with, which may be its end already."""
-        finish = self._stops.resume(request)
+        finish = self._stops.begin(request)
         told = tuple(request.spec.resumed_tokens[: request.num_output])
-        return delta_of(request, told, (), ()) if finish is None else self._end(request, finish, told)
+        if finish is not None:
+            return self._end(request, finish, told)
+        return delta_of(request, told, (), ()) if told else None
 
     def _accept(self, request: LiveRequest, item: BatchItem, result: ItemOutput) -> TokenDelta | None:
         finish = None
@@ -232,6 +234,8 @@ class Scheduler:
             finish = self._stops.check(request, token_id)
             if finish is not None:
                 break
+        if accepted and finish is None:
+            finish = self._stops.allow(request)
         self._counters.generated_tokens += accepted
         if result.num_proposed:
             self._count_drafts(request, result)

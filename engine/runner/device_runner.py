@@ -27,10 +27,10 @@ from engine.parallel.ranks import RankGroup
 from engine.runner.graphs import Graphs
 from engine.runner.protocol import Done, Launch, RunnerLost
 from engine.runner.sample_table import RowPicker
-from engine.runner.sampler import Scores, edit_logits
+from engine.runner.sampler import Scores, allowed_rows, edit_logits
 from engine.runner.step_buffers import StepBuffers, StepShape, StepTensors
 from engine.runner.torch_runner import TorchRunner
-from engine.runner.verify import agreed
+from engine.runner.verify import agreed, masks_of
 
 STEP_TIMEOUT_S = 120.0
 
@@ -255,18 +255,19 @@ class DeviceRunner:
         """Runs the head. Gives the scores of the picks if some of them are wanted."""
         specs = [item.sample for item in batch.items if item.sample is not None]
         scored = any(spec.logprobs for spec in specs)
-        if not scored and not any(spec.params.edits_logits for spec in specs):
+        if not scored and not any(spec.edits_logits for spec in specs):
             self._graphs.run(("head", padded), partial(self._head, padded))
             return None
         raw_RV = self._logits(padded)
-        edited_RV = raw_RV.clone()
+        masks = masks_of(batch.items)
+        edited_RV = allowed_rows(raw_RV, masks) if masks else raw_RV.clone()
         row = 0
         for item in batch.items:
             spec = item.sample
             for _ in range(1 + item.num_drafts) if spec is not None else ():
                 assert spec is not None
                 if spec.params.edits_logits:
-                    edited_RV[row] = edit_logits(raw_RV[row], spec.params, spec.penalties)
+                    edited_RV[row] = edit_logits(edited_RV[row], spec.params, spec.penalties)
                 row += 1
         self._choose(edited_RV, padded)
         if not scored:

@@ -211,6 +211,8 @@ class NullRunner:
         salt, tokens = _salt(item.sample.params), []
         for length in range(end, end + len(drafts) + 1):
             token = _next_token(sequence[:length], self._vocab_size, self._eos_probability, salt)
+            if item.sample.allowed is not None:
+                token = nearest_allowed(token, item.sample.allowed)
             tokens.append(token)
             if length < end + len(drafts) and token != sequence[length]:
                 break
@@ -268,6 +270,13 @@ def null_generate(
         if token == EOS_TOKEN_ID:
             break
     return produced
+
+
+def nearest_allowed(token: int, allowed: bytes) -> int:
+    """What NullRunner picks under a mask (SampleSpec.allowed) in place of `token`: the first that is allowed from there
+    on, or of all."""
+    ids = np.flatnonzero(np.unpackbits(np.frombuffer(allowed, dtype=np.uint8), bitorder="little"))
+    return int(ids[np.searchsorted(ids, token) % len(ids)])
 
 
 def _salt(params: SamplingParams) -> int:

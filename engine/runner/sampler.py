@@ -8,7 +8,7 @@ Legend: R sampled rows, V vocabulary, C candidates left to draw from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.api import SamplingParams, TokenLogprob
 from engine.batch import PenaltyCounts
-from engine.device import fetch, send
+from engine.device import fetch, send, send_bytes
 
 SEED_MASK = 2**64 - 1
 UNIT_53 = 2.0**-53
@@ -81,6 +81,20 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], tops: Sequence[i
     """Log-probabilities of the raw model distribution, with each row's `tops` most likely tokens."""
     tokens_R = torch.tensor(token_ids, dtype=torch.int64, device=logits_RV.device)
     return Scores.of(logits_RV, tokens_R, max(tops)).read(token_ids, tops)
+
+
+def allowed_rows(logits_RV: Tensor, masks: Mapping[int, bytes]) -> Tensor:
+    """The logits, with -inf in the rows of `masks` for every token whose bit is not set (see SampleSpec.allowed). A
+    copy, unless there are no masks."""
+    if not masks:
+        return logits_RV
+    device = logits_RV.device
+    # A step's masks go to the device in one piece, eight tokens to a byte.
+    bits_MB = send_bytes(b"".join(masks.values()), device).view(len(masks), -1)
+    allowed_MV = (bits_MB[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten(1)
+    rows_M = send([*masks], torch.int64, device)
+    kept_MV = logits_RV[rows_M].masked_fill(allowed_MV[:, : logits_RV.shape[1]] == 0, float("-inf"))
+    return logits_RV.index_copy(0, rows_M, kept_MV)
 
 
 def sample_row(

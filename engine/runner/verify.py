@@ -16,27 +16,41 @@ Legend: R rows of logits, those of an item one after another (sample_rows in inp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from torch import Tensor
 
 from engine.api import TokenLogprob
 from engine.batch import BatchItem, ItemOutput, PenaltyCounts
-from engine.runner.sampler import argmax_rows, is_argmax, sample_row, token_logprobs
+from engine.runner.sampler import allowed_rows, argmax_rows, is_argmax, sample_row, token_logprobs
 
 
 def choose_tokens(logits_RV: Tensor, items: Sequence[BatchItem]) -> list[ItemOutput]:
     """Accepted tokens of each item, in order. All items sample; each has 1 + num_drafts rows in `logits_RV`."""
     plain = [item.sample is not None and is_argmax(item.sample.params) for item in items]
-    picks_R = argmax_rows(logits_RV) if any(plain) else []
-    outputs, firsts = [], []
-    row = 0
-    for item, is_plain in zip(items, plain, strict=True):
-        tokens = agreed(item, picks_R, row) if is_plain else _sampled(item, logits_RV, row)
+    firsts = list(accumulate((1 + item.num_drafts for item in items[:-1]), initial=0))
+    allowed_RV = allowed_rows(logits_RV, masks_of(items))
+    picks_R = argmax_rows(allowed_RV) if any(plain) else []
+    outputs = []
+    for item, is_plain, row in zip(items, plain, firsts, strict=True):
+        tokens = agreed(item, picks_R, row) if is_plain else _sampled(item, allowed_RV, row)
         outputs.append(ItemOutput(tokens, num_proposed=item.num_drafts))
-        firsts.append(row)
-        row += 1 + item.num_drafts
     add_logprobs(logits_RV, items, firsts, outputs)
     return outputs
+
+
+def masks_of(items: Sequence[BatchItem]) -> dict[int, bytes]:
+    """The masks of a step, by the row that they are for; items that do not sample have no row."""
+    masks: dict[int, bytes] = {}
+    row = 0
+    for item in items:
+        if item.sample is None:
+            continue
+        if item.sample.allowed is not None:
+            assert item.num_drafts == 0, f"{item.request_id}: drafts of a constrained request"
+            masks[row] = item.sample.allowed
+        row += 1 + item.num_drafts
+    return masks
 
 
 def _drafts(item: BatchItem) -> Sequence[int]:

@@ -46,6 +46,8 @@ class Live:
         spec = SampleSpec(self.params, self.length + len(tokens), self.penalties)
         if rng.random() < 0.2:
             spec.logprobs, spec.top_logprobs = True, 3
+        if rng.random() < 0.2:
+            spec.allowed = rng.randbytes(13)
         item = BatchItem(self.name, tokens, self.length, self.table, rng.random() < 0.5, spec)
         item.window_pages = self.window if self._windowed else None
         match rng.randrange(6):

@@ -10,7 +10,15 @@ import torch
 
 from engine.api import SamplingParams
 from engine.batch import PenaltyCounts, SampleSpec
-from engine.runner.sampler import argmax_rows, candidates, edit_logits, sample_row, token_logprobs, uniform
+from engine.runner.sampler import (
+    allowed_rows,
+    argmax_rows,
+    candidates,
+    edit_logits,
+    sample_row,
+    token_logprobs,
+    uniform,
+)
 
 DRAWS = 4000
 SEEDS = (1, 2024, 9_999_999_999)
@@ -156,3 +164,40 @@ def test_top_k_keeps_the_order_of_tokens_and_all_equals_of_the_last() -> None:
     assert ids is not None
     assert ids.tolist() == [1, 2, 4, 5]
     assert torch.equal(probs, torch.softmax(logits[[1, 2, 4, 5]], 0))
+
+
+def test_masks_leave_only_what_is_allowed() -> None:
+    """Against the mask read bit by bit; the vocabulary ends within a byte."""
+    generator = torch.Generator().manual_seed(3)
+    logits_RV = torch.randn((4, 21), generator=generator)
+    before_RV = logits_RV.clone()
+    masks = {3: bytes([0b00000110, 0, 0b11110001]), 1: bytes([0, 0b10000000, 0])}
+    masked_RV = allowed_rows(logits_RV, masks)
+    for row in range(4):
+        for token in range(21):
+            kept = row not in masks or masks[row][token // 8] >> token % 8 & 1
+            assert masked_RV[row, token] == (before_RV[row, token] if kept else float("-inf"))
+    assert torch.equal(logits_RV, before_RV)
+    assert allowed_rows(logits_RV, {}) is logits_RV
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=2.0),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1),
+        SamplingParams(temperature=0.0, repetition_penalty=5.0, frequency_penalty=2.0, logit_bias={0: 100.0}),
+        SamplingParams(temperature=1.0, repetition_penalty=0.1, logit_bias={0: 100.0}),
+    ],
+    ids=["greedy", "warm", "filtered", "edited", "edited and warm"],
+)
+def test_only_allowed_tokens_are_picked_however_that_is_done(params: SamplingParams) -> None:
+    logits_RV = torch.randn((1, 40), generator=torch.Generator().manual_seed(7)) * 10
+    likely = set(logits_RV[0].topk(20).indices.tolist())
+    allowed = sorted(set(range(40)) - likely)[:3]  # unlikely ones
+    mask = sum(1 << token for token in allowed).to_bytes(5, "little")
+    penalties = PenaltyCounts(Counter({allowed[0]: 2}), frozenset(allowed))
+    masked_V = allowed_rows(logits_RV, {0: mask})[0]
+    picks = {sample_row(masked_V, params, position, penalties) for position in range(200)}
+    assert picks <= set(allowed)
