@@ -15,6 +15,7 @@ STATUS_BY_CODE = MappingProxyType(
         "request_too_large": 400,
         "session_busy": 409,
         "engine_stopped": 503,
+        "constraint_failed": 400,
         "step_failed": 500,
         "session_not_found": 404,
         "session_exists": 400,

@@ -67,6 +67,11 @@ class TextProcessor:
     def has_tokenizer(self) -> bool:
         return self._backend is not None
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Not to be changed."""
+        return self._backend
+
     def encode_prompt(
         self, prompt: Prompt, *, history_len: int = 0, last_token: int | None = None
     ) -> list[int]:

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from controllers.errors import CapacityExceeded
 from controllers.session import Turn
-from engine.api import Engine, GenerateRequest, SamplingParams
+from engine.api import Engine, GenerateRequest, SamplingParams, TokenConstraint
+from serving.constraints import ConstraintCompiler
 from serving.text import OutputText, TextProcessor
 from serving.turns import ChatPrompt, Prompt, TextPrompt, TurnCall
 
@@ -24,8 +25,15 @@ class RequestBuilder:
     def __init__(self, engine: Engine, text: TextProcessor) -> None:
         self._engine = engine
         self._text = text
+        self._constraints = ConstraintCompiler(text.tokenizer, engine.vocab_size)
 
-    async def build(self, call: TurnCall, turn: Turn | None, engine_id: str) -> GenerateRequest:
+    async def constraint(self, call: TurnCall) -> TokenConstraint | None:
+        """What the call's output must be, from its beginning. Raises InvalidRequest."""
+        return None if call.constraint is None else await self._constraints.compile(call.constraint)
+
+    async def build(
+        self, call: TurnCall, turn: Turn | None, engine_id: str, constraint: TokenConstraint | None = None
+    ) -> GenerateRequest:
         """Raises InvalidRequest, ContextLengthExceeded and CapacityExceeded."""
         history_len = 0 if turn is None else turn.history_len
         last_token = turn.history[history_len - 1] if turn is not None and history_len else None
@@ -45,6 +53,7 @@ class RequestBuilder:
             namespace=call.tenant,
             logprobs=call.logprobs,
             watcher=self._text.watcher(call.stop, skip_special_tokens=call.skip_special_tokens),
+            constraint=constraint,
             resumed_tokens=() if call.resumed is None else call.resumed.token_ids,
         )
 
@@ -57,7 +66,15 @@ class RequestBuilder:
         """Tells apart different requests under one idempotency key."""
         shown = (call.stop, call.trim_stop, call.skip_special_tokens, call.logprobs)
         rewind_to = None if call.session is None else call.session.rewind_to
-        asked = (call.prompt, rewind_to, call.sampling, call.seed, call.max_new_tokens, *shown)
+        asked = (
+            call.prompt,
+            rewind_to,
+            call.sampling,
+            call.seed,
+            call.max_new_tokens,
+            call.constraint,
+            *shown,
+        )
         return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 
     def _sampling(self, call: TurnCall, turn: Turn | None, prompt_len: int) -> SamplingParams:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from controllers.errors import ControllerError, SessionNotFound, StaleEpoch
 from controllers.session import Replay, SessionController, Turn
-from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason
+from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
 from serving.background import BackgroundTasks
 from serving.controller_calls import ControllerCalls
 from serving.errors import REPLICA_LOST, error_event, error_info, unavailable
@@ -104,8 +104,9 @@ class TurnRunner:
     async def _begin(self, call: TurnCall, epoch: int | None) -> LiveTurn | Replay:
         """Lends the history, builds the request and submits it. On any error nothing is changed."""
         started_s = self._clock()
+        constraint = await self._builder.constraint(call)
         if call.session is None:
-            return await self._submit(call, None, started_s)
+            return await self._submit(call, None, started_s, constraint)
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
         session = call.session
@@ -124,15 +125,17 @@ class TurnRunner:
                 raise ServiceError(OVERTAKEN)
             if begun.rewound:
                 await self._host.rewind_kv(session.session_id, begun.history_len)
-            return await self._submit(call, begun, started_s)
+            return await self._submit(call, begun, started_s, constraint)
         except BaseException:
             self._sessions.abort_turn(begun)
             self._tasks.start(self._host.turn_ended(session.session_id))
             raise
 
-    async def _submit(self, call: TurnCall, turn: Turn | None, started_s: float) -> LiveTurn:
+    async def _submit(
+        self, call: TurnCall, turn: Turn | None, started_s: float, constraint: TokenConstraint | None
+    ) -> LiveTurn:
         engine_id = f"{call.request_id}#{next(self._numbers)}"
-        request = await self._builder.build(call, turn, engine_id)
+        request = await self._builder.build(call, turn, engine_id, constraint)
         live = LiveTurn(
             call=call,
             request_id=engine_id,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.api import LogprobParams, SamplingParams, TokenLogprob
 
@@ -37,6 +37,14 @@ class TokenPrompt:
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConstraint:
+    """What the whole output must be: JSON that fits a schema, or what a regular expression matches from end to end."""
+
+    kind: Literal["json_schema", "regex"]
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,7 @@ class TurnCall:
     trim_stop: bool = True
     skip_special_tokens: bool = True
     logprobs: LogprobParams | None = None
+    constraint: OutputConstraint | None = None
     session: SessionTurn | None = None
     tenant: str = ""
     resumed: ResumedTurn | None = None

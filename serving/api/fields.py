@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -11,10 +12,12 @@ from fastapi import Depends, Header, Request
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from serving.api.errors import NAME_PATTERN, refusal
-from serving.turns import ModelInfo, TurnService
+from serving.turns import ModelInfo, OutputConstraint, TurnService
 
 MAX_CALLS = 256
 """Generations (prompts × n) that one HTTP request may start."""
+MAX_GRAMMAR_CHARS = 65_536
+"""Of a JSON schema or regular expression: what can be compiled in a second or two."""
 _MAX_INT = 2**31 - 1
 _SEED_BITS = 2**63 - 1
 _GREEDY_BELOW = 1e-5
@@ -36,6 +39,8 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 LogitBias = dict[
     Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
 ]
+JsonSchema = dict[str, Any]
+Regex = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 StopTokenIds = Annotated[list[int], Field(max_length=64)]
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -104,6 +109,14 @@ def checked_bias(bias: Mapping[str, float] | None, model: ModelInfo, param: str)
     checked = {int(key): value for key, value in bias.items()}
     check_token_ids(checked, model, param)
     return checked
+
+
+def schema_constraint(schema: JsonSchema, param: str) -> OutputConstraint:
+    """Output that fits a JSON schema. Properties come in its order."""
+    source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    if len(source) > MAX_GRAMMAR_CHARS:
+        raise refusal(f"{param}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param)
+    return OutputConstraint("json_schema", source)
 
 
 def check_token_ids(token_ids: Iterable[int], model: ModelInfo, param: str) -> None:

@@ -42,7 +42,13 @@ from serving.api.openai_replies import (
     top_pairs,
     usage_of,
 )
-from serving.api.openai_requests import check_model, check_stream_options, field_names, session_turn
+from serving.api.openai_requests import (
+    check_model,
+    check_stream_options,
+    constraint_of,
+    field_names,
+    session_turn,
+)
 from serving.api.sse import TurnEventStream
 from serving.api.strict_json import StrictJsonRoute
 from serving.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -82,6 +88,7 @@ def _plan(
     )
     sampling = body.sampling(model)
     logprobs = _logprobs(body)
+    constraint = constraint_of(body)
     count = body.n or 1
     calls = [
         TurnCall(
@@ -94,6 +101,7 @@ def _plan(
             trim_stop=not body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens is not False,
             logprobs=logprobs,
+            constraint=constraint,
             session=session,
             tenant=tenant,
         )

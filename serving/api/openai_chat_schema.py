@@ -49,16 +49,11 @@ class Message(StrictBody):
         return message if self.name is None else {**message, "name": self.name}
 
 
-class ResponseFormat(StrictBody):
-    type: Literal["text"]
-
-
 class ChatBody(OpenAiBody):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Without tools it has no effect.")
     tool_choice: Literal["none", "auto"] | None = None

@@ -40,7 +40,13 @@ from serving.api.openai_replies import (
     token_bytes,
     top_pairs,
 )
-from serving.api.openai_requests import check_model, check_stream_options, field_names, session_turn
+from serving.api.openai_requests import (
+    check_model,
+    check_stream_options,
+    constraint_of,
+    field_names,
+    session_turn,
+)
 from serving.api.sse import TurnEventStream
 from serving.api.strict_json import StrictJsonRoute
 from serving.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -108,6 +114,7 @@ def _plan(
     tenant: str,
 ) -> TurnPlan:
     sampling = body.sampling(model)
+    constraint = constraint_of(body)
     choices = range(body.n or 1)
     calls = [
         TurnCall(
@@ -120,6 +127,7 @@ def _plan(
             trim_stop=not body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens is not False,
             logprobs=_logprobs(body, prompt),
+            constraint=constraint,
             session=session,
             tenant=tenant,
         )

@@ -38,7 +38,6 @@ class CompletionBody(OpenAiBody):
     echo: bool | None = None
     best_of: int | None = Field(None, description="Only as large as n.")
     add_special_tokens: Literal[True, None] = None
-    response_format: NotSupported = None
     suffix: NotSupported = None
 
     def prompts(self) -> list[TextPrompt | TokenPrompt]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from engine.api import SamplingParams
 from serving.api.errors import refusal
 from serving.api.fields import (
     AdditivePenalty,
     Count,
+    JsonSchema,
     LogitBias,
     MinP,
     NumChoices,
@@ -25,9 +26,12 @@ from serving.api.fields import (
     checked_bias,
     engine_temperature,
     engine_top_k,
+    schema_constraint,
 )
 from serving.api.strict_json import NotSupported, StrictBody
-from serving.turns import ModelInfo, SessionTurn
+from serving.turns import ModelInfo, OutputConstraint, SessionTurn
+
+SCHEMA_FIELD = "response_format.json_schema.schema"
 
 
 def field_names(prompt_field: str) -> dict[str, str]:
@@ -38,12 +42,27 @@ def field_names(prompt_field: str) -> dict[str, str]:
         "max_new_tokens": "max_tokens",
         "session_id": "x-session-id",
         "idempotency_key": "idempotency-key",
+        "json_schema": SCHEMA_FIELD,
     }
 
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Taken, and without effect.")
+
+
+class JsonSchemaFormat(StrictBody):
+    """`strict` has no effect: a schema is enforced, or the request is refused."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    json_schema: JsonSchema = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 class OpenAiBody(StrictBody):
@@ -61,6 +80,7 @@ class OpenAiBody(StrictBody):
     frequency_penalty: AdditivePenalty | None = None
     presence_penalty: AdditivePenalty | None = None
     logit_bias: LogitBias | None = None
+    response_format: ResponseFormat | None = None
 
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -120,6 +140,24 @@ class OpenAiBody(StrictBody):
             stop_token_ids=frozenset(stop_ids),
             ignore_eos=bool(self.ignore_eos),
         )
+
+
+def constraint_of(body: OpenAiBody) -> OutputConstraint | None:
+    """What the output is held to."""
+    wanted = body.response_format
+    if wanted is None:
+        return None
+    if (wanted.json_schema is not None) != (wanted.type == "json_schema"):
+        param = "response_format.json_schema"
+        raise refusal(f"{param}: goes with the type json_schema, and only with it.", param)
+    match wanted.type:
+        case "text":
+            return None
+        case "json_object":
+            return schema_constraint({"type": "object"}, "response_format")
+        case "json_schema":
+            assert wanted.json_schema is not None
+            return schema_constraint(wanted.json_schema.json_schema, SCHEMA_FIELD)
 
 
 def check_model(body: OpenAiBody, model: ModelInfo) -> None:

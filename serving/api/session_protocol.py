@@ -141,6 +141,7 @@ def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None, ten
     if session is not None and num_calls > 1:
         raise refusal(f"{many}: a session takes one generation at a time.", many)
     sampling = asked.sampling(model)
+    constraint = asked.constraint()
     calls = [
         TurnCall(
             request_id=request_id,
@@ -152,6 +153,7 @@ def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None, ten
             trim_stop=not asked.no_stop_trim,
             skip_special_tokens=asked.skip_special_tokens,
             logprobs=_logprobs(body),
+            constraint=constraint,
             session=session,
             tenant=tenant,
         )
@@ -213,6 +215,8 @@ def _field_names(prompt_field: str) -> dict[str, str]:
         "prompt": prompt_field,
         "input_ids": prompt_field,
         "stop": "sampling_params.stop",
+        "json_schema": "sampling_params.json_schema",
+        "regex": "sampling_params.regex",
         "offset": "session_params.offset",
         "session_id": "session_params.id",
         "idempotency_key": "idempotency-key",

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic_core import from_json
 
 from engine.api import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from serving.api.errors import refusal
 from serving.api.fields import (
     MAX_CALLS,
     AdditivePenalty,
     CountOrZero,
+    JsonSchema,
     LogitBias,
     MinP,
     Name,
     NonEmptyText,
     NumChoices,
+    Regex,
     RepetitionPenalty,
     Seed,
     StopStrings,
@@ -29,10 +33,20 @@ from serving.api.fields import (
     checked_bias,
     engine_temperature,
     engine_top_k,
+    schema_constraint,
 )
 from serving.api.openai_replies import Reply
 from serving.api.strict_json import NotSupported, StrictBody
-from serving.turns import ModelInfo
+from serving.turns import ModelInfo, OutputConstraint
+
+
+def _schema_kind(value: Any) -> str:
+    return "<schema>" if isinstance(value, dict) else "<text>"
+
+
+SchemaOrText = Annotated[
+    Annotated[JsonSchema, Tag("<schema>")] | Annotated[str, Tag("<text>")], Discriminator(_schema_kind)
+]
 
 
 class SamplingBody(StrictBody):
@@ -55,12 +69,12 @@ class SamplingBody(StrictBody):
     seed: Seed | None = None
     sampling_seed: Seed | None = None
     n: NumChoices = 1
+    json_schema: SchemaOrText | None = None
+    regex: Regex | None = None
 
     custom_params: NotSupported = None
     ebnf: NotSupported = None
-    json_schema: NotSupported = None
     min_new_tokens: NotSupported = None
-    regex: NotSupported = None
     spaces_between_special_tokens: Literal[True, None] = None
     stop_regex: NotSupported = None
     structural_tag: NotSupported = None
@@ -85,6 +99,23 @@ class SamplingBody(StrictBody):
             stop_token_ids=frozenset(stop_ids),
             ignore_eos=self.ignore_eos,
         )
+
+    def constraint(self) -> OutputConstraint | None:
+        """What the output is held to."""
+        if self.json_schema is None:
+            return None if self.regex is None else OutputConstraint("regex", self.regex)
+        param = "sampling_params.json_schema"
+        if self.regex is not None:
+            raise refusal("sampling_params.regex: give either json_schema or regex.", "sampling_params.regex")
+        schema = self.json_schema
+        if isinstance(schema, str):
+            try:
+                schema = from_json(schema, allow_inf_nan=False)
+            except ValueError as error:
+                raise refusal(f"{param}: not valid JSON: {error}", param) from error
+        if not isinstance(schema, dict):
+            raise refusal(f"{param}: a schema is a JSON object.", param)
+        return schema_constraint(schema, param)
 
 
 class SessionParams(StrictBody):

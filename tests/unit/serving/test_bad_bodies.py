@@ -23,6 +23,13 @@ GENERATE = "/generate"
 OPEN = "/open_session"
 HELLO = {"role": "user", "content": "hi"}
 HUGE = 10**30
+FORMAT_SCHEMA = "response_format.json_schema.schema"
+GENERATE_SCHEMA = "sampling_params.json_schema"
+
+
+def held(schema: object) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
 
 BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {}, "messages"),
@@ -43,7 +50,34 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [HELLO], "tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"messages": [HELLO], "functions": [{}]}, "functions"),
     (CHAT, {"messages": [HELLO], "tool_choice": "required"}, "tool_choice"),
-    (CHAT, {"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format.type"),
+    (CHAT, {"messages": [HELLO], "response_format": {"type": "xml"}}, "response_format.type"),
+    (CHAT, {"messages": [HELLO], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (CHAT, {"messages": [HELLO], "response_format": held({"type": "strin"})}, FORMAT_SCHEMA),
+    (CHAT, {"messages": [HELLO], "response_format": held({"not": {}})}, FORMAT_SCHEMA),
+    (CHAT, {"messages": [HELLO], "response_format": held({"title": "x" * 70_000})}, FORMAT_SCHEMA),
+    (CHAT, {"messages": [HELLO], "response_format": held([])}, FORMAT_SCHEMA),
+    (
+        CHAT,
+        {"messages": [HELLO], "response_format": {"type": "json_object", "json_schema": {"name": "n"}}},
+        FORMAT_SCHEMA,
+    ),
+    (
+        CHAT,
+        {"messages": [HELLO], "response_format": {**held({}), "type": "json_object"}},
+        "response_format.json_schema",
+    ),
+    (COMPLETIONS, {"prompt": "a", "response_format": held({"not": {}})}, FORMAT_SCHEMA),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": "{"}}, GENERATE_SCHEMA),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": "[]"}}, GENERATE_SCHEMA),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": 7}}, GENERATE_SCHEMA),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": '{"not": {}}'}}, GENERATE_SCHEMA),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": {"not": {}}}}, GENERATE_SCHEMA),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": '{"a": "\\ud800"}'}}, GENERATE_SCHEMA),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": "(a"}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": "a" * 70_000}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": ""}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": "a", "json_schema": {}}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"ebnf": 'root ::= "a"'}}, "sampling_params.ebnf"),
     (CHAT, {"messages": [HELLO], "modalities": ["audio"]}, "modalities[0]"),
     (CHAT, {"messages": [HELLO], "logprobs": 1}, "logprobs"),
     (CHAT, {"messages": [HELLO], "top_logprobs": 3}, "top_logprobs"),
@@ -115,7 +149,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (GENERATE, {"input_ids": [5] * 600}, "input_ids"),
     (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
     (GENERATE, {"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-    (GENERATE, {"text": "a", "sampling_params": {"regex": "a*"}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": 7}}, "sampling_params.regex"),
     (GENERATE, {"text": "a", "sampling_params": {"warmth": 1}}, "sampling_params.warmth"),
     (
         GENERATE,
@@ -284,6 +318,9 @@ SAMPLING = [
     "logit_bias",
     "stop_token_ids",
     "ignore_eos",
+    "response_format",
+    "json_schema",
+    "regex",
 ]
 GOOD = {
     CHAT: {"messages": [HELLO], "max_tokens": 2},

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 import pytest
 from local_service import MODEL, http_server, local_service
 
@@ -98,3 +101,39 @@ async def test_errors_are_the_clients_own(url: str) -> None:
         with pytest.raises(openai.BadRequestError) as too_long:
             await client.completions.create(model=MODEL.model_id, prompt=[5] * 600, stream=True)
         assert (too_long.value.param, too_long.value.code) == ("prompt", "context_length_exceeded")
+
+
+class Pet(pydantic.BaseModel, extra="forbid"):
+    name: Annotated[str, pydantic.Field(max_length=8)]
+    legs: Annotated[int, pydantic.Field(ge=0, le=8)]
+    kind: Literal["dog", "cat"]
+
+
+async def test_answers_held_to_a_schema(url: str) -> None:
+    """Whole, streamed, several at once, and as plain completions; the null model says whatever is allowed."""
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        asked = {"model": MODEL.model_id, "messages": [HELLO], "max_tokens": 200}
+        parsed = await client.chat.completions.parse(**asked, response_format=Pet, n=3)
+        assert all(isinstance(choice.message.parsed, Pet) for choice in parsed.choices)
+        assert {choice.finish_reason for choice in parsed.choices} == {"stop"}
+        async with client.chat.completions.stream(**asked, response_format=Pet) as stream:
+            final = await stream.get_final_completion()
+        assert isinstance(final.choices[0].message.parsed, Pet)
+        some = {"type": "json_schema", "json_schema": {"name": "pet", "schema": Pet.model_json_schema()}}
+        reply = await client.completions.create(
+            model=MODEL.model_id, prompt="a pet", max_tokens=200, extra_body={"response_format": some}
+        )
+        Pet.model_validate_json(reply.choices[0].text)
+        thing = await client.chat.completions.create(**asked, response_format={"type": "json_object"})
+        if thing.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(thing.choices[0].message.content), dict)
+        assert thing.choices[0].message.content.startswith("{")
+
+
+async def test_a_schema_that_cannot_be_enforced_is_a_bad_request(url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"not": {"type": "null"}}}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model=MODEL.model_id, messages=[HELLO], response_format=bad)
+        assert caught.value.param == "response_format.json_schema.schema"
+        assert "not" in caught.value.message
