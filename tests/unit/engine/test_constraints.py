@@ -14,47 +14,9 @@ from engine.runner.null import EOS_TOKEN_ID, nearest_allowed
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import Proposal
 from tests.unit.engine.driver import VOCAB, Driver, Talk, greedy, request
+from tests.unit.engine.ladder import Ladder
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6, 7]
-
-
-class Ladder:
-    """A TokenConstraint: every token of `rungs` is one of so many that follow the sum of those before. The output may
-    end behind rung `may_end_at`; `endless` goes on behind the last rung as on it."""
-
-    def __init__(self, rungs: Sequence[int], *, may_end_at: int | None = None, endless: bool = False) -> None:
-        self.rungs = rungs
-        self.accepted: list[int] = []
-        self._may_end_at = len(rungs) if may_end_at is None else may_end_at
-        self._endless = endless
-        self.fault: tuple[int, Exception] | None = None
-
-    @property
-    def may_end(self) -> bool:
-        return len(self.accepted) >= self._may_end_at
-
-    @property
-    def complete(self) -> bool:
-        return not self._endless and len(self.accepted) == len(self.rungs)
-
-    def allowed(self) -> bytes:
-        return mask(self.choices())
-
-    def accept(self, token_id: int) -> None:
-        assert token_id in self.choices()
-        self.accepted.append(token_id)
-        if self.fault is not None and self.fault[0] == len(self.accepted):
-            raise self.fault[1]
-
-    def choices(self) -> list[int]:
-        count = self.rungs[min(len(self.accepted), len(self.rungs) - 1)]
-        first = sum(self.accepted) * 7
-        return [1 + (first + 3 * index) % (VOCAB - 1) for index in range(count)]
-
-
-def mask(token_ids: Sequence[int]) -> bytes:
-    bits = sum(1 << token_id for token_id in set(token_ids))
-    return bits.to_bytes(-(-VOCAB // 8), "little")
 
 
 def by_hand(

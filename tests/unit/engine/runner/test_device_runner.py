@@ -104,11 +104,10 @@ def item(
     num_drafts = options.get("num_drafts", 0)
     logprobs = options.pop("logprobs", False)
     penalties = options.pop("penalties", None)
-    allowed, num_top = options.pop("allowed", None), options.pop("num_top", 3)
     spec = None
     if params is not None:
         position = start + len(tokens) - num_drafts
-        spec = SampleSpec(params, position, penalties, logprobs, num_top if logprobs else 0, allowed)
+        spec = SampleSpec(params, position, penalties, logprobs, 3 if logprobs else 0)
     return BatchItem(str(index), tokens, start, pages, False, spec, **options)
 
 
@@ -232,36 +231,6 @@ def test_logprobs_bias_and_penalties(loaded: LoadedModel) -> None:
         ],
     )
     assert picks[0] == (7,)
-
-
-def test_constrained_rows_beside_free_ones(loaded: LoadedModel) -> None:
-    """Also in a step that a draft or a score of input sends to the plain runner. Their log-probabilities are those of
-    the model; their neighbours pick what they pick without them."""
-    pair = plain, _ = make_pair(loaded, max_graph_tokens=16)
-    texts = prompts(4)
-    held = [7, 40, 88]
-    mask = sum(1 << token for token in held).to_bytes(12, "little")
-    edited = SamplingParams(temperature=0.0, logit_bias={1: 90.0})
-
-    def items(allowed: bytes | None) -> list[BatchItem]:
-        made = [
-            item(0, texts[0], 0, GREEDY, allowed=allowed, logprobs=True),
-            item(1, texts[1], 0, GREEDY),
-            item(2, texts[2], 0, SAMPLED, allowed=allowed),
-            item(3, texts[3], 0, edited, allowed=allowed),
-        ]
-        return [*made, item(4, texts[3], 0, SAMPLED)]
-
-    free, picks = both(pair, items(None)), both(pair, items(mask))
-    assert (picks[1], picks[4]) == (free[1], free[4])
-    assert {picks[index][0] for index in (0, 2, 3)} <= set(held)
-    whole = plain.launch(ScheduledBatch([item(0, texts[0], 0, GREEDY, logprobs=True, num_top=VOCAB)]))
-    logprobs = dict(whole.result().items[0].logprobs[0].top)
-    assert picks[0][0] == max(held, key=logprobs.__getitem__)
-    (entry,) = plain.launch(ScheduledBatch(items(mask)[:1])).result().items[0].logprobs
-    assert entry.logprob == pytest.approx(logprobs[entry.token_id], abs=1e-4)
-    scored = [*items(mask), item(5, texts[0], 0, None, input_logprobs_from=0)]
-    assert both(pair, scored)[:5] == picks
 
 
 def test_log_probabilities_are_made_with_the_step(loaded: LoadedModel) -> None:
