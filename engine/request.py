@@ -85,9 +85,7 @@ class LiveRequest:
         self.draft_tokens = 0
         self.accepted_draft_tokens = 0
         self.penalties = _penalties(spec, self.tokens)
-        self.allowed: bytes | None = (
-            None  # of the next token, if the request is constrained (engine/stops.py)
-        )
+        self.allowed: bytes | None = None  # what its constraint says of the next token
         logprobs = None if spec.resumed_tokens else spec.logprobs
         self.next_input_logprob = logprobs.input_start if logprobs is not None else None
 

@@ -45,6 +45,7 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._num_mask_bytes = -(-vocab_size // 8)
+        # It alone uses what follows; constraints go to the engine's thread, each for itself.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kedge-grammar")
         self._vocabulary = lru_cache(maxsize=1)(self._read_tokenizer)
         self._grammar = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
@@ -85,8 +86,8 @@ class ConstraintCompiler:
         return matcher
 
     def _read_tokenizer(self) -> tuple[LLTokenizer, int]:
-        """Also the token that llguidance takes for the end of output. It is no text, and never the engine's business:
-        that allows the model's own."""
+        """Also the token that llguidance takes for the end of output: one that is no text. No mask has it, since the
+        engine allows the model's own."""
         if self._tokenizer is None:
             raise ValueError("this model has no tokenizer")
         added = self._tokenizer.get_added_tokens_decoder().items()
