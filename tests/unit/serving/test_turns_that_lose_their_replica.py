@@ -22,7 +22,7 @@ from engine.batch import ModelOutput, ScheduledBatch
 from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
 from serving import turn_dispatch
-from serving.turns import ResumedTurn, TurnCall, TurnEvent
+from serving.turns import OutputConstraint, ResumedTurn, TurnCall, TurnEvent
 
 LENGTH = 30
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,6 +66,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "stop token": {"sampling": replace(GREEDY, stop_token_ids=frozenset(WHOLE[20:21]))},
     "stop string": {"stop": (STOP,)},
     "stop string, not trimmed": {"stop": (STOP,), "trim_stop": False},
+    "stop where nothing may follow": {"constraint": OutputConstraint("regex", "[0-9]{16}")},
+    "held": {"constraint": OutputConstraint("regex", "[0-9a-f]{100}")},
 }
 
 
