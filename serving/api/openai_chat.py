@@ -146,7 +146,12 @@ def _reply(body: ChatBody, reply_id: str, model_id: str, results: Sequence[TurnR
             index=index,
             message=AnswerMessage(content=result.text),
             logprobs=_chat_logprobs(result.logprobs) if body.logprobs else None,
-            **stop_fields(result.finish, result.token_ids, with_token_ids=with_ids),
+            **stop_fields(
+                result.finish,
+                result.token_ids,
+                stop_token_ids=body.stop_token_ids,
+                with_token_ids=with_ids,
+            ),
         )
         for index, result in enumerate(results)
     ]
@@ -171,7 +176,12 @@ class ChatEncoder:
             index=index,
             delta=Delta(role=role, content=event.text),
             logprobs=_chat_logprobs(event.logprobs) if event.logprobs else None,
-            **stop_fields(event.finish, event.token_ids, with_token_ids=bool(self._body.return_token_ids)),
+            **stop_fields(
+                event.finish,
+                event.token_ids,
+                stop_token_ids=self._body.stop_token_ids,
+                with_token_ids=bool(self._body.return_token_ids),
+            ),
         )
         return ChatChunk(**self._head, choices=[choice]).model_dump_json()
 

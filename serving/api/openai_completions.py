@@ -202,7 +202,12 @@ class CompletionEncoder:
             index=index,
             text=text,
             logprobs=self._logprobs(index, entries) if wants_logprobs else None,
-            **stop_fields(news.finish, news.token_ids, with_token_ids=bool(self._body.return_token_ids)),
+            **stop_fields(
+                news.finish,
+                news.token_ids,
+                stop_token_ids=self._body.stop_token_ids,
+                with_token_ids=bool(self._body.return_token_ids),
+            ),
         )
 
     def _echoed(self, index: int, news: TurnEvent | TurnResult) -> str:

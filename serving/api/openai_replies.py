@@ -47,7 +47,7 @@ class Usage(Reply):
 
 
 class StopDetails(Reply):
-    """The end of a choice: vLLM's `stop_reason` says which stop string or token id it was."""
+    """The end of a choice: vLLM's `stop_reason` says which of the request's stop strings or token ids it was."""
 
     finish_reason: str | None = None
     stop_reason: int | str | None = Field(None, exclude_if=_is_none)
@@ -97,12 +97,18 @@ def usage_of(results: Iterable[TurnResult], choices_per_prompt: int) -> Usage:
 
 
 def stop_fields(
-    finish: TurnFinish | None, token_ids: Sequence[int], *, with_token_ids: bool
+    finish: TurnFinish | None,
+    token_ids: Sequence[int],
+    *,
+    stop_token_ids: Sequence[int] | None,
+    with_token_ids: bool,
 ) -> dict[str, Any]:
-    """The fields of StopDetails."""
+    """The fields of StopDetails. `stop_token_ids` are the request's: the model's own end is no stop reason."""
+    matched = None if finish is None else finish.matched
+    asked_for = isinstance(matched, str) or matched in (stop_token_ids or ())
     return {
         "finish_reason": None if finish is None else finish.reason,
-        "stop_reason": None if finish is None else finish.matched,
+        "stop_reason": matched if asked_for else None,
         "token_ids": tuple(token_ids) if with_token_ids else None,
     }
 

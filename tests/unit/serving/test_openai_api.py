@@ -15,7 +15,8 @@ from local_service import MODEL, local_client, shown_text, small_text
 from replica_rig import VOCAB_SIZE
 
 from engine.runner.null import null_generate
-from serving.turns import ChatPrompt
+from serving.api.openai_replies import stop_fields
+from serving.turns import ChatPrompt, TurnFinish
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -161,6 +162,18 @@ async def test_refused_turns_name_what_named_the_session(tmp_path: Path) -> None
         assert refused.json()["error"]["code"] == "turn_in_flight"
         assert refused.json()["error"]["param"] == "x-session-id"
         running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("matched", "asked", "reason"),
+    [(2, None, None), (2, [3], None), (2, [3, 2], 2), ("END", None, "END"), (None, [2], None)],
+)
+def test_stop_reason_is_what_the_request_named(
+    matched: int | str | None, asked: list[int] | None, reason: int | str | None
+) -> None:
+    """As with vLLM: the model's own end has none."""
+    fields = stop_fields(TurnFinish("stop", matched), (), stop_token_ids=asked, with_token_ids=False)
+    assert fields["stop_reason"] == reason
 
 
 async def test_choices_run_side_by_side(tmp_path: Path) -> None:
