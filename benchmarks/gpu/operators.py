@@ -19,8 +19,9 @@ from torch import Tensor
 from benchmarks.gpu.attention_scene import Heads, Scene, WrongResult, decode_like
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.gpu.stage import Stage, time_device
+from engine.attention.kv_writer import write_rows
 from engine.attention.triton_backend import TritonAttention, TritonStep
-from engine.kernels.decoder_ops import TritonOps
+from engine.kernels.decoder_ops import TritonOps, TritonRotation
 from engine.kernels.sampling import pick_tokens
 from engine.models.config import RopeSpec
 from engine.models.layers import RotaryTable
@@ -144,6 +145,38 @@ def silu(stage: Stage, sizes: Sizes, rows: int) -> Operator:
     return Operator(f"silu * up, {rows} rows", lambda i: ours.silu_mul(sets[i]), len(sets), num_bytes, check)
 
 
+def rotate_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
+    """Both in one launch, as the built-in models have it: every head is read and written once."""
+    heads = Heads(4, 2, sizes.dim) if stage.dry else Heads()
+    scene = Scene(stage, decode_like(rows, heads))
+    step = TritonStep(TritonAttention(scene.pool), scene.tables)
+    num_queries = sizes.heads - heads.kv
+    shape = (rows, sizes.heads + heads.kv, sizes.dim)
+    sets = [_draw(stage, shape, 11) for _ in scene.kv_LN2KD]
+    rotations_N1C = RotaryTable(RopeSpec(), sizes.dim, rows, stage.device).rotations(
+        torch.arange(rows, device=stage.device)
+    )
+    ours, theirs = TritonRotation(None, 1e-5), TorchOps().rotation(None, 1e-5)
+
+    def call(index: int) -> Tensor:
+        ours.into(sets[index], rotations_N1C, step.target(index))
+        return sets[index]
+
+    def check() -> float:
+        scene.pool.full.kv_L2KSD.fill_(torch.nan)
+        qkv_NAD = _draw(stage, shape, 12)
+        wide_NAD = qkv_NAD.float()
+        theirs(wide_NAD[:, : sizes.heads], rotations_N1C)
+        ours.into(qkv_NAD, rotations_N1C, step.target(0))
+        written_N2KD = scene.pool.layer(0)[scene.tables.slots_PN[0]]
+        expected_N2KD = wide_NAD[:, num_queries:].reshape(written_N2KD.shape)
+        turned = _error(qkv_NAD[:, :num_queries], wide_NAD[:, :num_queries])
+        return max(turned, _error(written_N2KD, expected_N2KD))
+
+    num_bytes = 2 * sets[0].numel() * 2 + rotations_N1C.nbytes
+    return Operator(f"rotary + kv write, {rows} rows", call, len(sets), num_bytes, check)
+
+
 def kv_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
     """New keys and values into scattered slots of one layer, read and written once."""
     heads = Heads(4, 2, sizes.dim) if stage.dry else Heads()
@@ -153,7 +186,8 @@ def kv_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
     pool_L2KSD = scene.pool.full.kv_L2KSD
 
     def call(index: int) -> Tensor:
-        step.write(index, scene.kv_LN2KD[index])
+        target = step.target(index)
+        write_rows(target.paged, target.place, scene.kv_LN2KD[index], target.slots_N)
         return pool_L2KSD
 
     def check() -> float:
@@ -164,7 +198,7 @@ def kv_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
     return Operator(f"kv_write, {rows} rows", call, len(scene.kv_LN2KD), 2 * kv_N2KD.numel() * 2, check)
 
 
-MAKERS = (norm, rotation, silu, kv_write)
+MAKERS = (norm, rotation, rotate_write, silu, kv_write)
 PICKS = {
     "greedy": (0.0, 0, 1.0),
     "temperature": (1.0, 0, 1.0),
