@@ -32,7 +32,8 @@ LIMITS = SchedulerSettings(max_batch_tokens=48, chunk_size=8, max_running=4)
 
 class Rig:
     """An engine stepped by hand over a pool that holds one session at its end; host memory has room for three more, and
-    for one on its way. Each turn ends, with all copies that it has caused, before the next begins."""
+    for one on its way. No step begins while a write is under way, since what finds no room meanwhile goes to the
+    log; and each turn ends, with all copies that it has caused, before the next begins."""
 
     def __init__(self, models: Models, disk: Path, window: int | None = None) -> None:
         settings = CacheSettings(
@@ -70,13 +71,20 @@ class Rig:
         )  # fmt: skip
         self._output, self._ended = [], False
         self.engine.submit(spec)
-        while not self._ended or self.tiers.copies_in_flight or self.tiers.writing:
+        while not self._ended or self.tiers.copies_in_flight:
             idle = self._ended or self.engine._stalled
             self.engine._drain_inbox(block=idle)
+            self._end_writes()
             self.engine.step()
+        self._end_writes()
         prompt = [*history, *new_tokens]
         self.histories[name] = prompt + self._output
         self.finished.append(Finished(self.histories[name], len(prompt), spec.request_id))
+
+    def _end_writes(self) -> None:
+        while self.tiers.writing:
+            self.engine._copies.carry_out()
+            self.engine._drain_inbox(block=True)
 
     def all_turns(self) -> None:
         for number, name in enumerate(self.histories):
