@@ -3,6 +3,8 @@ wanted, closed, rewound or forked at any point on the way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from cache.session_cache import Room
@@ -244,7 +246,7 @@ def test_a_rewind_holds_all_the_way_to_disk_and_back(during: str) -> None:
 
 
 @pytest.mark.parametrize("state", [being_written, written])
-def test_a_parent_on_its_way_to_disk_gives_its_fork_nothing(state) -> None:  # type: ignore[no-untyped-def]
+def test_a_parent_on_its_way_to_disk_gives_its_fork_nothing(state: Callable[[Books], object]) -> None:
     books = books_of()
     state(books)
     assert books.sessions.fork_session("a", "c", tokens_from(97000, 15)) == 0
