@@ -43,9 +43,9 @@ STOP_S = 5.0
 def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
     """An engine with the settings' model, not started. Ranks other than this process are its children.
 
-    Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable, engine.runner.kv_pool.PoolTooSmall,
-    engine.attention.errors.AttentionUnavailable, engine.runner.disk_folder.DiskUnavailable, or
-    engine.parallel.errors.RanksNotStarted.
+    Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable, engine.memory.MemoryShort,
+    engine.runner.kv_pool.PoolTooSmall, engine.attention.errors.AttentionUnavailable,
+    engine.runner.disk_folder.DiskUnavailable, or engine.parallel.errors.RanksNotStarted.
     """
     if settings.execution.tensor_parallel > 1:
         return build_parallel_engine(settings, sink)

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from engine.build_runner import build_runner
 from engine.device import resolve_device
+from engine.memory import memory_for
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
-from engine.models.ops import DecoderOps, choose_ops
+from engine.models.ops import choose_ops
 from engine.parallel.ranks import RankGroup
 from engine.parallel.shared_logits import SharedLogits
 from engine.runner.protocol import Runner
-from engine.settings import EngineSettings, ModelSettings, SpeculationSettings
+from engine.settings import EngineSettings, SpeculationSettings
 
 
 def make_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
@@ -23,7 +24,9 @@ def make_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
 def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, LoadedModel]:
     """A runner and the model in it. Several ranks call this at the same time. Raises what build_engine raises."""
     speculation = settings.speculation
-    loaded = load_model(settings.model, ops=_ops(settings.model), ranks=ranks)
+    device = resolve_device(settings.model.device)
+    with memory_for(device, "the model", "model.path, model.dtype, execution.tensor_parallel"):
+        loaded = load_model(settings.model, ops=choose_ops(device), ranks=ranks)
     runner = build_runner(
         loaded,
         settings.cache,
@@ -36,10 +39,6 @@ def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, Loade
     return runner, loaded
 
 
-def _ops(model: ModelSettings) -> DecoderOps:
-    return choose_ops(resolve_device(model.device))
-
-
 def _load_draft(
     target: LoadedModel, speculation: SpeculationSettings, ranks: RankGroup
 ) -> LoadedModel | None:
@@ -48,7 +47,9 @@ def _load_draft(
         return None
     if speculation.draft_model is None:
         raise UnsupportedModel("speculation with a draft model needs draft_model")
-    draft = load_model(speculation.draft_model, ops=_ops(speculation.draft_model))
+    device = resolve_device(speculation.draft_model.device)
+    with memory_for(device, "the draft model", "speculation.draft_model"):
+        draft = load_model(speculation.draft_model, ops=choose_ops(device))
     if draft.vocab_size != target.vocab_size:
         raise UnsupportedModel(
             f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size}"

@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.device import is_gpu, memory_room, peak_bytes, reset_peak
+from engine.memory import check_host, memory_for
 from engine.models.loader import LoadedModel
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.device_runner import DeviceRunner
@@ -28,6 +29,7 @@ from engine.runner.torch_runner import TorchRunner
 from engine.settings import CPU_POOL_BYTES, CacheSettings, ExecutionSettings, SchedulerSettings
 
 PROFILE_PAGES = 2
+STEP_SETTINGS = "scheduler.max_batch_tokens, scheduler.max_running, execution.max_graph_tokens"
 DEFAULT_SCHEDULER = SchedulerSettings()
 DEFAULT_EXECUTION = ExecutionSettings()
 ONE_RANK = OneRank()
@@ -62,13 +64,16 @@ def build_runner(
     """The model over KV pools of its own, with a draft model whose KV lies in a pool of as many pages. `num_drafts` is
     the most that are verified for an item.
 
-    Raises PoolTooSmall, AttentionUnavailable, DiskUnavailable or UnsupportedModel (the draft model does not fit).
+    Raises PoolTooSmall, MemoryShort, AttentionUnavailable, DiskUnavailable or UnsupportedModel (the draft model does
+    not fit).
     """
+    check_host(cache.host_size_bytes, "idle sessions' KV", "cache.host_mib")
     if not loaded.native:
         execution = replace(execution, graphs=False)
     limits = StepLimits.of(scheduler, execution, num_drafts)
     on_gpu = is_gpu(loaded.device)
-    room_bytes = _room_bytes(loaded, cache, execution, limits, ranks) if on_gpu else CPU_POOL_BYTES
+    with memory_for(loaded.device, "the largest step", STEP_SETTINGS):
+        room_bytes = _room_bytes(loaded, cache, execution, limits, ranks) if on_gpu else CPU_POOL_BYTES
     draft_bytes = 0
     if draft is not None:
         draft_bytes = draft.layout.page_bytes(draft.layout.num_layers, cache.page_size, draft.dtype)
@@ -78,11 +83,12 @@ def build_runner(
     if not on_gpu:
         return careful
     graphs = make_graphs(loaded.device, wanted=execution.graphs)
-    runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)
-    runner.capture()
-    for rows, items, longest in steps_beyond_graphs(limits, execution):
-        runner.rehearse(rows, items, longest)
-    runner.rehearse(limits.rows, limits.items)  # memory for the largest is found to be there
+    with memory_for(loaded.device, "the largest step beside the KV pool", f"{STEP_SETTINGS}, cache"):
+        runner = device_runner(loaded, careful, pool, attention, limits, graphs, execution, ranks)
+        runner.capture()
+        for rows, items, longest in steps_beyond_graphs(limits, execution):
+            runner.rehearse(rows, items, longest)
+        runner.rehearse(limits.rows, limits.items)  # memory for the largest is found to be there
     return runner
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -60,11 +63,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU; None on a CPU, where the pool is sized by settings alone."""
-    if device.type != "cuda":
+    """What may still be allocated there; of a CPU's memory only Linux says how much that is."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _total = torch.cuda.mem_get_info(device)
+        return int(free)
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:
         return None
-    free, _total = torch.cuda.mem_get_info(device)
-    return int(free)
+    found = re.search(r"^MemAvailable: *(\d+) kB$", meminfo, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
+
+
+def host_memory_bytes() -> int:
+    """All memory that this machine has, a GPU's aside."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def reset_peak(device: torch.device) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.device import is_gpu
+from engine.memory import check_free
 from engine.settings import CPU_POOL_BYTES, CacheSettings
 
 FP8 = torch.float8_e4m3fn
@@ -109,7 +111,8 @@ def make_kv_pool(
     room_bytes: int = CPU_POOL_BYTES,
 ) -> KVPool:
     """`dtype` is that of activations. Without a size in the settings the pool takes `room_bytes`. A draft model's KV
-    takes `draft_page_bytes` a page. Raises PoolTooSmall if there is no room for a page."""
+    takes `draft_page_bytes` a page. Raises PoolTooSmall if there is no room for a page, MemoryShort if there is none
+    for the pool."""
     dtype = FP8 if settings.kv_dtype == "fp8" else dtype
     size, num_window = settings.page_size, layout.num_window_layers
     num_full = layout.num_layers - num_window
@@ -118,8 +121,10 @@ def make_kv_pool(
     page_bytes += round(ratio * layout.page_bytes(num_window, size, dtype))
     size_bytes = room_bytes if settings.size_bytes is None else settings.size_bytes
     num_pages = size_bytes // page_bytes if settings.num_pages is None else settings.num_pages
+    setting = _size_setting(settings, device)
     if num_pages < 1:
-        raise PoolTooSmall(f"a KV page takes {page_bytes} bytes, the cache has {size_bytes}")
+        raise PoolTooSmall(f"a KV page takes {page_bytes} bytes, the cache has {size_bytes} ({setting})")
+    check_free(device, num_pages * page_bytes, "the KV pool", setting)
 
     def paged(num_layers: int, pages: int) -> PagedKV:
         shape = (num_layers, 2, layout.num_kv_heads, pages * size, layout.head_dim)
@@ -129,6 +134,13 @@ def make_kv_pool(
     full = paged(num_full, num_pages)
     window = paged(num_window, max(1, round(num_pages * ratio))) if num_window else None
     return KVPool(full, window, layout.window, tuple(_places(layout, full, window)))
+
+
+def _size_setting(settings: CacheSettings, device: torch.device) -> str:
+    """What decides the pool's size."""
+    if settings.num_pages is not None:
+        return "cache.num_pages"
+    return "cache.memory_share" if is_gpu(device) and settings.size_bytes is None else "cache.size_mib"
 
 
 def _places(layout: KVLayout, full: PagedKV, window: PagedKV | None) -> list[tuple[PagedKV, int]]:

@@ -7,6 +7,7 @@ import json
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from engine.attention.choose import choose_attention
 from engine.attention.errors import AttentionUnavailable
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.build_runner import StepLimits, build_runner, choose_picker, steps_beyond_graphs
+from engine.memory import MemoryShort
 from engine.models.loader import LoadedModel, load_model
 from engine.parallel.ranks import OneRank
 from engine.runner.device_runner import DeviceRunner
@@ -73,8 +75,21 @@ def test_what_cannot_run_is_refused(loaded: LoadedModel) -> None:
         build_runner(loaded, CacheSettings(4, 4), execution=ExecutionSettings(attention="flash"))
     with pytest.raises(AttentionUnavailable):
         build_runner(loaded, CacheSettings(4, 4, kv_dtype="fp8"))
-    with pytest.raises(PoolTooSmall):
+    with pytest.raises(PoolTooSmall, match=r"cache\.size_mib"):
         build_runner(loaded, CacheSettings(4, size_bytes=PAGE_BYTES - 1))
+    with pytest.raises(MemoryShort, match=r"cache\.host_mib"):
+        build_runner(loaded, CacheSettings(4, 4, host_size_bytes=2**60))
+
+
+def test_a_step_that_a_card_has_no_memory_for_names_its_settings(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composition, "is_gpu", lambda _device: True)
+    monkeypatch.setattr(DeviceRunner, "rehearse", Mock(side_effect=torch.OutOfMemoryError("40 GiB")))
+    with pytest.raises(MemoryShort, match=r"the largest step.*scheduler\.max_batch_tokens.*40 GiB"):
+        build_runner(loaded, CacheSettings(4))
+    with pytest.raises(MemoryShort, match=r"beside the KV pool.*execution\.max_graph_tokens, cache"):
+        build_runner(loaded, CacheSettings(4, 4))
 
 
 def test_a_disk_is_the_runners_as_long_as_it_runs(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from engine.device import (
     DeviceUnavailable,
     activation_dtype,
     free_memory_bytes,
+    host_memory_bytes,
     resolve_device,
     resolve_dtype,
     synchronize,
@@ -21,8 +24,14 @@ HAS_GPU = torch.cuda.is_available()
 def test_devices() -> None:
     assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type == ("cuda" if HAS_GPU else "cpu")
-    assert free_memory_bytes(CPU) is None
     synchronize(CPU)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says")
+def test_free_memory_of_a_cpu() -> None:
+    free_bytes = free_memory_bytes(CPU)
+    assert free_bytes is not None
+    assert 2**20 < free_bytes < host_memory_bytes()
 
 
 @pytest.mark.skipif(HAS_GPU, reason="has a GPU")

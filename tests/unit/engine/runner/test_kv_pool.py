@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.memory import MemoryShort
 from engine.runner.kv_pool import KVLayout, PoolTooSmall, make_kv_pool
 from engine.settings import CacheSettings
 
@@ -51,6 +52,15 @@ def test_both_pools_share_the_size() -> None:
 def test_without_full_layers_pages_still_count() -> None:
     pool = make_kv_pool(KVLayout(2, 8, (4, 4)), CacheSettings(16, 6), torch.float32, CPU)
     assert (pool.num_pages, pool.full.page_size_bytes) == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [(CacheSettings(16, size_bytes=2**50), "cache.size_mib"), (CacheSettings(16, 2**40), "cache.num_pages")],
+)
+def test_larger_than_the_machine(settings: CacheSettings, named: str) -> None:
+    with pytest.raises(MemoryShort, match=rf"the KV pool takes .* MiB; cpu has [\d,]+ MiB free \({named}\)"):
+        make_kv_pool(FULL, settings, torch.float32, CPU)
 
 
 def test_too_small() -> None:
