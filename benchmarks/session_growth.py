@@ -44,6 +44,7 @@ TURNS = 150
 EDGE = 10
 WINDOW = 128
 LONG = 1_000_000
+VOCAB_SIZE = 2_000
 SHORT = 1_000
 WAIT_S = 600.0
 
@@ -52,14 +53,14 @@ def bookkeeping_us(history_len: int, *, ngram: bool, turns: int = 500) -> float:
     """Median microseconds of one turn's scheduling and books on a history of `history_len` tokens."""
     cache = SessionAwareCache(RadixPrefixCache(PageAllocator(2 * LONG // PAGE_SIZE), PAGE_SIZE))
     settings = SchedulerSettings(max_batch_tokens=2 * LONG, chunk_size=2 * LONG)
-    stops = StopCriteria(frozenset(), 4 * LONG)
+    stops = StopCriteria(frozenset(), 4 * LONG, VOCAB_SIZE)
     proposer = NgramProposer(3, 8, 0.15) if ngram else None
     scheduler = Scheduler(cache, stops, settings, EngineCounters(), proposer)
     history: list[int] = []
     times_s = []
     for number in range(turns + 1):
         count = NEW_TOKENS if number else history_len
-        new_tokens = np.random.default_rng(number).integers(0, 2000, count).tolist()
+        new_tokens = np.random.default_rng(number).integers(0, VOCAB_SIZE, count).tolist()
         sampling = SamplingParams(OUTPUT_TOKENS, temperature=0.0)
         spec = GenerateRequest(
             str(number), new_tokens, sampling, history=history, history_len=len(history), session_id="s"

@@ -166,7 +166,7 @@ class TokenConstraint(Protocol):
         """Whether it is whole and nothing may follow."""
 
     def allowed(self) -> bytes:
-        """A bit for each token of the model, the least significant first: whether it may be next."""
+        """A bit for each token of the model, the least significant first, in whole bytes: whether it may be next."""
 
     def accept(self, token_id: int) -> None:
         """The next token, which was allowed."""

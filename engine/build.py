@@ -102,7 +102,7 @@ def assemble_engine(
     context_len = min(scheduler.max_context_len or facts.max_context_len, facts.max_context_len)
     planner = Scheduler(
         sessions,
-        StopCriteria(eos_token_ids, context_len),
+        StopCriteria(eos_token_ids, context_len, facts.vocab_size),
         scheduler,
         counters,
         _proposer(speculation, eos_token_ids),

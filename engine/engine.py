@@ -12,17 +12,14 @@ from typing import TypeVar
 
 from cache.audit import AuditReport
 from cache.prefix_cache import token_array
-from cache.sequence_kv import pages_for
 from cache.session_cache import SessionAwareCache
 from engine.api import (
-    ContextLengthExceeded,
     DeltaSink,
     EngineOverloaded,
     EngineStats,
     EngineStopped,
     GenerateRequest,
     InvalidRequest,
-    RequestTooLarge,
     SessionBusy,
     StepFailed,
     TokenDelta,
@@ -30,7 +27,7 @@ from engine.api import (
 from engine.batch import ScheduledBatch
 from engine.copies import Copies
 from engine.counters import EngineCounters
-from engine.request import check_resumed
+from engine.request_check import RequestLimits, check_request
 from engine.runner.protocol import Launch, Runner, RunnerLost
 from engine.scheduler import Scheduler
 from engine.settings import BooksCheck, SchedulerSettings
@@ -77,6 +74,7 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._run, name="kedge-engine", daemon=True)
         self._facts = runner.facts
         self._about = runner.describe()
+        self._limits = RequestLimits(self.vocab_size, self.max_context_len, cache.page_size, cache.num_pages)
         self._stats = self._take_stats()
         self._stats_due_s = 0.0
 
@@ -114,7 +112,7 @@ class LocalEngine:
             raise TimeoutError(f"the engine's step did not end within {timeout_s} s")
 
     def submit(self, request: GenerateRequest) -> None:
-        self._check(request)
+        check_request(request, self._limits)
         # What is posted but not yet taken in counts as waiting: a burst within one step must not slip past the limit.
         if self._scheduler.num_waiting + self._inbox.qsize() >= self._settings.max_waiting:
             raise EngineOverloaded(f"{self._settings.max_waiting} requests are waiting already")
@@ -289,34 +287,6 @@ class LocalEngine:
         if self._scheduler.in_turn(session_id):
             raise SessionBusy(f"session {session_id} has a turn in flight", param="session_id")
 
-    def _check(self, request: GenerateRequest) -> None:
-        """Refuses what could never run. Any thread; reads only what never changes."""
-        if not 0 <= request.history_len <= len(request.history):
-            raise InvalidRequest("history_len does not fit the history", param="history_len")
-        if not request.new_tokens:
-            raise InvalidRequest("a request needs at least one new token", param="input_ids")
-        if min(request.new_tokens) < 0 or max(request.new_tokens) >= self.vocab_size:
-            raise InvalidRequest(f"token ids must be in 0..{self.vocab_size - 1}", param="input_ids")
-        if request.sampling.max_new_tokens < 0:
-            raise InvalidRequest("max_new_tokens must not be negative", param="max_new_tokens")
-        if request.prompt_len >= self.max_context_len:
-            raise ContextLengthExceeded(
-                f"the input is {request.prompt_len} tokens long ({request.history_len} of history); "
-                f"the model's context length is {self.max_context_len}",
-                param="input_ids",
-            )
-        check_resumed(request, self.vocab_size, self.max_context_len)
-        longest = min(request.prompt_len + request.sampling.max_new_tokens, self.max_context_len)
-        pages = pages_for(longest, self._cache.page_size)
-        if pages > self._cache.num_pages:
-            raise RequestTooLarge(
-                f"{longest} tokens need {pages} KV pages, the whole pool has {self._cache.num_pages}",
-                param="max_new_tokens",
-            )
-        logprobs = request.logprobs
-        if logprobs is not None and logprobs.input_start is not None:
-            _check_input_start(request, logprobs.input_start)
-
     def _emit(self, delta: TokenDelta | None) -> None:
         if delta is not None:
             self._deltas.append(delta)
@@ -362,18 +332,4 @@ class LocalEngine:
             cached_tokens=counters.cached_tokens,
             draft_tokens=counters.draft_tokens,
             accepted_draft_tokens=counters.accepted_draft_tokens,
-        )
-
-
-def _check_input_start(request: GenerateRequest, start: int) -> None:
-    if start < request.history_len:
-        raise InvalidRequest(
-            f"input log-probabilities reach back to position {start}, but the session has committed "
-            f"{request.history_len} tokens; ask from {request.history_len} on",
-            param="logprob_start_len",
-        )
-    if start >= request.prompt_len:
-        raise InvalidRequest(
-            f"input log-probabilities from position {start} lie past the input's {request.prompt_len} tokens",
-            param="logprob_start_len",
         )

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from cache.prefix_cache import token_array
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import SequenceKV
-from engine.api import GenerateRequest, InvalidRequest
+from engine.api import GenerateRequest
 from engine.batch import BatchItem, PenaltyCounts
 
 
@@ -155,21 +155,6 @@ class LiveRequest:
         self.num_output += 1
         if self.penalties is not None:
             self.penalties.output[token_id] += 1
-
-
-def check_resumed(request: GenerateRequest, vocab_size: int, max_context_len: int) -> None:
-    """Raises InvalidRequest unless the resumed tokens can be this request's output."""
-    resumed = request.resumed_tokens
-    if not resumed:
-        return
-    longest = min(request.sampling.max_new_tokens, max_context_len - request.prompt_len)
-    if len(resumed) > longest:
-        raise InvalidRequest(
-            f"{len(resumed)} tokens of output cannot be resumed where {longest} are the most",
-            param="resumed_tokens",
-        )
-    if min(resumed) < 0 or max(resumed) >= vocab_size:
-        raise InvalidRequest(f"token ids must be in 0..{vocab_size - 1}", param="resumed_tokens")
 
 
 def _penalties(spec: GenerateRequest, tokens: TokenSequence) -> PenaltyCounts | None:

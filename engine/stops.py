@@ -9,8 +9,9 @@ from engine.request import LiveRequest
 class StopCriteria:
     """Judges each accepted token. `eos_token_ids` are the model's own; `max_context_len` is in tokens."""
 
-    def __init__(self, eos_token_ids: frozenset[int], max_context_len: int) -> None:
+    def __init__(self, eos_token_ids: frozenset[int], max_context_len: int, vocab_size: int) -> None:
         self._eos_token_ids = eos_token_ids
+        self._num_mask_bytes = -(-vocab_size // 8)
         self._max_context_len = max_context_len
 
     @property
@@ -58,6 +59,8 @@ class StopCriteria:
             return None
         try:
             allowed, may_end = bytearray(constraint.allowed()), constraint.may_end
+            if len(allowed) != self._num_mask_bytes:
+                raise ValueError(f"its mask has {len(allowed)} bytes, not {self._num_mask_bytes}")
         except Exception as error:
             return _failed("constraint", error)
         for eos_id in self._eos_token_ids:

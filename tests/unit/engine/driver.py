@@ -141,7 +141,7 @@ class Driver:
         self.copies = Copies(self.cache.tiers, self.runner, lambda command: command())
         self.counters = EngineCounters()
         settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)
-        stops = StopCriteria(eos_token_ids, context_len)
+        stops = StopCriteria(eos_token_ids, context_len, VOCAB)
         self.scheduler = Scheduler(
             self.cache, stops, settings, self.counters, guesser or proposer(speculation),
             mirrors_prompts=speculation == "draft", decode_steps=decode_steps,

@@ -14,7 +14,7 @@ from engine.runner.null import EOS_TOKEN_ID, nearest_allowed
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import Proposal
 from tests.unit.engine.driver import VOCAB, Driver, Talk, greedy, request
-from tests.unit.engine.ladder import Ladder
+from tests.unit.engine.ladder import Ladder, mask
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6, 7]
 
@@ -129,6 +129,23 @@ def test_a_fault_before_the_first_token_is_an_answer(driver: Driver) -> None:
     (outcome,) = driver.generate(constrained("a", Ladder([0, 1])))
     assert outcome.finish is not None
     assert isinstance(outcome.finish.error, ConstraintFailed)
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, -1])
+def test_a_mask_of_another_width_ends_its_request_alone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    """A step's masks go to the device in one piece."""
+    narrow = Ladder(RUNGS)
+    wrong = mask([1, 2])
+    wrong = wrong[:num_bytes] if num_bytes >= 0 else wrong + bytes(1)
+    monkeypatch.setattr(narrow, "allowed", lambda: wrong)
+    lost, held = driver.generate(constrained("a", narrow), constrained("b", Ladder(RUNGS)))
+    assert lost.finish is not None
+    assert isinstance(lost.finish.error, StepFailed)
+    assert f"its mask has {len(wrong)} bytes, not {len(mask([1]))}" in lost.finish.error.message
+    assert held.token_ids == by_hand(driver, PROMPT, Ladder(RUNGS))
     driver.assert_empty()
 
 

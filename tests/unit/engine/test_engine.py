@@ -16,8 +16,6 @@ from engine.api import (
     EngineStopped,
     FinishReason,
     InvalidRequest,
-    LogprobParams,
-    RequestTooLarge,
     SessionBusy,
     StepFailed,
 )
@@ -61,48 +59,6 @@ def test_a_session_over_several_turns() -> None:
         assert rig.engine.flush().result(WAIT_S) is True
         rig.check()
         assert rig.engine.session_kv_tokens().result(WAIT_S) == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "param", "says"),
-    [
-        ({"new_tokens": []}, InvalidRequest, "input_ids", "at least one new token"),
-        ({"new_tokens": [1, VOCAB]}, InvalidRequest, "input_ids", f"0..{VOCAB - 1}"),
-        ({"new_tokens": [-1]}, InvalidRequest, "input_ids", f"0..{VOCAB - 1}"),
-        ({"new_tokens": [1], "max_new_tokens": -1}, InvalidRequest, "max_new_tokens", "negative"),
-        ({"new_tokens": [1], "history": [1], "history_len": 2}, InvalidRequest, "history_len", "fit"),
-        ({"new_tokens": [1], "history": [1], "history_len": -1}, InvalidRequest, "history_len", "fit"),
-        ({"new_tokens": [1] * 256}, ContextLengthExceeded, "input_ids", "256 tokens long .0 of history"),
-        (
-            {"new_tokens": [1] * 6, "history": [1] * 250, "history_len": 250},
-            ContextLengthExceeded, "input_ids", "250 of history.; the model's context length is 256",
-        ),
-        (
-            {"new_tokens": [1] * 100, "max_new_tokens": 29},
-            RequestTooLarge, "max_new_tokens", "129 tokens need 33 KV pages, the whole pool has 32",
-        ),
-        (
-            {"new_tokens": [1, 2], "history": [1] * 8, "history_len": 8, "logprobs": LogprobParams(input_start=7)},
-            InvalidRequest, "logprob_start_len", "reach back to position 7.*committed 8 tokens; ask from 8 on",
-        ),
-        (
-            {"new_tokens": [1, 2], "logprobs": LogprobParams(input_start=2)},
-            InvalidRequest, "logprob_start_len", "past the input's 2 tokens",
-        ),
-        (
-            {"new_tokens": [1, 2], "logprobs": LogprobParams(input_start=-1)},
-            InvalidRequest, "logprob_start_len", "position -1",
-        ),
-    ],
-)  # fmt: skip
-def test_what_could_never_run_is_refused_at_once(
-    options: dict[str, Any], error: type[Exception], param: str, says: str
-) -> None:
-    rig = Rig(num_pages=32)
-    with pytest.raises(error, match=says) as caught:
-        rig.submit(request("r", **options))
-    assert caught.value.param == param  # type: ignore[attr-defined]
-    assert rig.engine.stats().waiting == 0
 
 
 def test_the_longest_request_that_fits_runs() -> None:

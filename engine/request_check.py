@@ -1,0 +1,118 @@
+"""What a request must be before it is queued: what could never run, or would spoil a step for others, is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cache.sequence_kv import pages_for
+from engine.api import (
+    ContextLengthExceeded,
+    GenerateRequest,
+    InvalidRequest,
+    LogprobParams,
+    RequestTooLarge,
+    SamplingParams,
+)
+
+MAX_TOP_K = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What an engine can take. Never changes, so any thread may check against it."""
+
+    vocab_size: int
+    max_context_len: int
+    page_size: int
+    num_pages: int
+
+
+def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
+    """Raises InvalidRequest, ContextLengthExceeded or RequestTooLarge, each with the field at fault.
+
+    The history is not looked at: it is committed, and long.
+    """
+    if not 0 <= request.history_len <= len(request.history):
+        raise InvalidRequest("history_len does not fit the history", param="history_len")
+    if not request.new_tokens:
+        raise InvalidRequest("a request needs at least one new token", param="input_ids")
+    _check_ids(request.new_tokens, limits, "input_ids")
+    _check_sampling(request.sampling, limits)
+    _check_length(request, limits)
+    _check_resumed(request, limits)
+    if request.logprobs is not None:
+        _check_logprobs(request, request.logprobs)
+
+
+def _check_ids(token_ids: Collection[int], limits: RequestLimits, param: str) -> None:
+    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= limits.vocab_size:
+        raise InvalidRequest(f"token ids must be in 0..{limits.vocab_size - 1}", param=param)
+
+
+def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
+    """The ranges in which the sampler gives a token of the vocabulary; NaN is in none of them."""
+    in_range = {
+        "max_new_tokens": sampling.max_new_tokens >= 0,
+        "temperature": 0.0 <= sampling.temperature < math.inf,
+        "top_p": 0.0 < sampling.top_p <= 1.0,
+        "top_k": 0 <= sampling.top_k <= MAX_TOP_K,
+        "min_p": 0.0 <= sampling.min_p <= 1.0,
+        "frequency_penalty": math.isfinite(sampling.frequency_penalty),
+        "presence_penalty": math.isfinite(sampling.presence_penalty),
+        "repetition_penalty": 0.0 < sampling.repetition_penalty < math.inf,
+        "logit_bias": all(map(math.isfinite, sampling.logit_bias.values())),
+    }
+    for name, good in in_range.items():
+        if not good:
+            raise InvalidRequest(f"{name} is out of its range: {getattr(sampling, name)}", param=name)
+    _check_ids(sampling.logit_bias, limits, "logit_bias")
+    _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
+
+
+def _check_length(request: GenerateRequest, limits: RequestLimits) -> None:
+    if request.prompt_len >= limits.max_context_len:
+        raise ContextLengthExceeded(
+            f"the input is {request.prompt_len} tokens long ({request.history_len} of history); "
+            f"the model's context length is {limits.max_context_len}",
+            param="input_ids",
+        )
+    longest = min(request.prompt_len + request.sampling.max_new_tokens, limits.max_context_len)
+    pages = pages_for(longest, limits.page_size)
+    if pages > limits.num_pages:
+        raise RequestTooLarge(
+            f"{longest} tokens need {pages} KV pages, the whole pool has {limits.num_pages}",
+            param="max_new_tokens",
+        )
+
+
+def _check_resumed(request: GenerateRequest, limits: RequestLimits) -> None:
+    """They can be this request's output."""
+    num_resumed = len(request.resumed_tokens)
+    longest = min(request.sampling.max_new_tokens, limits.max_context_len - request.prompt_len)
+    if num_resumed > longest:
+        raise InvalidRequest(
+            f"{num_resumed} tokens of output cannot be resumed where {longest} are the most",
+            param="resumed_tokens",
+        )
+    _check_ids(request.resumed_tokens, limits, "resumed_tokens")
+
+
+def _check_logprobs(request: GenerateRequest, logprobs: LogprobParams) -> None:
+    if logprobs.top < 0:
+        raise InvalidRequest(f"top is out of its range: {logprobs.top}", param="top_logprobs")
+    start = logprobs.input_start
+    if start is None:
+        return
+    if start < request.history_len:
+        raise InvalidRequest(
+            f"input log-probabilities reach back to position {start}, but the session has committed "
+            f"{request.history_len} tokens; ask from {request.history_len} on",
+            param="logprob_start_len",
+        )
+    if start >= request.prompt_len:
+        raise InvalidRequest(
+            f"input log-probabilities from position {start} lie past the input's {request.prompt_len} tokens",
+            param="logprob_start_len",
+        )

@@ -1,0 +1,95 @@
+"""What could never run, or would spoil a step for those beside it, is refused where it is submitted, by its field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.api import ContextLengthExceeded, InvalidRequest, LogprobParams, RequestTooLarge, SamplingParams
+from tests.unit.engine.driver import VOCAB, request
+from tests.unit.engine.engine_rig import Rig, running
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "param", "says"),
+    [
+        ({"new_tokens": []}, InvalidRequest, "input_ids", "at least one new token"),
+        ({"new_tokens": [1, VOCAB]}, InvalidRequest, "input_ids", f"0..{VOCAB - 1}"),
+        ({"new_tokens": [-1]}, InvalidRequest, "input_ids", f"0..{VOCAB - 1}"),
+        ({"new_tokens": [1], "history": [1], "history_len": 2}, InvalidRequest, "history_len", "fit"),
+        ({"new_tokens": [1], "history": [1], "history_len": -1}, InvalidRequest, "history_len", "fit"),
+        ({"new_tokens": [1] * 256}, ContextLengthExceeded, "input_ids", "256 tokens long .0 of history"),
+        (
+            {"new_tokens": [1] * 6, "history": [1] * 250, "history_len": 250},
+            ContextLengthExceeded, "input_ids", "250 of history.; the model's context length is 256",
+        ),
+        (
+            {"new_tokens": [1] * 100, "max_new_tokens": 29},
+            RequestTooLarge, "max_new_tokens", "129 tokens need 33 KV pages, the whole pool has 32",
+        ),
+        (
+            {"new_tokens": [1, 2], "history": [1] * 8, "history_len": 8, "logprobs": LogprobParams(input_start=7)},
+            InvalidRequest, "logprob_start_len", "reach back to position 7.*committed 8 tokens; ask from 8 on",
+        ),
+        (
+            {"new_tokens": [1, 2], "logprobs": LogprobParams(input_start=2)},
+            InvalidRequest, "logprob_start_len", "past the input's 2 tokens",
+        ),
+        (
+            {"new_tokens": [1, 2], "logprobs": LogprobParams(input_start=-1)},
+            InvalidRequest, "logprob_start_len", "position -1",
+        ),
+        ({"new_tokens": [1], "logprobs": LogprobParams(top=-1)}, InvalidRequest, "top_logprobs", "-1"),
+        (
+            {"new_tokens": [1], "max_new_tokens": 4, "resumed_tokens": [1] * 5},
+            InvalidRequest, "resumed_tokens", "5 tokens of output cannot be resumed where 4 are the most",
+        ),
+        ({"new_tokens": [1], "resumed_tokens": [VOCAB]}, InvalidRequest, "resumed_tokens", f"0..{VOCAB - 1}"),
+    ],
+)  # fmt: skip
+def test_what_could_never_run_is_refused_at_once(
+    options: dict[str, Any], error: type[Exception], param: str, says: str
+) -> None:
+    rig = Rig(num_pages=32)
+    with pytest.raises(error, match=says) as caught:
+        rig.submit(request("r", **options))
+    assert caught.value.param == param  # type: ignore[attr-defined]
+    assert rig.engine.stats().waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_new_tokens", [-1]),
+        ("temperature", [-0.1, math.inf, math.nan]),
+        ("top_p", [0.0, 1.1, math.nan]),
+        ("top_k", [-1, 2**31]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("frequency_penalty", [math.inf, math.nan]),
+        ("presence_penalty", [-math.inf, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
+        ("logit_bias", [{VOCAB: 1.0}, {-1: 1.0}, {1: math.nan}, {1: math.inf}]),
+        ("stop_token_ids", [frozenset({VOCAB}), frozenset({-1})]),
+    ],
+)
+def test_sampling_out_of_range_is_refused(field: str, values: list[Any]) -> None:
+    rig = Rig()
+    for value in values:
+        sampling = replace(SamplingParams(), **{field: value})
+        with pytest.raises(InvalidRequest) as caught:
+            rig.submit(request("r", [1], sampling=sampling))
+        assert caught.value.param == field
+    assert rig.engine.stats().waiting == 0
+
+
+def test_the_ends_of_the_ranges_are_taken() -> None:
+    least = SamplingParams(
+        4, 0.0, 1e-9, 0, 0.0, logit_bias={0: -1e30}, stop_token_ids=frozenset({0}), seed=-1
+    )
+    most = SamplingParams(4, 1e4, 1.0, 2**31 - 1, 1.0, logit_bias={VOCAB - 1: 100.0}, seed=2**80)
+    with running() as rig:
+        for name, sampling in (("least", least), ("most", most)):
+            assert rig.generate(request(name, [1, 2], sampling=sampling)).token_ids
