@@ -114,14 +114,15 @@ class ClusterClient:
         return [_session_info(entry, now_s) for entry in entries]
 
     async def audit(self) -> dict[str, Any]:
-        answers = await self._replicas.broadcast("audit")
+        expected: set[str] = set()
+        trouble = None
         try:
             expected = {status.replica_id for status in await self._controller.replicas()}
         except ControllerError as error:
-            return cluster_audit(answers, (), f"who should have answered is not known: {error.message}")
-        silent = expected - {answer["replica_id"] for answer in answers}
-        late = await asyncio.gather(*map(self._late_audit, silent))
-        return cluster_audit([*answers, *(answer for answer in late if answer is not None)], expected)
+            trouble = f"who should have answered is not known: {error.message}"
+        names = expected.union(await self._replicas.running())
+        answers = await asyncio.gather(*map(self._audit_of, names))
+        return cluster_audit([answer for answer in answers if answer is not None], expected, trouble)
 
     async def server_info(self) -> dict[str, Any]:
         return {
@@ -141,8 +142,8 @@ class ClusterClient:
     async def healthy(self) -> bool:
         return await self._replicas.any_answers(FIGURES_TIMEOUT_S)
 
-    async def _late_audit(self, replica_id: str) -> dict[str, Any] | None:
-        """Of a replica that the broadcast did not reach."""
+    async def _audit_of(self, replica_id: str) -> dict[str, Any] | None:
+        """None if it does not answer in time, or is still unknown here once newcomers are known."""
         deadline_s = time.monotonic() + self._newcomer_grace_s
         while True:
             try:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 ANY_REPLICA = ""
 CANCEL_TIMEOUT_S = 1.0
+ROUTER_TIMEOUT_S = 3.0
 TOO_LARGE = ErrorInfo(
     413,
     "request_too_large",
@@ -85,10 +86,10 @@ class ReplicaCalls:
             _cancel(response)
             raise
 
-    async def running(self, timeout_s: float | None = None) -> tuple[str, ...]:
-        """The replicas that run, as far as Serve knows; none if it does not know in time."""
+    async def running(self) -> tuple[str, ...]:
+        """The replicas that run, as far as Serve knows. Its router, which is here, waits while there are none."""
         try:
-            await self.call(ALL_REPLICAS, "name", timeout_s=timeout_s)
+            await self.call(ALL_REPLICAS, "name", timeout_s=ROUTER_TIMEOUT_S)
         except RunningReplicas as answer:
             return answer.replica_ids
         except ReplicaGone:
@@ -98,7 +99,7 @@ class ReplicaCalls:
     async def broadcast(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """The answers of all replicas that answer in time, in the order of `running`. Serve's own broadcast gives none
         if one is missing."""
-        names = await self.running(timeout_s)
+        names = await self.running()
         calls = (self.call(name, method, *args, timeout_s=timeout_s) for name in names)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for name, answer in zip(names, answers, strict=True):
@@ -108,7 +109,7 @@ class ReplicaCalls:
 
     async def any_answers(self, timeout_s: float) -> bool:
         """Whether one replica does, whatever the others do."""
-        names = await self.running(timeout_s)
+        names = await self.running()
         calls = [asyncio.create_task(self.call(name, "name", timeout_s=timeout_s)) for name in names]
         try:
             for answer in asyncio.as_completed(calls):

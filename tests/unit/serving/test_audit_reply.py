@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -70,26 +71,32 @@ def test_whoever_did_not_answer_is_named() -> None:
 
 
 class Replicas:
-    """Serve's router knows replica a, and b after it was asked for it `asked` times, if ever."""
+    """Serve's router knows replica a, and b after it was asked for it `asked` times, if ever. A call of b takes
+    `silence_s`."""
 
-    def __init__(self, asked: float = math.inf) -> None:
+    def __init__(self, asked: float = math.inf, silence_s: float = 0.0) -> None:
         self._asked = asked
+        self._silence_s = silence_s
+        self.calls: list[str] = []
 
-    async def broadcast(self, method: str) -> list[Any]:
-        assert method == "audit"
-        return [clean("a")]
+    async def running(self) -> tuple[str, ...]:
+        return ("a",)
 
     async def call(self, replica_id: str, method: str) -> Any:
-        assert (replica_id, method) == ("b", "audit")
-        if self._asked:
-            self._asked -= 1
-            raise ReplicaGone(replica_id)
-        return clean("b")
+        assert method == "audit"
+        self.calls.append(replica_id)
+        if replica_id == "b":
+            await asyncio.sleep(self._silence_s)
+            if self._asked:
+                self._asked -= 1
+                raise ReplicaGone(replica_id)
+        return clean(replica_id)
 
 
 def client_of(replicas: Replicas, controller: Controller, grace_s: float) -> ClusterClient:
     parts: dict[str, Any] = {"replicas": replicas, "controller": controller, "newcomer_grace_s": grace_s}
-    return ClusterClient(model=None, dispatcher=None, metrics=None, settings={}, **parts)  # type: ignore[arg-type]
+    unused: dict[str, Any] = dict.fromkeys(("model", "siblings", "dispatcher", "metrics"))
+    return ClusterClient(settings={}, **parts, **unused)
 
 
 class Controller:
@@ -112,6 +119,14 @@ async def test_the_controller_knows_who_should_have_answered(error: ControllerEr
     else:
         assert audit["error"] == "who should have answered is not known: no answer"
         assert [each["clean"] for each in audit["replicas"]] == [True]
+
+
+async def test_a_silent_replica_is_asked_once() -> None:
+    """A call that nobody answered has taken all the time that newcomers get."""
+    replicas = Replicas(silence_s=0.01)
+    audit = await client_of(replicas, Controller(), grace_s=0.01).audit()
+    assert sorted(replicas.calls) == ["a", "b"]
+    assert [each["clean"] for each in audit["replicas"]] == [True, False]
 
 
 async def test_a_replica_that_has_just_started_is_waited_for() -> None:
