@@ -21,6 +21,7 @@ from serving.errors import error_info, unavailable
 from serving.metrics import IngressMetrics, merge_expositions, render_gauges
 from serving.replica_calls import ReplicaCalls
 from serving.routing_errors import ReplicaGone
+from serving.siblings import Siblings
 from serving.turn_dispatch import NEWCOMER_GRACE_S, RETRY_PAUSE_S, TurnDispatcher
 from serving.turns import (
     ErrorInfo,
@@ -47,6 +48,7 @@ class ClusterClient:
         *,
         model: ModelInfo,
         replicas: ReplicaCalls,
+        siblings: Siblings,
         controller: ControllerCalls,
         dispatcher: TurnDispatcher,
         metrics: IngressMetrics,
@@ -55,6 +57,7 @@ class ClusterClient:
     ) -> None:
         self._model = model
         self._replicas = replicas
+        self._siblings = siblings
         self._controller = controller
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -96,8 +99,13 @@ class ClusterClient:
             raise ServiceError(error_info(error)) from error
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
-        if all_requests or request_id is not None:
-            await self._replicas.broadcast("abort", None if all_requests else request_id, tenant)
+        if not all_requests and request_id is None:
+            return
+        named = None if all_requests else request_id
+        # A turn that no replica has is its ingress's, and so is one on its way to a replica: first these.
+        self._dispatcher.abort(named, tenant)
+        await self._siblings.ask("abort", named, tenant)
+        await self._replicas.broadcast("abort", named, tenant)
 
     async def flush(self) -> bool:
         answers = await self._replicas.broadcast("flush")

@@ -1,4 +1,4 @@
-"""The HTTP front end as a Ray Serve deployment: any number of them, none of which knows anything the others need."""
+"""The HTTP front end as a Ray Serve deployment: any number of them, each with its clients' turns and its own counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serving.background import BackgroundTasks
-from serving.cluster_client import ClusterClient
+from serving.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.config import AppArgs
 from serving.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
 from serving.http import create_http_app
@@ -18,6 +18,7 @@ from serving.metrics import IngressMetrics
 from serving.ownership_cache import OwnershipCache
 from serving.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.routing_errors import ReplicaGone
+from serving.siblings import Siblings
 from serving.turn_dispatch import TurnDispatcher
 from serving.turns import ModelInfo
 
@@ -39,8 +40,9 @@ class Ingress:
         calls = self._replicas = ReplicaCalls(
             replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
         )
-        metrics = IngressMetrics(serve.get_replica_context().replica_id.unique_id)
-        dispatcher = TurnDispatcher(
+        itself = serve.get_replica_context()
+        metrics = self._metrics = IngressMetrics(itself.replica_id.unique_id)
+        dispatcher = self._dispatcher = TurnDispatcher(
             calls,
             controller,
             OwnershipCache(CACHED_OWNERS),
@@ -50,6 +52,7 @@ class Ingress:
         self._service = ClusterClient(
             model=await _model_info(calls),
             replicas=calls,
+            siblings=Siblings(serve.get_deployment_handle(itself.deployment), FIGURES_TIMEOUT_S),
             controller=controller,
             dispatcher=dispatcher,
             metrics=metrics,
@@ -61,6 +64,14 @@ class Ingress:
 
         # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
+
+    async def abort(self, request_id: str | None, tenant: str) -> None:
+        """Of turns whose clients are here, see TurnDispatcher.abort."""
+        self._dispatcher.abort(request_id, tenant)
+
+    async def metrics_text(self) -> tuple[str, str]:
+        """This ingress's id and what it has counted."""
+        return self._metrics.ingress_id, self._metrics.render()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app: FastAPI = create_http_app(lambda: self._service)

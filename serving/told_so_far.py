@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from serving.turns import ResumedTurn, TextLogprob, TurnEvent
+from serving.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
 
 
 class ToldSoFar:
@@ -21,6 +21,7 @@ class ToldSoFar:
         """None until something has been told."""
         self._again: dict[str, int] = {}
         """How much this attempt will still tell once more, by the field of TurnEvent that tells it."""
+        self._last = TurnEvent()
 
     def news(self, event: TurnEvent) -> TurnEvent | None:
         """What of the attempt's next event the client has not been told; None if that is nothing."""
@@ -39,7 +40,13 @@ class ToldSoFar:
         self._input_logprobs += event.input_logprobs
         if event.turn_index is not None:
             self._turn_index = event.turn_index
+        self._last = event
         return event
+
+    def aborted(self) -> TurnEvent:
+        """The end of a turn that was aborted while nobody had it: the totals are those told last."""
+        nothing_new: dict[str, Any] = dict.fromkeys(("token_ids", "logprobs", "input_logprobs"), ())
+        return replace(self._last, text="", finish=TurnFinish("abort"), **nothing_new)
 
     def begin_again(self) -> ResumedTurn:
         """Another attempt follows, at a replica that is handed this.

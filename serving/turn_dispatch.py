@@ -17,12 +17,12 @@ from typing import Any
 
 from controllers.errors import ControllerError, NoReplica
 from serving.controller_calls import ControllerCalls
+from serving.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.errors import REPLICA_LOST, SESSION_NOT_FOUND, STALE_EPOCH, error_info, unavailable
 from serving.metrics import IngressMetrics
 from serving.ownership_cache import Owner, OwnershipCache
 from serving.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.routing_errors import ReplicaGone
-from serving.told_so_far import ToldSoFar
 from serving.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -73,15 +73,27 @@ class TurnDispatcher:
         self._failover_timeout_s = failover_timeout_s
         self._seen: set[str] = set()
         self._missing_since_s: dict[str, float] = {}
+        self._turns: set[DispatchedTurn] = set()
 
     @asynccontextmanager
     async def dispatch(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         """The turn's events; the first is there. Raises ServiceError if the turn was refused."""
-        call = _with_key(call)
-        async with AsyncExitStack() as stack:
-            attempt = await self._start(call, stack)
-            async with aclosing(self._events(call, attempt, stack)) as events:
-                yield events
+        turn = DispatchedTurn(_with_key(call))
+        self._turns.add(turn)
+        try:
+            async with AsyncExitStack() as stack:
+                attempt = await self._start(turn, turn.call, stack)
+                async with aclosing(self._events(turn, attempt, stack)) as events:
+                    yield events
+        finally:
+            self._turns.remove(turn)
+
+    def abort(self, request_id: str | None, tenant: str) -> None:
+        """Aborts the tenant's turns of that name, or all of them, that no replica has. The replicas are to be told
+        afterwards: whoever answers a turn from now on is told again."""
+        for turn in self._turns:
+            if turn.call.named(request_id, tenant):
+                turn.abort()
 
     async def open_session(
         self, session_id: str | None, tenant: str, timeout_s: float | None, capacity_tokens: int | None
@@ -143,7 +155,19 @@ class TurnDispatcher:
     def forget(self, session_id: str, tenant: str = "") -> None:
         self._owners.forget(tenant, session_id)
 
-    async def _start(self, call: TurnCall, stack: AsyncExitStack) -> Attempt:
+    async def _start(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt | None:
+        """The first replica that answers `call`; None if the turn was aborted before. Raises ServiceError."""
+        try:
+            async with turn.search():
+                attempt = await self._find_taker(call, stack)
+        except TurnAborted:
+            return None
+        if turn.aborted:
+            # The abort may have been at the replica before the call was.
+            await self._replicas.broadcast("abort", call.request_id, call.tenant, timeout_s=ABORT_TIMEOUT_S)
+        return attempt
+
+    async def _find_taker(self, call: TurnCall, stack: AsyncExitStack) -> Attempt:
         """Tries until a replica answers; `stack` then holds the stream. Raises ServiceError."""
         deadline_s = time.monotonic() + self._failover_timeout_s
         failed, asked_anew = call.resumed is not None, False
@@ -200,11 +224,13 @@ class TurnDispatcher:
                 raise ServiceError(error_info(error)) from error
 
     async def _events(
-        self, call: TurnCall, attempt: Attempt, stack: AsyncExitStack
+        self, turn: DispatchedTurn, attempt: Attempt | None, stack: AsyncExitStack
     ) -> AsyncGenerator[TurnEvent, None]:
         """The whole turn, at however many replicas. `stack` holds the stream of the present one."""
-        told = ToldSoFar()
         for takeovers_left in range(MOST_TAKEOVERS, -1, -1):
+            if attempt is None:
+                yield turn.told.aborted()
+                return
             failure = BROKEN_OFF
             try:
                 async with aclosing(attempt.events()) as events:
@@ -212,7 +238,7 @@ class TurnDispatcher:
                         if event.error is not None and event.error.code in RETRIED_CODES:
                             failure = event.error
                             break
-                        news = told.news(event)
+                        news = turn.told.news(event)
                         if news is not None:
                             yield news
                         if event.finish is not None or event.error is not None:
@@ -221,32 +247,37 @@ class TurnDispatcher:
                 failure = LOST
                 await self._lost(attempt.replica_id)
             await stack.aclose()
+            if turn.aborted:
+                yield turn.told.aborted()
+                return
             if failure is BROKEN_OFF or not takeovers_left:
                 yield TurnEvent(error=failure)
                 return
             try:
-                attempt = await self._take_over(call, told, stack)
+                attempt = await self._take_over(turn, stack)
             except ServiceError as error:
                 yield TurnEvent(error=error.info)
                 return
 
-    async def _take_over(self, call: TurnCall, told: ToldSoFar, stack: AsyncExitStack) -> Attempt:
-        """The turn goes on behind what the client knows. Raises ServiceError."""
+    async def _take_over(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
+        """The turn goes on behind what the client knows; None if it was aborted. Raises ServiceError."""
         self._metrics.failed_over()
-        session = call.session
+        call, session = turn.call, turn.call.session
         if session is not None:
             self.forget(session.session_id, call.tenant)
             # Closed meanwhile, it is not to begin anew.
             session = replace(session, create=False)
+        resumed = replace(call, session=session, resumed=turn.told.begin_again())
         try:
-            attempt = await self._start(replace(call, session=session, resumed=told.begin_again()), stack)
+            attempt = await self._start(turn, resumed, stack)
         except ServiceError as error:
             # The call was good when it began: what is wrong with it now is nothing that its client could mend.
             if error.info.status in CLIENTS_FAULTS:
                 logger.warning("request %s cannot go on elsewhere: %s", call.request_id, error.info.message)
                 raise ServiceError(LOST) from error
             raise
-        self._metrics.taken_over()
+        if attempt is not None:
+            self._metrics.taken_over()
         return attempt
 
     def _saw(self, replica_id: str) -> None:

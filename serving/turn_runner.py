@@ -85,11 +85,7 @@ class TurnRunner:
 
     def abort(self, request_id: str | None, tenant: str) -> int:
         """Aborts the tenant's requests of that name, or all of them; returns how many. They end with reason "abort"."""
-        chosen = [
-            live.request_id
-            for live in self._live.values()
-            if live.call.tenant == tenant and request_id in (None, live.call.request_id)
-        ]
+        chosen = [live.request_id for live in self._live.values() if live.call.named(request_id, tenant)]
         try:
             for engine_id in chosen:
                 self._engine.abort(engine_id)

@@ -106,6 +106,10 @@ class TurnCall:
     tenant: str = ""
     resumed: ResumedTurn | None = None
 
+    def named(self, request_id: str | None, tenant: str) -> bool:
+        """Whether who names `request_id` of `tenant` means this call; None names all of the tenant's."""
+        return self.tenant == tenant and request_id in (None, self.request_id)
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
@@ -263,6 +267,6 @@ class TurnService(Protocol):
         """What a walk over every KV page of every replica found, JSON ready (serving/audit_reply.py)."""
 
     async def metrics_text(self) -> str:
-        """Prometheus exposition of every replica, the controller and the ingress."""
+        """Prometheus exposition of every replica, the controller and every ingress."""
 
     async def healthy(self) -> bool: ...

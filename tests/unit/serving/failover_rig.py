@@ -40,7 +40,8 @@ class Replicas:
     """Stands in for ReplicaCalls.
 
     `losses` says when a replica is lost; `dead` are lost. A lost replica's turn is cut off, as if its process had died.
-    If it only `seems_lost` the turn goes on unheard: `unheard` are such turns. `calls` are those begun.
+    If it only `seems_lost` the turn goes on unheard: `unheard` are such turns. `calls` are those begun; while not
+    `delivered` they are on their way.
     """
 
     def __init__(self, rigs: dict[str, Rig]) -> None:
@@ -50,16 +51,23 @@ class Replicas:
         self.seems_lost = False
         self.unheard: list[asyncio.Task[list[TurnEvent]]] = []
         self.calls: list[tuple[str, TurnCall]] = []
+        self.delivered = asyncio.Event()
+        self.delivered.set()
+
+    async def broadcast(self, method: str, *args: Any, **_options: Any) -> list[int]:
+        assert method == "abort"
+        return [rig.turns.abort(*args) for name, rig in self.rigs.items() if name not in self.dead]
 
     @asynccontextmanager
     async def turn(
         self, replica_id: str, call: TurnCall, epoch: int | None
     ) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         if replica_id == ANY_REPLICA:
-            replica_id = next(name for name in self.rigs if name not in self.dead)
+            replica_id = next((name for name in self.rigs if name not in self.dead), "a")
         if replica_id in self.dead:
             raise ReplicaGone(replica_id)
         self.calls.append((replica_id, call))
+        await self.delivered.wait()
         events = self.rigs[replica_id].events(call, epoch)
         try:
             yield self._until_lost(replica_id, events)

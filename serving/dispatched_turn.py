@@ -1,0 +1,54 @@
+"""A turn as its ingress holds it for the client: wherever the turn is at the moment, here an abort finds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from serving.told_so_far import ToldSoFar
+from serving.turns import TurnCall
+
+ABORT_TIMEOUT_S = 2.0
+"""So long may a turn that is aborted look for a replica: one that has it tells how it ended."""
+
+
+class TurnAborted(Exception):
+    """The turn was aborted while no replica had it."""
+
+
+class DispatchedTurn:
+    """Owned by its dispatch, from the client's call to the last event. Used on the ingress's event loop only.
+
+    `told` is what of it the client has been told.
+    """
+
+    def __init__(self, call: TurnCall) -> None:
+        self.call = call
+        self.told = ToldSoFar()
+        self._deadline_s: float | None = None
+        self._search: asyncio.Timeout | None = None
+
+    @property
+    def aborted(self) -> bool:
+        return self._deadline_s is not None
+
+    def abort(self) -> None:
+        if self.aborted:
+            return
+        self._deadline_s = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
+        if self._search is not None:
+            self._search.reschedule(self._deadline_s)
+
+    @asynccontextmanager
+    async def search(self) -> AsyncIterator[None]:
+        """Around the search for a replica that answers. Raises TurnAborted in place of going on for long."""
+        try:
+            async with asyncio.timeout_at(self._deadline_s) as self._search:
+                yield
+        except TimeoutError:
+            if self._search is None or not self._search.expired():
+                raise
+            raise TurnAborted from None
+        finally:
+            self._search = None

@@ -1,0 +1,31 @@
+"""Calls from an ingress to all ingresses: each alone knows its clients' turns, and what it has counted."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger(__name__)
+
+
+class Siblings:
+    """`handle` is that of the ingresses' own deployment. No call waits longer than `timeout_s`."""
+
+    def __init__(self, handle: DeploymentHandle, timeout_s: float) -> None:
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    async def ask(self, method: str, *args: Any) -> list[Any]:
+        """What the ingresses answer, this one among them. All that live are told; while one is frozen there are no
+        answers."""
+        try:
+            answers = await self._handle.broadcast(method, *args).results_async(
+                timeout_s=self._timeout_s, return_exceptions=True
+            )
+        except (DeploymentUnavailableError, TimeoutError) as error:
+            logger.warning("not all ingresses answered %s: %r", method, error)
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
