@@ -140,12 +140,18 @@ class ClusterClient:
         }
 
     async def metrics_text(self) -> str:
-        texts = await self._replicas.broadcast("metrics_text", timeout_s=FIGURES_TIMEOUT_S)
+        replicas, ingresses, stats = await asyncio.gather(
+            self._replicas.broadcast("metrics_text", timeout_s=FIGURES_TIMEOUT_S),
+            self._siblings.ask("metrics_text"),
+            self._controller_stats(),
+        )
         figures = [
             (_metric_name(name), f"Cluster controller: {name.replace('_', ' ')}.", value)
-            for name, value in (await self._controller_stats()).items()
+            for name, value in stats.items()
         ]
-        return merge_expositions([*texts, render_gauges(figures), self._metrics.render()])
+        # An ingress that runs shows at least its own.
+        by_ingress = dict(ingresses) | {self._metrics.ingress_id: self._metrics.render()}
+        return merge_expositions([*replicas, render_gauges(figures), *by_ingress.values()])
 
     async def healthy(self) -> bool:
         return await self._replicas.any_answers(FIGURES_TIMEOUT_S)

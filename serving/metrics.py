@@ -168,6 +168,7 @@ class IngressMetrics:
     """What one HTTP front end counts."""
 
     def __init__(self, ingress_id: str) -> None:
+        self.ingress_id = ingress_id
         self._registry = CollectorRegistry()
         self._failovers = Counter(
             "kedge_failovers",
