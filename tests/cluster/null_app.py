@@ -18,6 +18,7 @@ from serving.config import AppArgs
 
 CONTEXT_LEN = 4096
 STEP_S = 0.002
+HOLD = "hold"
 
 
 class PacedRunner(NullRunner):
@@ -41,4 +42,12 @@ def null_engine(settings: EngineSettings, sink: DeltaSink) -> Engine:
 
 
 def build(args: AppArgs) -> Application:
-    return compose(args, null_engine)
+    """A replica does not start while there is a file HOLD in the state directory."""
+    hold = Path(args.controller.state_dir) / HOLD
+
+    def once_it_may(settings: EngineSettings, sink: DeltaSink) -> Engine:
+        while hold.exists():
+            time.sleep(STEP_S)
+        return null_engine(settings, sink)
+
+    return compose(args, once_it_may)
