@@ -10,11 +10,12 @@ class ControllerError(Exception):
     """
 
     code: str = "controller_error"
+    param: str | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = param or self.param
 
 
 class SessionNotFound(ControllerError):
@@ -33,9 +34,7 @@ class TurnInFlight(ControllerError):
     """The session has a turn in flight; there is at most one."""
 
     code = "turn_in_flight"
-
-    def __init__(self, message: str, param: str | None = "session_id") -> None:
-        super().__init__(message, param)
+    param = "session_id"
 
 
 class TurnNotInFlight(ControllerError):
@@ -48,9 +47,7 @@ class SessionClosing(ControllerError):
     """The session is being closed and takes no more turns."""
 
     code = "session_closing"
-
-    def __init__(self, message: str, param: str | None = "session_id") -> None:
-        super().__init__(message, param)
+    param = "session_id"
 
 
 class StaleEpoch(ControllerError):
@@ -63,27 +60,21 @@ class InvalidRewind(ControllerError):
     """The rewind offset is not within the committed history."""
 
     code = "invalid_rewind"
-
-    def __init__(self, message: str, param: str | None = "offset") -> None:
-        super().__init__(message, param)
+    param = "offset"
 
 
 class InvalidFork(ControllerError):
     """The session cannot be forked there: its committed history is shorter."""
 
     code = "invalid_fork"
-
-    def __init__(self, message: str, param: str | None = "length") -> None:
-        super().__init__(message, param)
+    param = "length"
 
 
 class CapacityExceeded(ControllerError):
     """The session would grow past the capacity it was opened with."""
 
     code = "session_capacity_exceeded"
-
-    def __init__(self, message: str, param: str | None = "prompt") -> None:
-        super().__init__(message, param)
+    param = "prompt"
 
 
 class NoReplica(ControllerError):
@@ -106,9 +97,7 @@ class IdempotencyConflict(ControllerError):
     """The idempotency key was used before, for a different request."""
 
     code = "idempotency_conflict"
-
-    def __init__(self, message: str, param: str | None = "idempotency_key") -> None:
-        super().__init__(message, param)
+    param = "idempotency_key"
 
 
 class StoreError(ControllerError):

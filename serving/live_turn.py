@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from controllers.session import Turn
 from engine.api import Finish, FinishReason, TokenDelta
 from serving.mailbox import Inbox
 from serving.metrics import ReplicaMetrics
 from serving.text import OutputText, TextProcessor
-from serving.turn_events import merge_events
+from serving.turn_events import end_behind, merge_events
 from serving.turns import ResumedTurn, TurnCall, TurnEvent, TurnFinish
 
 NOTHING = ResumedTurn(())
@@ -44,7 +44,7 @@ class LiveTurn:
         assert self.finish is not None
         last = self.told[-1] if self.told else TurnEvent(prompt_tokens=len(self.new_tokens))
         finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
-        return replace(last, text="", token_ids=(), logprobs=(), input_logprobs=(), finish=finish)
+        return end_behind(last, finish)
 
 
 class TurnTeller:

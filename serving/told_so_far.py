@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from serving.turn_events import end_behind
 from serving.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
 
 
@@ -45,8 +46,7 @@ class ToldSoFar:
 
     def aborted(self) -> TurnEvent:
         """The end of a turn that was aborted while nobody had it: the totals are those told last."""
-        nothing_new: dict[str, Any] = dict.fromkeys(("token_ids", "logprobs", "input_logprobs"), ())
-        return replace(self._last, text="", finish=TurnFinish("abort"), **nothing_new)
+        return end_behind(self._last, TurnFinish("abort"))
 
     def begin_again(self) -> ResumedTurn:
         """Another attempt follows, at a replica that is handed this.

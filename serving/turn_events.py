@@ -1,11 +1,11 @@
-"""Events of a turn joined to fewer, and cut to smaller ones. What they tell stays the same."""
+"""Events of a turn joined to fewer, cut to smaller ones, and ended. What they tell stays the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from serving.turns import TurnEvent
+from serving.turns import TurnEvent, TurnFinish
 
 
 def merge_events(events: list[TurnEvent], last: TurnEvent) -> TurnEvent:
@@ -18,6 +18,11 @@ def merge_events(events: list[TurnEvent], last: TurnEvent) -> TurnEvent:
         logprobs=tuple(entry for event in every for entry in event.logprobs),
         input_logprobs=tuple(entry for event in every for entry in event.input_logprobs),
     )
+
+
+def end_behind(last: TurnEvent, finish: TurnFinish) -> TurnEvent:
+    """An event that tells the end alone; totals are those of `last`."""
+    return replace(last, text="", token_ids=(), logprobs=(), input_logprobs=(), finish=finish)
 
 
 def event_weight(event: TurnEvent) -> int:
