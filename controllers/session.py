@@ -122,12 +122,11 @@ class SessionController:
         rewind_to: int | None = None,
         idempotency_key: str | None = None,
         digest: str | None = None,
-        new_len: int = 1,
     ) -> Turn | Replay:
         """Starts a turn, or returns the stored result if the idempotency key has run before.
 
         `rewind_to` is the number of history tokens to keep. `digest` identifies the request: a replay under
-        another digest is refused. `new_len` is the number of new input tokens, as far as known.
+        another digest is refused.
 
         Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, InvalidRewind
         and CapacityExceeded; nothing is changed then.
@@ -143,8 +142,8 @@ class SessionController:
                 f"cannot rewind to {history_len}: committed history has {committed_len} tokens"
             )
         room_tokens = None if session.capacity_tokens is None else session.capacity_tokens - history_len
-        if room_tokens is not None and room_tokens < max(new_len, 1):
-            raise _capacity_error(session_id, session.capacity_tokens, history_len + max(new_len, 1))
+        if room_tokens is not None and room_tokens < 1:
+            raise _capacity_error(session_id, session.capacity_tokens, history_len + 1)
         session.turn = Turn(
             session_id=session_id,
             epoch=epoch,
@@ -289,11 +288,6 @@ class SessionController:
             )
             for session_id, session in self._sessions.items()
         ]
-
-    def last_token(self, session_id: str) -> int | None:
-        """Last committed token; None if there is none. Raises SessionNotFound."""
-        history = self._get(session_id).history
-        return history[-1] if history else None
 
     def committed_len(self, session_id: str) -> int:
         """Committed tokens of the session. Raises SessionNotFound."""

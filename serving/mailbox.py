@@ -54,10 +54,6 @@ class Mailbox:
     def close(self, request_id: str) -> None:
         self._inboxes.pop(request_id, None)
 
-    def request_ids(self) -> list[str]:
-        """Requests that have not ended."""
-        return list(self._inboxes)
-
     def _distribute(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
             inbox = self._inboxes.get(delta.request_id)

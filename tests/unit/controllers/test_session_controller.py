@@ -57,14 +57,12 @@ def _history(controller: SessionController) -> list[int]:
 
 def test_turns_append(controller: SessionController) -> None:
     controller.adopt(_record())
-    assert controller.last_token("s") is None
     first = _run_turn(controller, [1, 2], [3])
     second = _run_turn(controller, [4], [5, 6])
     assert _history(controller) == [1, 2, 3, 4, 5, 6]
     assert (first.turn_index, first.start_len, first.input_len, first.end_len) == (0, 0, 2, 3)
     assert (second.turn_index, second.start_len, second.input_len, second.end_len) == (1, 3, 1, 6)
     assert decode_tokens(second.tokens) == [4, 5, 6]
-    assert controller.last_token("s") == 6
     assert controller.committed_len("s") == 6
 
 
@@ -216,8 +214,6 @@ def test_unknown_session(controller: SessionController) -> None:
         controller.begin_turn("s", 1)
     with pytest.raises(SessionNotFound):
         controller.committed_len("s")
-    with pytest.raises(SessionNotFound):
-        controller.last_token("s")
     assert controller.epoch("s") is None
     assert not controller.knows("s", 1)
     assert controller.close("s")
@@ -319,9 +315,7 @@ def test_a_session_may_bring_its_own_timeout(controller: SessionController, cloc
 
 def test_capacity(controller: SessionController) -> None:
     controller.adopt(_record([1, 2], capacity_tokens=4))
-    with pytest.raises(CapacityExceeded):
-        _begin(controller, new_len=3)
-    turn = _begin(controller, new_len=1)
+    turn = _begin(controller)
     assert turn.room_tokens == 2
     with pytest.raises(CapacityExceeded):
         controller.prepare_commit(turn, [3], [4, 5], b"")
