@@ -10,7 +10,7 @@ from serving.told_so_far import ToldSoFar
 from serving.turns import TurnCall
 
 ABORT_TIMEOUT_S = 2.0
-"""So long may a turn that is aborted look for a replica: one that has it tells how it ended."""
+"""So long may a turn that is aborted look for a replica. One that has it tells how it ended; it may have committed."""
 
 
 class TurnAborted(Exception):
@@ -26,25 +26,21 @@ class DispatchedTurn:
     def __init__(self, call: TurnCall) -> None:
         self.call = call
         self.told = ToldSoFar()
-        self._deadline_s: float | None = None
+        self.aborted = False
         self._search: asyncio.Timeout | None = None
-
-    @property
-    def aborted(self) -> bool:
-        return self._deadline_s is not None
 
     def abort(self) -> None:
         if self.aborted:
             return
-        self._deadline_s = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
+        self.aborted = True
         if self._search is not None:
-            self._search.reschedule(self._deadline_s)
+            self._search.reschedule(asyncio.get_running_loop().time() + ABORT_TIMEOUT_S)
 
     @asynccontextmanager
     async def search(self) -> AsyncIterator[None]:
-        """Around the search for a replica that answers. Raises TurnAborted in place of going on for long."""
+        """Around a search for a replica that answers. Raises TurnAborted in place of going on for long."""
         try:
-            async with asyncio.timeout_at(self._deadline_s) as self._search:
+            async with asyncio.timeout(ABORT_TIMEOUT_S if self.aborted else None) as self._search:
                 yield
         except TimeoutError:
             if self._search is None or not self._search.expired():

@@ -247,9 +247,6 @@ class TurnDispatcher:
                 failure = LOST
                 await self._lost(attempt.replica_id)
             await stack.aclose()
-            if turn.aborted:
-                yield turn.told.aborted()
-                return
             if failure is BROKEN_OFF or not takeovers_left:
                 yield TurnEvent(error=failure)
                 return

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from failover_rig import Failover, behind, running_failover
+from failover_rig import Failover, at_the_end, behind, running_failover
 from replica_rig import call
 
 from serving import dispatched_turn, turn_dispatch
@@ -119,6 +119,30 @@ async def test_it_overtakes_the_call(
     assert len((await aborted(turn)).token_ids) < 400
     assert 'kedge_turns_total{outcome="aborted",replica="a"} 1.0' in served.rigs[0].metrics.render()
     assert served.committed("s") == (0, 0)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+async def test_its_replica_is_lost_before_it_can_say_how_the_turn_ended(
+    served: Failover, committed: bool
+) -> None:
+    """Another one finds out: whoever is told of an abort has a session without the turn."""
+
+    def lost(number: int, event: TurnEvent) -> bool:
+        if not (at_the_end if committed else behind(3))(number, event):
+            return False
+        served.dispatcher.abort("mine", "")
+        return True
+
+    served.replicas.losses = {"a": lost}
+    turn = asyncio.create_task(served.turn(call([5, 6, 7], "s", max_new_tokens=30, request_id="mine")))
+    if committed:
+        event = await turn
+        assert event.finish is not None
+        assert (event.finish.reason, event.completion_tokens) == ("length", 30)
+    else:
+        event = await aborted(turn)
+        assert 3 <= len(event.token_ids) < 30
+    assert served.committed("s") == ((1, 33) if committed else (0, 0))
 
 
 async def test_it_does_not_outlive_the_turn(served: Failover) -> None:
