@@ -77,6 +77,15 @@ class CapacityExceeded(ControllerError):
     param = "prompt"
 
 
+class ToolsDiffer(ControllerError):
+    """The turn names other tools than those that the session's history begins with."""
+
+    code = "tools_differ"
+
+    def __init__(self, message: str, param: str | None = "tools") -> None:
+        super().__init__(message, param)
+
+
 class NoReplica(ControllerError):
     """No live replica can own the session."""
 

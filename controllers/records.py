@@ -29,7 +29,8 @@ class SessionRecord:
     """A session as its owner needs it: identity, committed history and the results that can be replayed.
 
     `timeout_s` None is the default idle timeout; `capacity_tokens` None is unlimited. `results` is oldest
-    first. `open_key` identifies the request that opened the session, so that a retried open is recognized.
+    first. `open_key` identifies the request that opened the session, so that a retried open is recognized. `tools`
+    identifies those that its history begins with (None: none).
     """
 
     session_id: str
@@ -43,6 +44,7 @@ class SessionRecord:
     created_s: float = 0.0
     results: tuple[StoredResult, ...] = ()
     open_key: str | None = None
+    tools: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +56,8 @@ class TurnRecord:
     """One committed turn: history becomes `history[:start_len] + tokens`.
 
     `turn_index` counts the session's committed turns before this one. The first `input_len` of `tokens` are
-    input, the rest output. `start_len` below the committed length is a rewind.
+    input, the rest output. `start_len` below the committed length is a rewind. `tools` identifies those that the
+    turn named; where it begins the history they are the session's.
     """
 
     session_id: str
@@ -66,6 +69,7 @@ class TurnRecord:
     idempotency_key: str | None = None
     result: bytes = b""
     digest: str | None = None
+    tools: str | None = None
 
     @property
     def end_len(self) -> int:

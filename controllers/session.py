@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from controllers.errors import (
     CapacityExceeded,
@@ -18,6 +18,7 @@ from controllers.errors import (
     SessionClosing,
     SessionNotFound,
     StaleEpoch,
+    ToolsDiffer,
     TurnInFlight,
     TurnNotInFlight,
 )
@@ -43,6 +44,7 @@ class Turn:
     room_tokens: int | None = None
     idempotency_key: str | None = None
     digest: str | None = None
+    tools: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,7 @@ class _Session:
     capacity_tokens: int | None
     results: OrderedDict[str, StoredResult]
     idle_since_s: float
+    tools: str | None
     turn: Turn | Fork | None = None
     closing: bool = False
     close_deferred: bool = False
@@ -122,25 +125,25 @@ class SessionController:
         rewind_to: int | None = None,
         idempotency_key: str | None = None,
         digest: str | None = None,
+        tools: str | None = None,
     ) -> Turn | Replay:
         """Starts a turn, or returns the stored result if the idempotency key has run before.
 
         `rewind_to` is the number of history tokens to keep. `digest` identifies the request: a replay under
-        another digest is refused.
+        another digest is refused. `tools` identifies those that the turn names (None: none): with a history they
+        must be the ones that it begins with.
 
-        Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, InvalidRewind
-        and CapacityExceeded; nothing is changed then.
+        Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, InvalidRewind,
+        ToolsDiffer and CapacityExceeded; nothing is changed then.
         """
         session = self._at_epoch(session_id, epoch)
         if idempotency_key is not None and idempotency_key in session.results:
             return _replay(session_id, session.results[idempotency_key], digest)
         _check_free(session_id, session)
         committed_len = len(session.history)
-        history_len = committed_len if rewind_to is None else rewind_to
-        if not 0 <= history_len <= committed_len:
-            raise InvalidRewind(
-                f"cannot rewind to {history_len}: committed history has {committed_len} tokens"
-            )
+        history_len = _kept_len(committed_len, rewind_to)
+        if history_len and tools not in (None, session.tools):
+            raise _tools_error(session_id, session.tools)
         room_tokens = None if session.capacity_tokens is None else session.capacity_tokens - history_len
         if room_tokens is not None and room_tokens < 1:
             raise _capacity_error(session_id, session.capacity_tokens, history_len + 1)
@@ -154,6 +157,7 @@ class SessionController:
             room_tokens=room_tokens,
             idempotency_key=idempotency_key,
             digest=digest,
+            tools=tools,
         )
         return session.turn
 
@@ -180,7 +184,7 @@ class SessionController:
         parent = self._in_flight(fork)
         namesake = self._sessions.get(child.session_id)
         if namesake is None or (namesake.epoch < child.epoch and namesake.turn is None):
-            self._hold(child, fork.history[: fork.history_len])
+            self._hold(replace(child, tools=parent.tools), fork.history[: fork.history_len])
         self._end_turn(parent)
 
     def abort_fork(self, fork: Fork) -> None:
@@ -208,6 +212,7 @@ class SessionController:
             idempotency_key=turn.idempotency_key,
             result=result,
             digest=turn.digest,
+            tools=turn.tools,
         )
 
     def commit_turn(self, turn: Turn, record: TurnRecord) -> None:
@@ -220,6 +225,8 @@ class SessionController:
         assert (record.turn_index, record.start_len) == (turn.turn_index, turn.history_len)
         del session.history[record.start_len :]
         session.history.extend(decode_tokens(record.tokens))
+        if record.start_len == 0:
+            session.tools = record.tools
         session.turns += 1
         if record.idempotency_key is not None:
             session.results[record.idempotency_key] = StoredResult(
@@ -314,6 +321,7 @@ class SessionController:
             capacity_tokens=record.capacity_tokens,
             results=OrderedDict((r.idempotency_key, r) for r in record.results[-KEPT_RESULTS:]),
             idle_since_s=self._clock(),
+            tools=record.tools,
         )
 
     def _in_flight(self, turn: Turn | Fork) -> _Session:
@@ -339,6 +347,21 @@ def _replay(session_id: str, stored: StoredResult, digest: str | None) -> Replay
     if digest is not None and stored.digest is not None and digest != stored.digest:
         raise IdempotencyConflict(f"key {stored.idempotency_key!r} was used for a different request")
     return Replay(session_id, stored.turn_index, stored.result)
+
+
+def _kept_len(committed_len: int, rewind_to: int | None) -> int:
+    history_len = committed_len if rewind_to is None else rewind_to
+    if not 0 <= history_len <= committed_len:
+        raise InvalidRewind(f"cannot rewind to {history_len}: committed history has {committed_len} tokens")
+    return history_len
+
+
+def _tools_error(session_id: str, tools: str | None) -> ToolsDiffer:
+    began = "no tools" if tools is None else "others"
+    return ToolsDiffer(
+        f"tools: session {session_id!r} began with {began}. Its turns name the tools of the first one, or none; "
+        "open another session for these."
+    )
 
 
 def _capacity_error(session_id: str, capacity_tokens: int | None, needed_tokens: int) -> CapacityExceeded:

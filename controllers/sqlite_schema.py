@@ -8,7 +8,7 @@ from pathlib import Path
 from controllers.errors import StoreError
 
 _APPLICATION_ID = int.from_bytes(b"KEDG", "big")
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _LOCK_TIMEOUT_S = 20.0
 """How long a restarted controller waits for its former process to be gone: if it gives up, it stays down."""
 
@@ -25,7 +25,8 @@ CREATE TABLE IF NOT EXISTS sessions (
     capacity_tokens INTEGER,
     created_s REAL NOT NULL,
     last_used_s REAL NOT NULL,
-    open_key TEXT
+    open_key TEXT,
+    tools TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     session_id TEXT NOT NULL,
@@ -55,6 +56,14 @@ COMMIT;
 """
 
 
+_FROM_LAYOUT_1 = """
+BEGIN IMMEDIATE;
+ALTER TABLE sessions ADD COLUMN tools TEXT;
+PRAGMA user_version = 2;
+COMMIT;
+"""
+
+
 def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
     """Opens the log for one exclusive writer, creating file and folders as needed.
 
@@ -71,9 +80,11 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        _check_is_ours(connection, path)
+        layout = _layout(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
+        if layout == 1:
+            connection.executescript(_FROM_LAYOUT_1)
         # Writing takes the lock, so that a second writer is refused here and not at its first commit.
         connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))
     except (sqlite3.Error, OSError) as exc:
@@ -87,13 +98,14 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
     return connection
 
 
-def _check_is_ours(connection: sqlite3.Connection, path: Path) -> None:
+def _layout(connection: sqlite3.Connection, path: Path) -> int:
     """Reads only: a file that is something else stays as it is. An empty one is ours to fill."""
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-        return
+        return _SCHEMA_VERSION
     application_id = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if application_id != _APPLICATION_ID:
         raise StoreError(f"{path} is a database, but not a session log", "store_path")
-    if version != _SCHEMA_VERSION:
+    if version not in (1, _SCHEMA_VERSION):
         raise StoreError(f"{path} has layout {version}; this version reads {_SCHEMA_VERSION}", "store_path")
+    return version

@@ -61,7 +61,8 @@ class SqliteSessionStore:
             parent = _entry(db, parent_id)
             if not 0 <= length <= parent.tokens:
                 raise InvalidFork(f"cannot fork at {length}: committed history has {parent.tokens} tokens")
-            record = replace(record, history=self._history(db, parent)[: length * TOKEN_BYTES])
+            history = self._history(db, parent)[: length * TOKEN_BYTES]
+            record = replace(record, history=history, tools=_tools(db, parent_id))
             self._insert_session(db, record)
             db.execute(
                 "INSERT INTO turns (session_id, turn_index, start_len, input_len, tokens) VALUES (?, ?, 0, ?, ?)",
@@ -97,14 +98,16 @@ class SqliteSessionStore:
             if record.start_len < entry.tokens:
                 _delete_rewound(db, record)
             db.execute(
-                "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ? WHERE session_id = ?",
-                (record.end_len, self._clock(), record.session_id),
+                "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?,"
+                " tools = CASE WHEN ? = 0 THEN ? ELSE tools END WHERE session_id = ?",
+                (record.end_len, self._clock(), record.start_len, record.tools, record.session_id),
             )
 
     def load(self, session_id: str) -> SessionRecord:
         with self._transaction() as db:
             entry = _entry(db, session_id)
             history = self._history(db, entry)
+            tools = _tools(db, session_id)
             results = db.execute(
                 "SELECT idempotency_key, turn_index, result, digest FROM results"
                 " WHERE session_id = ? ORDER BY turn_index",
@@ -122,6 +125,7 @@ class SqliteSessionStore:
             created_s=entry.created_s,
             results=tuple(StoredResult(*row) for row in results),
             open_key=entry.open_key,
+            tools=tools,
         )
 
     def load_all_entries(self) -> list[LedgerEntry]:
@@ -158,7 +162,8 @@ class SqliteSessionStore:
 
     def _insert_session(self, db: sqlite3.Connection, record: SessionRecord) -> None:
         added = db.execute(
-            f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?)",
+            f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}, tools)"
+            " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?)",
             (
                 record.session_id,
                 record.tenant,
@@ -170,6 +175,7 @@ class SqliteSessionStore:
                 record.timeout_s,
                 record.capacity_tokens,
                 record.open_key,
+                record.tools,
             ),
         )
         if added.rowcount == 0:
@@ -209,6 +215,13 @@ def _entry(db: sqlite3.Connection, session_id: str) -> LedgerEntry:
     if row is None:
         raise SessionNotFound(f"no session {session_id!r}", "session_id")
     return _to_entry(row)
+
+
+def _tools(db: sqlite3.Connection, session_id: str) -> str | None:
+    tools: str | None = db.execute(
+        "SELECT tools FROM sessions WHERE session_id = ?", (session_id,)
+    ).fetchone()[0]
+    return tools
 
 
 def _to_entry(row: _EntryRow) -> LedgerEntry:

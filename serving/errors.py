@@ -25,6 +25,7 @@ STATUS_BY_CODE = MappingProxyType(
         "stale_epoch": 409,
         "invalid_rewind": 400,
         "invalid_fork": 400,
+        "tools_differ": 400,
         "session_capacity_exceeded": 400,
         "no_replica": 503,
         "overloaded": 429,

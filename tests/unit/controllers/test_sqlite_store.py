@@ -322,3 +322,31 @@ def test_full_sync(path: Path) -> None:
     store.open(SESSION)
     assert store.load("s") == SESSION
     store.disconnect()
+
+
+def test_tools_are_those_of_the_turn_that_begins_the_history(store: SqliteSessionStore) -> None:
+    store.open(SESSION)
+    store.append_turn(_turn(0, 0, [1, 2, 3], tools="first"))
+    store.append_turn(_turn(1, 3, [4], tools="first"))
+    store.append_turn(_turn(2, 4, [5]))
+    assert store.load("s").tools == "first"
+    store.fork("s", 2, replace(SESSION, session_id="child"))
+    assert store.load("child").tools == "first"
+    store.append_turn(_turn(3, 0, [6], tools="second"))
+    assert store.load("s").tools == "second", "rewound to nothing, it began anew"
+    store.append_turn(_turn(4, 0, [6]))
+    assert store.load("s").tools is None
+    assert store.load("child").tools == "first"
+
+
+def test_a_log_of_the_first_layout_gains_what_is_new(store: SqliteSessionStore, path: Path) -> None:
+    store.open(SESSION)
+    store.append_turn(_turn(0, 0, [1, 2, 3]))
+    store.disconnect()
+    with _edit(path) as connection:
+        connection.execute("ALTER TABLE sessions DROP COLUMN tools")
+        connection.execute("PRAGMA user_version = 1")
+    for _ in range(2):
+        again = SqliteSessionStore(path)
+        assert (_history(again), again.load("s").tools) == ([1, 2, 3], None)
+        again.disconnect()
