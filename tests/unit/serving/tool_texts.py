@@ -1,0 +1,52 @@
+"""Answers with function calls, in pieces of which more are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import strategies as st
+
+from serving.tool_calls.formats import FORMATS, FormatName
+from serving.tool_calls.parser import CallParser, CallPiece, Piece
+
+SCRAPS: dict[FormatName, list[str]] = {
+    "hermes": ["<tool_call>", "</tool_call>", "<tool", "_call>", "<tool_call>\n", "\n</tool_call>"],
+    "llama3": ["<|python_tag|>", "<|python", ";", "; ", '{"name": "f", "parameters": {"a": 1}}'],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_", "[", "]", ", ", '[TOOL_CALLS][{"name": "f", "arguments": {}}'],
+}
+COMMON = [
+    *'{}"\\ \n,:a<',
+    '{"name": "f", "arguments": {',
+    '{"name": "get_weather", "arguments": {"city": "Bern"}}',
+    '{"arguments": {"n": [1, {"m": "}"}]}, "name": "g"}',
+    '{"name": "h", "parameters": {"text": "a \\"quoted\\" </tool_call> \\\\"}}',
+    '{"name": "k"}',
+    "words",
+    "😀",
+]
+
+
+def texts(name: FormatName) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(SCRAPS[name] + COMMON), max_size=12).map("".join)
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    ends = sorted({min(place, len(text)) for place in places})
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+def read(name: FormatName, *parts: str) -> list[Piece]:
+    """What is told of an answer, with neighbours joined: content as one string, a call as one piece."""
+    parser = CallParser(FORMATS[name])
+    pieces = [piece for part in parts for piece in parser.push(part)] + parser.flush()
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, str) and isinstance(last, str):
+            joined[-1] = last + piece
+        elif isinstance(piece, CallPiece) and isinstance(last, CallPiece) and piece.name is None:
+            assert piece.index == last.index
+            joined[-1] = CallPiece(last.index, last.name, last.arguments + piece.arguments)
+        else:
+            joined.append(piece)
+    return joined
