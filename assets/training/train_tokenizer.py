@@ -21,6 +21,13 @@ SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 
 # Rendering is incremental: each message appends, nothing depends on what follows.
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}
+        {{- tool['function'] | tojson + '\\n' }}
+    {%- endfor %}
+    {{- 'A call:\\n<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
     {%- if message['content'] is string %}
@@ -32,6 +39,15 @@ CHAT_TEMPLATE = """\
             {%- endif %}
         {%- endfor %}
     {%- endif %}
+    {%- for call in message['tool_calls'] or [] %}
+        {%- set arguments = call['function']['arguments'] %}
+        {%- if message['content'] or not loop.first %}
+            {{- '\\n' }}
+        {%- endif %}
+        {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+        {{- arguments if arguments is string else arguments | tojson }}
+        {{- '}\\n</tool_call>' }}
+    {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
