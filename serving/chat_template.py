@@ -47,14 +47,31 @@ class ChatTemplate:
         self._reserved = frozenset(own) | {"messages", "bos_token", "eos_token"}
         self._not_incremental = self._probe()
 
-    def render(self, messages: Messages, kwargs: Mapping[str, Any]) -> str:
+    @property
+    def text_with_tools(self) -> str:
+        """The template itself, in its form for tools if it has two. Empty if the tokenizer cannot choose one."""
+        try:
+            return str(self._tokenizer.get_chat_template(tools=[{}]))
+        except ValueError:
+            return ""
+
+    def render(
+        self,
+        messages: Messages,
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """A whole conversation, up to the point where the model begins to answer."""
         if reserved := self._reserved.intersection(kwargs):
             name = min(reserved)
             raise InvalidRequest(f"{name!r} cannot be set for the chat template.", "chat_template_kwargs")
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **kwargs
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             message = f"The model's chat template refused the messages: {error}"

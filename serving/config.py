@@ -33,6 +33,7 @@ from engine.settings import (
 from serving.settings_file import read_args
 from serving.settings_paths import resolve_path, state_path
 from serving.strict_settings import SettingsError, StrictModel, faults
+from serving.tool_calls.formats import ToolCallsSetting
 
 SPECULATION = SpeculationSettings()
 
@@ -53,7 +54,8 @@ def _yaml_off(value: Any) -> Any:
 
 
 class ModelArgs(StrictModel):
-    """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id."""
+    """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id. `tool_calls` is the
+    format of its function calls; `auto` is what its chat template teaches."""
 
     path: NotEmpty
     name: str | None = None
@@ -62,6 +64,7 @@ class ModelArgs(StrictModel):
     device: DeviceName = "auto"
     seed: int = 0
     num_threads: PositiveInt | None = None
+    tool_calls: Annotated[ToolCallsSetting, BeforeValidator(_yaml_off)] = "auto"
 
     @field_validator("path")
     @classmethod

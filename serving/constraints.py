@@ -1,4 +1,4 @@
-"""Structured output: JSON schemas and regular expressions to constraints that the engine follows token by token.
+"""Structured output: JSON schemas, regular expressions and function calls to constraints that the engine follows.
 
 llguidance reads the grammar and keeps the masks; here are its bounds, and what its errors mean to a client.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed, InvalidRequest, TokenConstraint
+from serving.tool_calls.grammar import calls_grammar
 from serving.turns import OutputConstraint
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 """They come last, so that a schema cannot say otherwise."""
-NAMES = {"json_schema": "JSON schema", "regex": "regular expression"}
+NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "tool_calls": "functions' parameters"}
 
 
 class ConstraintCompiler:
@@ -74,14 +76,18 @@ class ConstraintCompiler:
 
     def _compile(self, constraint: OutputConstraint) -> LLMatcher:
         vocabulary, _ = self._vocabulary()
-        if constraint.kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(constraint.source)
-        else:
-            grammar = LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
+        match constraint.kind:
+            case "regex":
+                grammar = LLMatcher.grammar_from_regex(constraint.source)
+            case "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
+            case "tool_calls":
+                lark = calls_grammar(json.loads(constraint.source), self._special_ids(), JSON_OPTIONS)
+                grammar = LLMatcher.grammar_from_lark(lark)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        if constraint.kind == "json_schema":
+        if constraint.kind != "regex":
             json.loads(constraint.source, parse_int=_exact)
         return matcher
 
@@ -90,9 +96,13 @@ class ConstraintCompiler:
         engine allows the model's own."""
         if self._tokenizer is None:
             raise ValueError("this model has no tokenizer")
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        end_id = min((token_id for token_id, token in added if token.special), default=0)
+        end_id = min(self._special_ids().values(), default=0)
         return LLTokenizer(self._tokenizer.to_str(), eos_token=end_id), end_id
+
+    def _special_ids(self) -> dict[str, int]:
+        assert self._tokenizer is not None
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
 
 
 class GrammarConstraint:
@@ -136,7 +146,8 @@ def _exact(digits: str) -> int:
 
 
 def _reason(problem: str) -> str:
-    """llguidance's message, without the drawing of where in the grammar it is."""
+    """llguidance's message, without where in the grammar it is."""
+    problem = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", problem)
     lines = [line.strip() for line in problem.splitlines()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (named or lines)[0][:MAX_REASON_CHARS]

@@ -34,7 +34,7 @@ class ControlTokens:
     def guard(self, prompt: ChatPrompt) -> tuple[ChatPrompt, str | None]:
         """The prompt with the mark in every control token that a message holds, and the mark; None if there is none.
 
-        Template arguments are the client's words too.
+        Template arguments and tools are the client's words too.
         """
         mark = f"Kedge{secrets.token_hex(_MARK_BYTES)}"
         found = False
@@ -46,19 +46,20 @@ class ControlTokens:
             found = True
             return self._starts.sub(rf"\g<0>{mark}", text)
 
-        messages = tuple(_with_strings(message, broken) for message in prompt.messages)
-        guarded = replace(
-            prompt, messages=messages, template_kwargs=_with_strings(prompt.template_kwargs, broken)
+        messages, tools = (
+            tuple(_with_strings(each, broken) for each in some) for some in (prompt.messages, prompt.tools)
         )
+        template_kwargs = _with_strings(prompt.template_kwargs, broken)
+        guarded = replace(prompt, messages=messages, tools=tools, template_kwargs=template_kwargs)
         return (guarded, mark) if found else (prompt, None)
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """The same structure with every string in it changed; keys stay."""
+    """The same structure with every string in it changed, keys too: templates write out whole schemas."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _with_strings(inner, change) for key, inner in value.items()}
+        return {change(key): _with_strings(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_with_strings(inner, change) for inner in value]
     return value

@@ -69,11 +69,11 @@ class TokenBytes:
         """Empty for ids that the model has and the tokenizer has not."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool, shown: Sequence[str] = ()) -> Detokenizer:
+        """`shown` are special tokens that are not skipped in any case."""
         skipped = self._special if skip_special_tokens else frozenset()
-        if self.exact:
-            return ByteDetokenizer(self, skipped)
-        return WindowDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        skipped -= {self._tokenizer.token_to_id(token) for token in shown}
+        return ByteDetokenizer(self, skipped) if self.exact else WindowDetokenizer(self._tokenizer, skipped)
 
 
 class ByteDetokenizer:
@@ -98,15 +98,15 @@ class WindowDetokenizer:
     `tokenizers.decoders.DecodeStream` does the same but cannot be flushed, and holds broken characters without limit.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = skipped
         self._window: list[int] = []
         self._context_len = 0
         self._context_text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return "".join([self._push_one(token_id) for token_id in token_ids])
+        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -128,7 +128,7 @@ class WindowDetokenizer:
         return added
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
 

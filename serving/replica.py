@@ -145,6 +145,7 @@ class LLMReplica:
             max_context_len=self._engine.max_context_len,
             vocab_size=self._engine.vocab_size,
             created=self._created,
+            tool_calls=self._text.tool_format(self._args.model.tool_calls),
         )
 
     async def describe(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from serving.chat_template import ChatTemplate
 from serving.control_tokens import ControlTokens
 from serving.detokenizer import Detokenizer, NoText, TokenBytes
 from serving.stop_strings import StopMatcher
+from serving.tool_calls.formats import FormatName, ToolCallsSetting, format_of
 from serving.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, TokenPrompt
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -93,23 +94,35 @@ class TextProcessor:
             raise InvalidRequest("The prompt has no tokens.", param)
         return token_ids
 
-    def watcher(self, stops: Sequence[str], *, skip_special_tokens: bool = True) -> TextWatcher | None:
+    def tool_format(self, setting: ToolCallsSetting) -> FormatName | None:
+        """How the model writes function calls. `auto` asks its chat template."""
+        if setting != "auto":
+            return None if setting == "off" else setting
+        return None if self._chat_template is None else format_of(self._chat_template.text_with_tools)
+
+    def watcher(
+        self, stops: Sequence[str], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
+    ) -> TextWatcher | None:
         """Finds stop strings on the engine's thread; None if there are none to find."""
         if not stops:
             return None
         if self._token_bytes is None:
             raise InvalidRequest("This model has no tokenizer, so stop strings cannot be found.", "stop")
-        return StopWatcher(
-            self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens), StopMatcher(stops)
-        )
+        detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
+        return StopWatcher(detokenizer, StopMatcher(stops))
 
     def output_text(
-        self, stops: Sequence[str] = (), *, trim_stop: bool = True, skip_special_tokens: bool = True
+        self,
+        stops: Sequence[str] = (),
+        *,
+        trim_stop: bool = True,
+        skip_special_tokens: bool = True,
+        shown: Sequence[str] = (),
     ) -> OutputText:
-        """Follows one request's output."""
+        """Follows one request's output. `shown` are special tokens that are part of its text in any case."""
         detokenizer: Detokenizer = NoText()
         if self._token_bytes is not None:
-            detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens)
+            detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
         return OutputText(detokenizer, StopMatcher(stops, keep_stop=not trim_stop), trim_stop=trim_stop)
 
     def token_text(self, token_id: int) -> str:
@@ -133,7 +146,7 @@ class TextProcessor:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
         prompt, mark = self._control_tokens.guard(prompt)
         if not continues:
-            text = self._chat_template.render(prompt.messages, prompt.template_kwargs)
+            text = self._chat_template.render(prompt.messages, prompt.template_kwargs, prompt.tools)
             return self._encode(text, "messages", cut_at=mark)
         text = self._chat_template.render_continuation(prompt.messages, prompt.template_kwargs)
         token_ids = self._encode(text, "messages", cut_at=mark)

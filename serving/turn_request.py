@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from controllers.errors import CapacityExceeded
 from controllers.session import Turn
@@ -52,19 +55,24 @@ class RequestBuilder:
             session_id=None if turn is None else turn.session_id,
             namespace=call.tenant,
             logprobs=call.logprobs,
-            watcher=self._text.watcher(call.stop, skip_special_tokens=call.skip_special_tokens),
+            watcher=self._text.watcher(
+                call.stop, skip_special_tokens=call.skip_special_tokens, shown=call.shown_tokens
+            ),
             constraint=constraint,
             resumed_tokens=() if call.resumed is None else call.resumed.token_ids,
         )
 
     def output_text(self, call: TurnCall) -> OutputText:
         return self._text.output_text(
-            call.stop, trim_stop=call.trim_stop, skip_special_tokens=call.skip_special_tokens
+            call.stop,
+            trim_stop=call.trim_stop,
+            skip_special_tokens=call.skip_special_tokens,
+            shown=call.shown_tokens,
         )
 
     def digest(self, call: TurnCall) -> str:
         """Tells apart different requests under one idempotency key."""
-        shown = (call.stop, call.trim_stop, call.skip_special_tokens, call.logprobs)
+        shown = (call.stop, call.trim_stop, call.skip_special_tokens, call.shown_tokens, call.logprobs)
         rewind_to = None if call.session is None else call.session.rewind_to
         asked = (
             call.prompt,
@@ -76,6 +84,13 @@ class RequestBuilder:
             *shown,
         )
         return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def tools(self, call: TurnCall) -> str | None:
+        """Tells apart different tools, in whatever order they come. None if the call names none."""
+        tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else ()
+        if not tools:
+            return None
+        return hashlib.sha256("\n".join(sorted(map(_canonical, tools))).encode()).hexdigest()
 
     def _sampling(self, call: TurnCall, turn: Turn | None, prompt_len: int) -> SamplingParams:
         room = max(0, self._engine.max_context_len - prompt_len)
@@ -102,6 +117,10 @@ def _num_chars(prompt: Prompt) -> int:
         case TextPrompt():
             return len(prompt.text)
         case ChatPrompt():
-            return sum(len(str(message.get("content", ""))) for message in prompt.messages)
+            return sum(len(str(each)) for each in (*prompt.messages, *prompt.tools))
         case _:
             return 0
+
+
+def _canonical(tool: Mapping[str, Any]) -> str:
+    return json.dumps(tool, sort_keys=True)

@@ -113,6 +113,7 @@ class TurnRunner:
             rewind_to=session.rewind_to,
             idempotency_key=session.idempotency_key,
             digest=self._builder.digest(call),
+            tools=self._builder.tools(call),
         )
         if isinstance(begun, Replay):
             return begun

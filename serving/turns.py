@@ -12,14 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from engine.api import LogprobParams, SamplingParams, TokenLogprob
+from serving.tool_calls.formats import FormatName
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Chat messages, rendered with the model's template. In a session only the new messages are given."""
+    """Chat messages, rendered with the model's template. In a session only the new messages are given.
+
+    `tools` are rendered where they begin a history; later they only have to be the same.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +46,10 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """What the whole output must be: JSON that fits a schema, or what a regular expression matches from end to end."""
+    """What the whole output must be: JSON that fits a schema, what a regular expression matches from end to end, or
+    function calls (serving/tool_calls/grammar.py)."""
 
-    kind: Literal["json_schema", "regex"]
+    kind: Literal["json_schema", "regex", "tool_calls"]
     source: str
 
 
@@ -87,7 +93,8 @@ class TurnCall:
     """One generation as the protocols ask for it.
 
     `seed` None means: pick one. `max_new_tokens` None means: as much as the context allows. Both replace the fields of
-    `sampling`. `logprobs.input_start` is an absolute position in history + new input, as in the engine.
+    `sampling`. `logprobs.input_start` is an absolute position in history + new input, as in the engine. `shown_tokens`
+    are special tokens that are part of the text, whatever `skip_special_tokens` says.
 
     `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
     """
@@ -100,6 +107,7 @@ class TurnCall:
     stop: tuple[str, ...] = ()
     trim_stop: bool = True
     skip_special_tokens: bool = True
+    shown_tokens: tuple[str, ...] = ()
     logprobs: LogprobParams | None = None
     constraint: OutputConstraint | None = None
     session: SessionTurn | None = None
@@ -184,7 +192,7 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the protocols report of the served model."""
+    """What the protocols report of the served model. `tool_calls`: the format of its function calls, if it has one."""
 
     model_id: str
     model_path: str
@@ -192,6 +200,7 @@ class ModelInfo:
     max_context_len: int
     vocab_size: int
     created: int
+    tool_calls: FormatName | None = None
 
 
 @dataclass(frozen=True, slots=True)

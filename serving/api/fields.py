@@ -17,7 +17,7 @@ from serving.turns import ModelInfo, OutputConstraint, TurnService
 MAX_CALLS = 256
 """Generations (prompts × n) that one HTTP request may start."""
 MAX_GRAMMAR_CHARS = 65_536
-"""Of a JSON schema or regular expression: what can be compiled in a second or two."""
+"""Of JSON schemas or a regular expression: what can be compiled in a second or two."""
 _MAX_INT = 2**31 - 1
 _SEED_BITS = 2**63 - 1
 _GREEDY_BELOW = 1e-5
@@ -114,9 +114,13 @@ def checked_bias(bias: Mapping[str, float] | None, model: ModelInfo, param: str)
 def schema_constraint(schema: JsonSchema, param: str) -> OutputConstraint:
     """Output that fits a JSON schema. Properties come in its order."""
     source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    check_grammar_len(source, param)
+    return OutputConstraint("json_schema", source)
+
+
+def check_grammar_len(source: str, param: str) -> None:
     if len(source) > MAX_GRAMMAR_CHARS:
         raise refusal(f"{param}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param)
-    return OutputConstraint("json_schema", source)
 
 
 def check_token_ids(token_ids: Iterable[int], model: ModelInfo, param: str) -> None:

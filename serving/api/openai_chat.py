@@ -20,8 +20,8 @@ from serving.api.fields import (
     nth_seed,
     stop_strings,
 )
+from serving.api.openai_answers import AnswerReader
 from serving.api.openai_chat_schema import (
-    AnswerMessage,
     ChatBody,
     ChatChoice,
     ChatChunk,
@@ -29,7 +29,6 @@ from serving.api.openai_chat_schema import (
     ChatLogprobs,
     ChatReply,
     ChunkChoice,
-    Delta,
     TokenChoice,
 )
 from serving.api.openai_replies import (
@@ -49,6 +48,7 @@ from serving.api.openai_requests import (
     field_names,
     session_turn,
 )
+from serving.api.openai_tools import ToolUse, tool_use
 from serving.api.sse import TurnEventStream
 from serving.api.strict_json import StrictJsonRoute
 from serving.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -73,22 +73,33 @@ async def chat_completions(
     check_stream_options(body)
     session = session_turn(x_session_id, idempotency_key, body.n or 1, "n")
     reply_id = new_id("chatcmpl-")
-    plan = _plan(body, reply_id, session, service.model, tenant)
+    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
+    plan = _plan(body, tools, reply_id, session, service.model, tenant)
+    readers = [AnswerReader(call, tools) for call in plan.calls]
     if body.stream:
-        return TurnEventStream(service, plan, ChatEncoder(body, reply_id, service.model.model_id))
+        return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, service.model.model_id))
     results = await until_disconnect(request.receive, collect(service, plan))
-    return json_reply(_reply(body, reply_id, service.model.model_id, results), results)
+    return json_reply(_reply(body, readers, reply_id, service.model.model_id, results), results)
 
 
 def _plan(
-    body: ChatBody, reply_id: str, session: SessionTurn | None, model: ModelInfo, tenant: str
+    body: ChatBody,
+    tools: ToolUse | None,
+    reply_id: str,
+    session: SessionTurn | None,
+    model: ModelInfo,
+    tenant: str,
 ) -> TurnPlan:
     prompt = ChatPrompt(
-        tuple(message.for_template() for message in body.messages), body.chat_template_kwargs or {}
+        tuple(message.for_template() for message in body.messages),
+        body.chat_template_kwargs or {},
+        () if tools is None else tools.for_template(),
     )
     sampling = body.sampling(model)
     logprobs = _logprobs(body)
     constraint = constraint_of(body)
+    if tools is not None:
+        constraint = tools.constraint(constraint)
     count = body.n or 1
     calls = [
         TurnCall(
@@ -100,6 +111,7 @@ def _plan(
             stop=stop_strings(body.stop),
             trim_stop=not body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens is not False,
+            shown_tokens=() if tools is None else tools.shown_tokens,
             logprobs=logprobs,
             constraint=constraint,
             session=session,
@@ -139,21 +151,30 @@ def _chat_logprobs(entries: Sequence[TextLogprob]) -> ChatLogprobs:
     )
 
 
-def _reply(body: ChatBody, reply_id: str, model_id: str, results: Sequence[TurnResult]) -> ChatReply:
-    with_ids = bool(body.return_token_ids)
+def _stop_fields(body: ChatBody, reader: AnswerReader, news: TurnEvent | TurnResult) -> dict[str, Any]:
+    return stop_fields(
+        reader.finish(news),
+        news.token_ids,
+        stop_token_ids=body.stop_token_ids,
+        with_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _reply(
+    body: ChatBody,
+    readers: Sequence[AnswerReader],
+    reply_id: str,
+    model_id: str,
+    results: Sequence[TurnResult],
+) -> ChatReply:
     choices = [
         ChatChoice(
             index=index,
-            message=AnswerMessage(content=result.text),
+            message=reader.read(result).message(),
             logprobs=_chat_logprobs(result.logprobs) if body.logprobs else None,
-            **stop_fields(
-                result.finish,
-                result.token_ids,
-                stop_token_ids=body.stop_token_ids,
-                with_token_ids=with_ids,
-            ),
+            **_stop_fields(body, reader, result),
         )
-        for index, result in enumerate(results)
+        for index, (reader, result) in enumerate(zip(readers, results, strict=True))
     ]
     usage = usage_of(results, len(results))
     return ChatReply(id=reply_id, created=int(time.time()), model=model_id, choices=choices, usage=usage)
@@ -162,8 +183,9 @@ def _reply(body: ChatBody, reply_id: str, model_id: str, results: Sequence[TurnR
 class ChatEncoder:
     """Writes the chunks of one request; the first of each choice names the role."""
 
-    def __init__(self, body: ChatBody, reply_id: str, model_id: str) -> None:
+    def __init__(self, body: ChatBody, readers: Sequence[AnswerReader], reply_id: str, model_id: str) -> None:
         self._body = body
+        self._readers = readers
         self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
         self._started: set[int] = set()
         self._usage = UsageCounter(body.n or 1)
@@ -172,16 +194,12 @@ class ChatEncoder:
         self._usage.note(index, event)
         role: Literal["assistant"] | None = None if index in self._started else "assistant"
         self._started.add(index)
+        reader = self._readers[index]
         choice = ChunkChoice(
             index=index,
-            delta=Delta(role=role, content=event.text),
+            delta=reader.read(event).delta(role),
             logprobs=_chat_logprobs(event.logprobs) if event.logprobs else None,
-            **stop_fields(
-                event.finish,
-                event.token_ids,
-                stop_token_ids=self._body.stop_token_ids,
-                with_token_ids=bool(self._body.return_token_ids),
-            ),
+            **_stop_fields(self._body, reader, event),
         )
         return ChatChunk(**self._head, choices=[choice]).model_dump_json()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from serving.api.fields import Count, TopLogprobs
+from serving.api.fields import Count, NonEmptyText, TopLogprobs
 from serving.api.openai_replies import Reply, StopDetails, Usage
 from serving.api.openai_requests import OpenAiBody
+from serving.api.openai_tools_schema import CallDelta, CalledTool, ToolCall, ToolChoice, Tools
 from serving.api.strict_json import NotSupported, StrictBody
 
 
@@ -17,22 +18,29 @@ class TextPart(StrictBody):
     text: str
 
 
-def _text_or_parts(value: Any) -> str:
+def _kind_of_content(value: Any) -> str:
+    if value is None:
+        return "<none>"
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
-    Discriminator(_text_or_parts),
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")]
+    | Annotated[None, Tag("<none>")],
+    Discriminator(_kind_of_content),
 ]
 
 
 class Message(StrictBody):
     """A message as clients send it, or send back what they were answered."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[NonEmptyText | None, Field(validate_default=True)] = None
+    content: Annotated[Content, Field(validate_default=True)] = None
     name: str | None = None
+    parsed: Any = Field(None, description="What a client made of the content. Without effect.")
 
     annotations: NotSupported = None
     audio: NotSupported = None
@@ -40,13 +48,43 @@ class Message(StrictBody):
     reasoning: NotSupported = None
     reasoning_content: NotSupported = None
     refusal: NotSupported = None
-    tool_calls: NotSupported = None
 
-    def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: text parts are joined, one per line."""
-        text = self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content)
-        message = {"role": str(self.role), "content": text}
-        return message if self.name is None else {**message, "name": self.name}
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _by_the_assistant(cls, calls: Any, info: ValidationInfo) -> Any:
+        if calls and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("Only the assistant's messages have tool calls.")
+        return calls
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_a_result(cls, call_id: str | None, info: ValidationInfo) -> str | None:
+        role = info.data.get("role")
+        if role == "tool" and call_id is None:
+            raise ValueError("A message of role tool needs the id of the call that it answers.")
+        if role != "tool" and call_id is not None and role is not None:
+            raise ValueError("Only messages of role tool answer a call.")
+        return call_id
+
+    @field_validator("content")
+    @classmethod
+    def _says_something(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and not info.data.get("tool_calls"):
+            raise ValueError("Give a text; only an assistant's message with tool calls does without.")
+        return content
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: text parts are joined, one per line; no content is an empty one."""
+        parts = [] if self.content is None else self.content
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        message: dict[str, Any] = {"role": str(self.role), "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
 class ChatBody(OpenAiBody):
@@ -55,8 +93,9 @@ class ChatBody(OpenAiBody):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Without tools it has no effect.")
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: Literal[True, None] = None
 
@@ -73,7 +112,6 @@ class ChatBody(OpenAiBody):
     prompt_cache_retention: NotSupported = None
     reasoning_effort: NotSupported = None
     store: NotSupported = None
-    tools: NotSupported = None
     verbosity: NotSupported = None
     web_search_options: NotSupported = None
 
@@ -94,7 +132,8 @@ class ChatLogprobs(Reply):
 
 class AnswerMessage(Reply):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[CalledTool] | None = Field(None, exclude_if=lambda calls: calls is None)
 
 
 class ChatChoice(StopDetails):
@@ -114,7 +153,8 @@ class ChatReply(Reply):
 
 class Delta(Reply):
     role: Literal["assistant"] | None = Field(None, exclude_if=lambda role: role is None)
-    content: str
+    content: str | None = Field(None, exclude_if=lambda content: content is None)
+    tool_calls: list[CallDelta] | None = Field(None, exclude_if=lambda calls: calls is None)
 
 
 class ChunkChoice(StopDetails):

@@ -43,6 +43,7 @@ def field_names(prompt_field: str) -> dict[str, str]:
         "session_id": "x-session-id",
         "idempotency_key": "idempotency-key",
         "json_schema": SCHEMA_FIELD,
+        "tool_calls": "tools",
     }
 
 

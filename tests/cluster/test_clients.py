@@ -182,6 +182,45 @@ def test_openai_client_in_a_session(cluster: ServedCluster) -> None:
         assert client.delete("/v1/kedge/sessions/openai-session").status_code == 204
 
 
+def test_openai_client_with_tools(cluster: ServedCluster) -> None:
+    """A call that must be made, its result, and the first turn told again, in a stream."""
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as openai:
+        names = {"type": "string", "enum": ["Tom", "Rex"]}
+        schema = {"type": "object", "properties": {"name": names}, "required": ["name"]}
+        parameters = {**schema, "additionalProperties": False}
+        tool = {"type": "function", "function": {"name": "find_dog", "parameters": parameters}}
+        session = {"x-session-id": "tools"}
+        asked = {
+            "model": openai.models.list().data[0].id,
+            "messages": [{"role": "user", "content": "My dog is called Rex. Where is my dog?"}],
+            "tools": [tool],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "extra_headers": {**session, "idempotency-key": "first"},
+        }
+        choice = openai.chat.completions.create(**asked).choices[0]
+        (call,) = choice.message.tool_calls or []
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert (call.function.name, json.loads(call.function.arguments)["name"] in names["enum"]) == (
+            "find_dog",
+            True,
+        )
+        with openai.chat.completions.stream(**asked) as stream:
+            again = stream.get_final_completion().choices[0].message.tool_calls
+        assert again is not None
+        assert [(each.id, each.function.arguments) for each in again] == [(call.id, call.function.arguments)]
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Rex is in the park."}
+        later = {**asked, "messages": [result], "tool_choice": "auto", "extra_headers": session}
+        assert openai.chat.completions.create(**later).choices[0].message.content
+        assert cluster.sessions()["tools"]["turns"] == 2
+        other = {"type": "function", "function": {"name": "another"}}
+        with pytest.raises(BadRequestError, match="began with others"):
+            openai.chat.completions.create(**later | {"tools": [other]})
+    with cluster.client() as client:
+        assert client.delete("/v1/kedge/sessions/tools").status_code == 204
+
+
 def test_metrics_page(cluster: ServedCluster) -> None:
     assert cluster.metric("kedge_kv_pages", account="leaked") == 0
     assert cluster.metric("kedge_kv_pool_pages") == cluster.pages()["total"]

@@ -26,7 +26,7 @@ from serving.http import create_http_app
 from serving.text import TextProcessor
 from serving.turns import ForkedSession, ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
 
-MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000)
+MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000, "hermes")
 
 
 class LocalService:

@@ -38,8 +38,6 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
-    (CHAT, {"messages": [HELLO, {"role": "tool", "content": "hi"}]}, "messages[1].role"),
-    (CHAT, {"messages": [{**HELLO, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     (CHAT, {"messages": [{**HELLO, "weight": 1}]}, "messages[0].weight"),
     (
         CHAT,
@@ -47,9 +45,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
         "messages[0].content[0].type",
     ),
     (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-    (CHAT, {"messages": [HELLO], "tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"messages": [HELLO], "functions": [{}]}, "functions"),
-    (CHAT, {"messages": [HELLO], "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": [HELLO], "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": [HELLO], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (CHAT, {"messages": [HELLO], "response_format": held({"type": "strin"})}, FORMAT_SCHEMA),
@@ -303,7 +299,7 @@ json_values = st.recursive(
     max_leaves=8,
 )
 FIELDS = {
-    CHAT: ["messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools"],
+    CHAT: ["messages", "logprobs", "top_logprobs", "max_completion_tokens", "tools", "tool_choice"],
     COMPLETIONS: ["prompt", "logprobs", "echo", "best_of", "suffix", "add_special_tokens"],
     GENERATE: ["text", "input_ids", "rid", "sampling_params", "session_params", "return_logprob"],
     OPEN: ["capacity_of_str_len", "session_id", "timeout", "streaming"],
@@ -323,7 +319,7 @@ SAMPLING = [
     "regex",
 ]
 GOOD = {
-    CHAT: {"messages": [HELLO], "max_tokens": 2},
+    CHAT: {"messages": [HELLO], "max_tokens": 2, "tools": [{"type": "function", "function": {"name": "f"}}]},
     COMPLETIONS: {"prompt": [5], "max_tokens": 2},
     GENERATE: {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}},
     OPEN: {"capacity_of_str_len": 5},

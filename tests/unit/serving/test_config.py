@@ -184,9 +184,11 @@ def test_a_disk_needs_a_folder_and_host_memory() -> None:
 
 def test_off_may_be_written_bare() -> None:
     """YAML reads it as false."""
-    values = yaml.safe_load("{model: {path: x}, cache: {books: off}, speculation: {method: off}}")
-    settings = parse_args(values).engine_settings()
-    assert (settings.cache.books, settings.speculation.method) == ("off", "off")
+    values = yaml.safe_load(
+        "{model: {path: x, tool_calls: off}, cache: {books: off}, speculation: {method: off}}"
+    )
+    settings = parse_args(values)
+    assert (settings.cache.books, settings.speculation.method, settings.model.tool_calls) == ("off",) * 3
 
 
 @pytest.mark.parametrize("speculation", [{"method": "draft"}, {"method": "draft", "draft_model": None}])
