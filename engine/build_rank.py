@@ -13,7 +13,7 @@ from engine.models.ops import choose_ops
 from engine.parallel.ranks import RankGroup
 from engine.parallel.shared_logits import SharedLogits
 from engine.runner.protocol import Runner
-from engine.settings import EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings, LinearName, SpeculationSettings
 
 
 def make_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
@@ -24,13 +24,14 @@ def make_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
 def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, LoadedModel]:
     """A runner and the model in it. Several ranks call this at the same time. Raises what build_engine raises."""
     speculation = settings.speculation
+    linear = settings.execution.linear
     device = resolve_device(settings.model.device)
     with memory_for(device, "the model", "model.path, model.dtype, execution.tensor_parallel"):
-        loaded = load_model(settings.model, ops=choose_ops(device), ranks=ranks)
+        loaded = load_model(settings.model, ops=choose_ops(device), ranks=ranks, linear=linear)
     runner = build_runner(
         loaded,
         settings.cache,
-        _load_draft(loaded, speculation, ranks),
+        _load_draft(loaded, speculation, ranks, linear),
         scheduler=settings.scheduler,
         execution=settings.execution,
         num_drafts=speculation.max_draft_tokens if speculation.method != "off" else 0,
@@ -40,7 +41,7 @@ def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, Loade
 
 
 def _load_draft(
-    target: LoadedModel, speculation: SpeculationSettings, ranks: RankGroup
+    target: LoadedModel, speculation: SpeculationSettings, ranks: RankGroup, linear: LinearName
 ) -> LoadedModel | None:
     """Each rank has the draft model whole, and its proposals from rank 0."""
     if speculation.method != "draft":
@@ -49,7 +50,7 @@ def _load_draft(
         raise UnsupportedModel("speculation with a draft model needs draft_model")
     device = resolve_device(speculation.draft_model.device)
     with memory_for(device, "the draft model", "speculation.draft_model"):
-        draft = load_model(speculation.draft_model, ops=choose_ops(device))
+        draft = load_model(speculation.draft_model, ops=choose_ops(device), linear=linear)
     if draft.vocab_size != target.vocab_size:
         raise UnsupportedModel(
             f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size}"

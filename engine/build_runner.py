@@ -126,7 +126,7 @@ def careful_runner(
             draft.max_context_len,
         )
     copies = HostCopies.of(pool, None if draft_pool is None else draft_pool.full, disk)
-    about = {"attention": attention.name, "attention_reason": attention.reason}
+    about = {"attention": attention.name, "attention_reason": attention.reason, **loaded.about}
     if disk is not None:
         about["disk"] = disk.path
     return TorchRunner(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +16,11 @@ from torch import Tensor
 from engine.settings import DeviceName, DTypeName
 
 FENCE_POLL_S = 20e-6
+
+FILLER_BYTES = 256 * 2**20
+"""Several times the L2 cache of any card."""
+
+TURNS = 11
 
 
 class DeviceUnavailable(RuntimeError):
@@ -123,6 +129,26 @@ def compute_capability(device: torch.device) -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def seconds_of_each(device: torch.device, calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Medians of a GPU's time for each call, with its L2 cache full of something else. Calls take turns, so that what
+    changes meanwhile, as clocks do, changes for all. The cache is filled by reading: lines to be written back would
+    count for the call. And that takes longer than it takes to launch the call, so the GPU never waits for the host."""
+    filler = torch.zeros(FILLER_BYTES // 4, device=device)
+    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for _ in range(TURNS):
+        for call, pairs in zip(calls, marks, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            filler.sum()
+            begin.record()
+            call()
+            end.record()
+            pairs.append((begin, end))
+    torch.cuda.synchronize(device)
+    return [statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3 for pairs in marks]
 
 
 class CopyStream:

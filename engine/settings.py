@@ -9,6 +9,7 @@ LoadFormat = Literal["auto", "dummy"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 AttentionName = Literal["auto", "triton", "flash", "torch"]
+LinearName = Literal["auto", "torch"]
 KVDType = Literal["auto", "fp8"]
 BooksCheck = Literal["off", "balance", "strict"]
 SpeculationMethod = Literal["off", "ngram", "draft"]
@@ -98,7 +99,8 @@ class ExecutionSettings:
     `attention` auto is the first that this machine can run of triton and flash on a GPU, torch on a CPU. `graphs`: on a
     GPU, steps of up to `max_graph_tokens` tokens are replayed as CUDA graphs. `overlap`: on a GPU, the next step is
     planned and launched while this one runs. `decode_steps` is how many steps are run in one go when nothing waits.
-    `tensor_parallel` processes hold one model between them.
+    `tensor_parallel` processes hold one model between them. `linear`: who multiplies by the weights; auto is on a GPU
+    what is timed to be the quickest there, on a CPU what was found to be.
     """
 
     attention: AttentionName = "auto"
@@ -107,6 +109,7 @@ class ExecutionSettings:
     overlap: bool = True
     decode_steps: int = 1
     tensor_parallel: int = 1
+    linear: LinearName = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from engine.settings import (
     EngineSettings,
     ExecutionSettings,
     KVDType,
+    LinearName,
     LoadFormat,
     ModelSettings,
     SchedulerSettings,
@@ -206,6 +207,7 @@ class ExecutionArgs(StrictModel):
     overlap: bool = True
     decode_steps: Annotated[int, Field(ge=1, le=64)] = 1
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    linear: LinearName = "auto"
 
     def conflicts(self, model: ModelArgs | None, cache: CacheArgs | None) -> list[str]:
         """What these settings cannot do with those of other sections, each by the names of its keys."""

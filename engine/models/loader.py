@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,16 @@ import torch
 from engine.device import activation_dtype, resolve_device, resolve_dtype, use_cpu_threads
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
+from engine.models.device_linear import FixedLinears, Linears, choose_linears
 from engine.models.errors import ModelNotFound, UnsupportedModel
-from engine.models.linear import LinearFactory, linear_factory
+from engine.models.linear import LinearFactory
 from engine.models.ops import DecoderOps, TorchOps
 from engine.models.protocol import CausalModel
 from engine.models.shares import Shares
 from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import KVLayout
-from engine.settings import ModelSettings
+from engine.settings import LinearName, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 
@@ -30,6 +31,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 class LoadedModel:
     """`layout` and `dtype` say what KV it keeps; `dtype` is that of activations, too. `directory` also holds the
     tokenizer. A `native` model's passes never ask the host for anything, so that CUDA graphs of them can be captured.
+    `about` is what its products run on, and why, where there was a choice.
     """
 
     model: CausalModel
@@ -41,6 +43,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_context_len: int
     native: bool
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_model(
@@ -49,12 +52,13 @@ def load_model(
     *,
     ops: DecoderOps | None = None,
     ranks: RankGroup | None = None,
+    linear: LinearName = "auto",
 ) -> LoadedModel:
     """A native family if the model is of one, else the model as transformers has it, over the bridge.
 
-    `make_linear` replaces the kind of linear that suits the device, `ops` torch's own small operators. Of several
-    `ranks` each loads its share; what comes back describes that share. Raises ModelError (not found, not supported,
-    weights that do not fit) or DeviceUnavailable.
+    `make_linear` replaces what `linear` gives on the device, `ops` torch's own small operators. Of several `ranks` each
+    loads its share; what comes back describes that share. Raises ModelError (not found, not supported, weights that do
+    not fit) or DeviceUnavailable.
     """
     use_cpu_threads(settings.num_threads)
     directory = find_model(settings.path)
@@ -69,7 +73,8 @@ def load_model(
                 f"tensor_parallel {ranks.size}: only native families are shared out to ranks ({refusal})"
             ) from refusal
         return _load_bridged(directory, config, settings, device, refusal)
-    return _load_native(directory, spec, settings, device, make_linear, ops or TorchOps(), ranks)
+    given = None if make_linear is None else FixedLinears(make_linear, {})
+    return _load_native(directory, spec, settings, device, given or linear, ops or TorchOps(), ranks)
 
 
 def _load_native(
@@ -77,21 +82,22 @@ def _load_native(
     whole: ModelSpec,
     settings: ModelSettings,
     device: torch.device,
-    make_linear: LinearFactory | None,
+    linears: Linears | LinearName,
     ops: DecoderOps,
     ranks: RankGroup,
 ) -> LoadedModel:
     weights_dtype = resolve_dtype(settings.dtype, device, CHECKPOINT_DTYPES[whole.checkpoint_dtype])
     dtype = activation_dtype(device, weights_dtype)
-    make_linear = make_linear or linear_factory(device, weights_dtype, dtype)
+    if isinstance(linears, str):
+        linears = choose_linears(linears, device, weights_dtype, dtype)
     shares, spec = Shares(whole, ranks.rank, ranks.size), whole.shard(ranks.size)
     with torch.inference_mode():
         if settings.load_format == "dummy":
             dummy = DummyWeights(whole, weights_dtype, settings.seed, device, shares)
-            model = Decoder(spec, dummy, make_linear, device, dtype, ops, ranks)
+            model = Decoder(spec, dummy, linears, device, dtype, ops, ranks)
         else:
             with closing(CheckpointWeights(directory, whole, weights_dtype, device, shares)) as source:
-                model = Decoder(spec, source, make_linear, device, dtype, ops, ranks)
+                model = Decoder(spec, source, linears, device, dtype, ops, ranks)
     return LoadedModel(
         model=model,
         layout=spec.kv_layout,
@@ -102,6 +108,7 @@ def _load_native(
         eos_token_ids=read_eos_ids(directory),
         max_context_len=spec.max_context_len,
         native=True,
+        about=linears.describe(),
     )
 
 

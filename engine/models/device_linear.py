@@ -1,0 +1,170 @@
+"""Which products a device runs, and why: a CPU's own (engine/models/linear.py), or on a GPU what it is quickest with.
+
+How near a library's product of one row comes to the speed of memory depends on card, shape and version. So on a GPU
+every way is timed at start, on the weights at hand. Of several ranks each times its own shares on its own card: what
+they compute apart need not be rounded alike.
+
+Legend: N rows of input, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.device import is_gpu, seconds_of_each
+from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, linear_factory
+from engine.settings import LinearName
+
+TORCH = "torch"
+
+ROWS = (1, 2, 4, 8, 16)
+"""Rows that are timed. What is found for one goes for those below it, down to the one before: steps are padded so."""
+
+BETTER = 0.98
+"""Another way than torch's must take at most so much of its time."""
+
+MOST_APART = 0.02
+"""Of the result's norm, that another way may differ from torch's by. Both round once, a few tenths of a percent."""
+
+Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
+"""Seconds of each call, while the weights are in no cache."""
+
+
+class Linears(Protocol):
+    """Makes a model's products, and says what it made."""
+
+    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, /) -> Linear: ...
+
+    def describe(self) -> dict[str, str]:
+        """To be asked once all are made."""
+
+
+class FixedLinears:
+    """The same kind for every matrix."""
+
+    def __init__(self, make: LinearFactory, about: Mapping[str, str]) -> None:
+        self._make = make
+        self._about = dict(about)
+
+    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return self._make(weight_OI, bias_O)
+
+    def describe(self) -> dict[str, str]:
+        return self._about
+
+
+class MeasuredLinears:
+    """For each shape of matrix, and each number of rows, the quickest of `ways`. The way called torch is for any number
+    of rows, others are for as many as are timed. One that fails on the weights at hand, or gives something else than
+    torch, is passed over."""
+
+    def __init__(self, ways: Mapping[str, LinearFactory], timer: Timer) -> None:
+        self._ways = ways
+        self._timer = timer
+        self._chosen: dict[tuple[int, int, bool], list[str]] = {}
+        """Names of ways, in the order of ROWS, by shape and whether there is a bias."""
+        self._passed_over: dict[str, str] = {}
+        self._spent_s = 0.0
+
+    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        outputs, inputs = weight_OI.shape
+        shape = outputs, inputs, bias_O is not None
+        if shape not in self._chosen:
+            begin_s = time.perf_counter()
+            self._chosen[shape] = self._quickest(weight_OI, bias_O)
+            self._spent_s += time.perf_counter() - begin_s
+        chosen = self._chosen[shape]
+        made = {name: self._ways[name](weight_OI, bias_O) for name in {TORCH, *chosen}}
+        if len(made) == 1:
+            return made[TORCH]
+        return LinearByRows([made[name] for name in chosen], made[TORCH])
+
+    def describe(self) -> dict[str, str]:
+        shapes = []
+        for (outputs, inputs, biased), chosen in self._chosen.items():
+            runs = []
+            for name, run in groupby(zip(chosen, ROWS, strict=True), lambda pair: pair[0]):
+                rows = [rows for _, rows in run]
+                runs.append(f"{name} {rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{name} {rows[0]}")
+            shapes.append(f"{outputs}x{inputs}{' + bias' if biased else ''}: {', '.join(runs)}")
+        reasons = [f"by rows the quickest here, found in {self._spent_s:.1f} s; {TORCH} for more"]
+        reasons += [f"not {name}: {reason}" for name, reason in self._passed_over.items()]
+        return {"linear": "; ".join(shapes), "linear_reason": "; ".join(reasons)}
+
+    def _quickest(self, weight_OI: Tensor, bias_O: Tensor | None) -> list[str]:
+        generator = torch.Generator(weight_OI.device).manual_seed(1)
+        shape = ROWS[-1], weight_OI.shape[1]
+        x_NI = torch.randn(shape, generator=generator, dtype=weight_OI.dtype, device=weight_OI.device)
+        linears = {TORCH: self._ways[TORCH](weight_OI, bias_O)}
+        linears |= {
+            name: linear
+            for name, make in self._ways.items()
+            if name != TORCH and self._agrees(name, linear := make(weight_OI, bias_O), linears[TORCH], x_NI)
+        }
+        chosen = []
+        for rows in ROWS:
+            times_s = self._timer([partial(linear, x_NI[:rows]) for linear in linears.values()])
+            times_s[0] *= BETTER
+            chosen.append(min(zip(times_s, linears, strict=True))[1])
+        return chosen
+
+    def _agrees(self, name: str, linear: Linear, reference: Linear, x_NI: Tensor) -> bool:
+        """With the most rows and with one. If not, it is noted why."""
+        try:
+            for rows_NI in (x_NI, x_NI[:1]):
+                expected_NO = reference(rows_NI).float()
+                apart = (linear(rows_NI).float() - expected_NO).norm()
+                if not bool(apart <= MOST_APART * expected_NO.norm()):
+                    self._passed_over[name] = f"other results for a matrix of {tuple(expected_NO.shape)}"
+                    return False
+        except Exception as error:
+            self._passed_over[name] = f"{type(error).__name__}: {error}"
+            return False
+        return True
+
+
+class LinearByRows:
+    """`few` in the order of ROWS, `many` for more rows."""
+
+    def __init__(self, few: Sequence[Linear], many: Linear) -> None:
+        bounds = (0, *ROWS)
+        self._few = [few[0]]  # of no rows
+        for linear, below, rows in zip(few, bounds, ROWS, strict=False):
+            self._few += [linear] * (rows - below)
+        self._many = many
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        rows = x_NI.shape[0]
+        return (self._few[rows] if rows < len(self._few) else self._many)(x_NI)
+
+
+def choose_linears(
+    name: LinearName, device: torch.device, weights: torch.dtype, activations: torch.dtype
+) -> Linears:
+    """auto is the quickest kind for where and how the model is held, torch is torch's own."""
+    own = PlainLinear if weights == activations else CastingLinear
+    if name == "torch":
+        return FixedLinears(own, _torch("it was asked for"))
+    if not is_gpu(device):
+        return FixedLinears(linear_factory(device, weights, activations), {})
+    if weights != activations or weights not in (torch.bfloat16, torch.float16):
+        return FixedLinears(own, _torch(f"there is no other for weights in {weights}"))
+    try:
+        from engine.kernels.few_rows import TILES, FewRowsLinear
+    except ModuleNotFoundError as error:
+        return FixedLinears(own, _torch(f"{error.name} is not installed"))
+    ways: dict[str, LinearFactory] = {TORCH: PlainLinear}
+    for tiles in TILES:
+        ways[f"few{tiles.block_o}"] = partial(FewRowsLinear, tiles=tiles)
+    return MeasuredLinears(ways, partial(seconds_of_each, device))
+
+
+def _torch(reason: str) -> dict[str, str]:
+    return {"linear": TORCH, "linear_reason": reason}

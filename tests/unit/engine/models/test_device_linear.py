@@ -1,0 +1,181 @@
+"""Which products a device runs: the quickest by rows, with a timer that is told what to say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.models.device_linear import ROWS, FixedLinears, MeasuredLinears, choose_linears
+from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, SplitLinear
+from engine.models.loader import load_model
+from engine.settings import ModelSettings
+from tests.unit.engine.tiny_llama import TINY_LLAMA
+
+ROOT = Path(__file__).parents[4]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Way:
+    """PlainLinear that says when it is called."""
+
+    def __init__(self, name: str, weight_OI: Tensor, bias_O: Tensor | None, called: list[str]) -> None:
+        self.name = name
+        self._plain = PlainLinear(weight_OI, bias_O)
+        self._called = called
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        self._called.append(self.name)
+        return self._plain(x_NI)
+
+
+class Times:
+    """A timer. `rows` gives each way's seconds, in the order of the ways, for the number of rows it is asked about."""
+
+    def __init__(self, *by_rows: Sequence[float]) -> None:
+        self._by_rows = by_rows
+        self.asked = 0
+
+    def __call__(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        times_s = list(self._by_rows[self.asked % len(self._by_rows)])[: len(calls)]
+        self.asked += 1
+        return times_s
+
+
+def make(
+    timer: Times, called: list[str], others: Sequence[str] = ("a", "b"), **more: LinearFactory
+) -> MeasuredLinears:
+    def way(name: str) -> LinearFactory:
+        return lambda weight_OI, bias_O: Way(name, weight_OI, bias_O, called)
+
+    return MeasuredLinears({name: way(name) for name in ("torch", *others)} | more, timer)
+
+
+def used(linear: Linear, called: list[str], rows: int) -> str:
+    called.clear()
+    assert linear(torch.ones(rows, 6)).shape == (rows, 4)
+    return "".join(called) or "torch"
+
+
+def test_each_number_of_rows_goes_the_quickest_way() -> None:
+    called: list[str] = []
+    timer = Times((3, 2, 1), (3, 1, 2), (1, 2, 2), (3, 2, 1), (1, 1.01, 3))
+    linears = make(timer, called)
+    linear = linears(torch.rand(4, 6), None)
+    ways = {rows: used(linear, called, rows) for rows in (0, *range(1, 20))}
+    expected = {1: "b", 2: "a", 3: "torch", 4: "torch", 5: "b", 8: "b", 9: "torch", 16: "torch", 17: "torch"}
+    assert {rows: ways[rows] for rows in expected} == expected
+    about = linears.describe()
+    assert about["linear"] == "4x6: b 1, a 2, torch 4, b 8, torch 16"
+    assert "quickest" in about["linear_reason"]
+
+
+def test_torch_stays_where_another_is_hardly_quicker() -> None:
+    called: list[str] = []
+    linears = make(Times((1.0, 0.99, 1.0)), called)
+    assert used(linears(torch.rand(4, 6), None), called, 1) == "torch"
+    assert linears.describe()["linear"] == "4x6: torch 1-16"
+
+
+def test_a_shape_is_timed_once() -> None:
+    called: list[str] = []
+    timer = Times((2, 1, 3))
+    linears = make(timer, called)
+    for _ in range(3):
+        linears(torch.rand(4, 6), None)
+        assert timer.asked == len(ROWS)
+    linears(torch.rand(4, 6), torch.rand(4))
+    linears(torch.rand(6, 4), None)
+    assert timer.asked == 3 * len(ROWS)
+    assert linears.describe()["linear"] == "4x6: a 1-16; 4x6 + bias: a 1-16; 6x4: a 1-16"
+
+
+def test_each_matrix_has_its_own_weights() -> None:
+    linears = make(Times((2, 1, 3)), [])
+    x_NI = torch.rand(2, 6)
+    for _ in range(2):
+        weight_OI, bias_O = torch.rand(4, 6), torch.rand(4)
+        torch.testing.assert_close(linears(weight_OI, bias_O)(x_NI), x_NI @ weight_OI.t() + bias_O)
+
+
+def test_a_way_that_fails_is_passed_over_with_its_reason() -> None:
+    """Here after it is made, as a kernel that asks for more than the card has."""
+    called: list[str] = []
+
+    def failing(_weight_OI: Tensor, _bias_O: Tensor | None) -> Linear:
+        def call(_x_NI: Tensor) -> Tensor:
+            raise RuntimeError("out of shared memory")
+
+        return call
+
+    linears = make(Times((2, 1)), called, others=(), broken=failing, a=PlainLinear)
+    linears(torch.rand(4, 6), None)
+    about = linears.describe()
+    assert about["linear"] == "4x6: a 1-16"
+    assert "not broken: RuntimeError: out of shared memory" in about["linear_reason"]
+
+
+@pytest.mark.parametrize("wrong", [1.05, torch.nan])
+def test_a_way_with_other_results_is_passed_over(wrong: float) -> None:
+    def off(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return lambda x_NI: PlainLinear(weight_OI, bias_O)(x_NI) * wrong
+
+    linears = make(Times((2, 1)), [], others=(), off=off)
+    linears(torch.rand(4, 6), None)
+    about = linears.describe()
+    assert about["linear"] == "4x6: torch 1-16"
+    assert "not off: " in about["linear_reason"]
+
+
+def test_weights_of_zeros_are_no_reason_to_pass_over() -> None:
+    """A rank whose share of the vocabulary is padding has such."""
+    linears = make(Times((2, 1)), [], others=("a",))
+    linears(torch.zeros(4, 6), None)
+    assert linears.describe()["linear"] == "4x6: a 1-16"
+
+
+def test_what_each_device_gets() -> None:
+    half, wide = torch.bfloat16, torch.float32
+    assert isinstance(choose_linears("auto", GPU, half, half), MeasuredLinears)
+    asked = choose_linears("torch", GPU, half, half)
+    assert isinstance(asked, FixedLinears)
+    assert asked.describe() == {"linear": "torch", "linear_reason": "it was asked for"}
+    other = choose_linears("auto", GPU, wide, wide)
+    assert "float32" in other.describe()["linear_reason"]
+    weight_OI = torch.rand(4, 6)
+    assert isinstance(other(weight_OI, None), PlainLinear)
+    assert isinstance(choose_linears("torch", CPU, wide, wide)(weight_OI, None), PlainLinear)
+    assert isinstance(choose_linears("torch", CPU, half, wide)(weight_OI.to(half), None), CastingLinear)
+
+
+def test_a_cpu_has_its_own_and_says_nothing() -> None:
+    linears = choose_linears("auto", CPU, torch.float32, torch.float32)
+    assert isinstance(linears(torch.rand(4, 6), None), SplitLinear)
+    assert linears.describe() == {}
+
+
+def test_what_was_chosen_is_told_with_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    settings = ModelSettings(str(tmp_path), load_format="dummy", device="cpu")
+    assert load_model(settings, linear="torch").about["linear"] == "torch"
+    assert load_model(settings).about == {}
+
+
+def test_without_triton_torch_does_it_all() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from engine.models.device_linear import choose_linears\n"
+        "linears = choose_linears('auto', torch.device('cuda', 0), torch.bfloat16, torch.bfloat16)\n"
+        "print(linears.describe())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert "triton is not installed" in done.stdout, done.stderr[-2000:]
