@@ -45,7 +45,7 @@ SECTIONS = {
     "ceilings": Section("benchmarks.gpu.ceilings:run_ceilings", 90),
     "checks": Section("benchmarks.gpu.checks:run", 420),
     "attention": Section("benchmarks.gpu.attention:run", 240),
-    "operators": Section("benchmarks.gpu.operators:run", 120),
+    "operators": Section("benchmarks.gpu.operators:run", 180),
     "tune": Section("benchmarks.gpu.tune:run", 480, by_default=False),
     "decode": Section("benchmarks.gpu.decode:run", 480),
     "sessions": Section("benchmarks.gpu.sessions:run", 540),

@@ -86,6 +86,8 @@ def run(stage: Stage) -> None:
         execution = replace(DEFAULT, attention="triton") if stage.dry else DEFAULT
         fewer = replace(many, new_tokens=8) if stage.dry else many
         stage.attempt("fp8 KV", partial(one_way, stage, bench, "fp8 KV", execution, (fewer,), copied, "fp8"))
+        execution = replace(DEFAULT, linear="torch")  # last: weights are loaded anew for it
+        stage.attempt("cuBLAS", partial(one_way, stage, bench, "cuBLAS alone", execution, (one,), copied))
         bench.close()
 
 

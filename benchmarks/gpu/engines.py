@@ -28,6 +28,7 @@ from engine.settings import (
     DTypeName,
     ExecutionSettings,
     KVDType,
+    LinearName,
     ModelSettings,
     SchedulerSettings,
     SpeculationSettings,
@@ -123,6 +124,7 @@ class Bench:
         self.folder = folder
         self.spec = read_spec(folder)
         self._loaded: LoadedModel | None = None
+        self._linear: LinearName | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -156,7 +158,7 @@ class Bench:
         )
         cache = CacheSettings(page_size=PAGE_SIZE, num_pages=-(-kv_tokens // PAGE_SIZE), kv_dtype=kv_dtype)
         self._clear()
-        loaded = self._load(model)
+        loaded = self._load(model, execution.linear)
         runner = build_runner(loaded, cache, scheduler=scheduler, execution=execution)
         speculation = SpeculationSettings()
         engine = assemble_engine(
@@ -174,10 +176,12 @@ class Bench:
         self._loaded = None
         self._clear()
 
-    def _load(self, settings: ModelSettings) -> LoadedModel:
-        """Once; engine/build.py does the same for each engine."""
-        if self._loaded is None:
-            self._loaded = load_model(settings, ops=choose_ops(self.device))
+    def _load(self, settings: ModelSettings, linear: LinearName) -> LoadedModel:
+        """Once as long as products are the same; engine/build.py does it for each engine."""
+        if self._loaded is None or linear != self._linear:
+            self.close()
+            self._loaded = load_model(settings, ops=choose_ops(self.device), linear=linear)
+            self._linear = linear
         return self._loaded
 
     def _clear(self) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import products
 from benchmarks.gpu.attention_scene import Heads, Scene, WrongResult, decode_like
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.gpu.stage import Stage, time_device
@@ -68,6 +69,7 @@ def run(stage: Stage) -> None:
     for name, make in parts:
         if stage.wants(name):
             stage.attempt(name, partial(report, stage, copied, make))
+    products.run(stage)
 
 
 def report(stage: Stage, copied: float, make: Callable[[], Operator]) -> None:
