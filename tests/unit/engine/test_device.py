@@ -14,6 +14,7 @@ from engine.device import (
     host_memory_bytes,
     resolve_device,
     resolve_dtype,
+    seconds_of_each,
     synchronize,
 )
 
@@ -49,3 +50,13 @@ def test_dtypes() -> None:
     assert resolve_dtype("float32", GPU, torch.bfloat16) == torch.float32
     assert activation_dtype(CPU, torch.bfloat16) == torch.float32
     assert activation_dtype(GPU, torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+def test_who_reads_more_takes_longer() -> None:
+    device = resolve_device("cuda")
+    sizes = (2**28, 2**26, 2**27)
+    tensors = [torch.zeros(size, device=device) for size in sizes]
+    times_s = seconds_of_each(device, [tensor.sum for tensor in tensors])
+    assert sorted(sizes) == [size for _, size in sorted(zip(times_s, sizes, strict=True))]
+    assert all(size * 4 / taken_s < 2e13 for size, taken_s in zip(sizes, times_s, strict=True))

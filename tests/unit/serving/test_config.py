@@ -243,10 +243,11 @@ def test_execution_reaches_the_engine() -> None:
         "overlap": False,
         "decode_steps": 4,
         "tensor_parallel": 2,
+        "linear": "torch",
     }
     cache = {"kv_dtype": "auto", "memory_share": 0.5}
     settings = parse_args({"model": MODEL, "execution": execution, "cache": cache}).engine_settings()
-    assert settings.execution == ExecutionSettings("torch", False, 64, False, 4, 2)
+    assert settings.execution == ExecutionSettings("torch", False, 64, False, 4, 2, "torch")
     assert (settings.cache.memory_share, settings.cache.kv_dtype) == (0.5, "auto")
 
 

@@ -167,6 +167,19 @@ def test_what_was_chosen_is_told_with_the_model(tmp_path: Path) -> None:
     assert load_model(settings).about == {}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_card_times_every_way(dtype: torch.dtype) -> None:
+    linears = choose_linears("auto", GPU, dtype, dtype)
+    weight_OI, bias_O = torch.randn(4096, 1024).to(GPU, dtype), torch.randn(4096).to(GPU, dtype)
+    linear = linears(weight_OI, bias_O)
+    assert "not few" not in linears.describe()["linear_reason"]
+    for rows in (1, 3, 16, 17):
+        x_NI = torch.randn(rows, 1024).to(GPU, dtype)
+        wide_NO = x_NI.double() @ weight_OI.double().t() + bias_O.double()
+        torch.testing.assert_close(linear(x_NI).double(), wide_NO, atol=0.5, rtol=0.01)
+
+
 def test_without_triton_torch_does_it_all() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
