@@ -150,6 +150,7 @@ class TritonStep:
             TILE_PER_ITEM=cut.tile_per_item,
             Q_FACTOR=factor,
             COMPUTE=_compute_dtype(q_NHD, kv_2KSD),
+            SCORES=_scores_dtype(q_NHD, kv_2KSD),
             HAS_SCALES=scales is not None,
             HAS_CAP=traits.softcap is not None,
             HAS_WINDOW=traits.window is not None,
@@ -220,3 +221,10 @@ def _compute_dtype(q_NHD: Tensor, kv_2KSD: Tensor) -> Any:
     if dtype == torch.bfloat16 and q_NHD.device.type == "cpu":
         dtype = torch.float32
     return _DTYPES[dtype]
+
+
+def _scores_dtype(q_NHD: Tensor, kv_2KSD: Tensor) -> Any:
+    """Of queries and keys: float16 holds every key in fp8, and queries once they are scaled."""
+    if q_NHD.dtype != torch.float32 and kv_2KSD.dtype == FP8:
+        return tl.float16
+    return _compute_dtype(q_NHD, kv_2KSD)

@@ -67,6 +67,12 @@ def _load_pages(
 
 
 @triton.jit
+def _power_of_two_below(x):
+    """Of a float32 that is not negative: its exponent alone. The least that is normal for those below it."""
+    return tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 1 << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _load_rows(
     rows_ND,
     offsets_D,
@@ -79,7 +85,7 @@ def _load_rows(
         x_ND = tl.load(rows_ND, mask=offsets_D[None, :] < DIM, other=0.0)
     else:
         x_ND = tl.load(rows_ND)
-    if HAS_SCALES:
+    if HAS_SCALES and tl.bfloat16 == COMPUTE:
         x_ND = x_ND.to(tl.float32)  # on sm_90 the direct way from fp8 to bfloat16 is four times slower
     return x_ND.to(COMPUTE)
 
@@ -90,6 +96,7 @@ def _attend_block(
     max_M,
     sum_M,
     q_MD,
+    q_size_M,
     position_M,
     page,
     block,
@@ -136,10 +143,10 @@ def _attend_block(
             page = page.to(tl.int64)
         slot_N = page * PAGE_SIZE + (near_N.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
     offsets_ND = slot_N[:, None] * DIM + offsets_D[None, :]
-    k_ND = _load_rows(keys + offsets_ND, offsets_D, DIM, BLOCK_D, COMPUTE, HAS_SCALES)
+    k_ND = _load_rows(keys + offsets_ND, offsets_D, DIM, BLOCK_D, q_MD.dtype, HAS_SCALES)
     scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
     if HAS_SCALES:
-        scores_MN *= tl.load(key_scales + slot_N)[None, :]
+        scores_MN *= tl.load(key_scales + slot_N)[None, :] * q_size_M[:, None]
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (1 + e^2x); score_scale holds scale / cap * 2 * log2(e), cap is in units of log 2.
         scores_MN = cap - 2.0 * cap / (1.0 + tl.exp2(scores_MN * score_scale))
@@ -241,6 +248,7 @@ def paged_attention(
     TILE_PER_ITEM: tl.constexpr,
     Q_FACTOR: tl.constexpr,
     COMPUTE: tl.constexpr,
+    SCORES: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -255,8 +263,9 @@ def paged_attention(
     MIN_BLOCKS blocks, and one that is alone writes the output itself. Otherwise `partials` [parts, M, D] and `sums`
     [parts, 2, M] hold what each found, and `counters`, zero before and after, how many of a tile's are done.
     MAX_SPLITS is a power of two, `most_splits` or more. With TILE_PER_ITEM item b is tile b, else items are found by
-    search. Q_FACTOR is -1 or 0 if the scores' scale is; COMPUTE is the dtype of products; WIDE: a head's offsets need
-    64 bits. score_scale and cap hold log2(e), see _attend_block.
+    search. Q_FACTOR is -1 or 0 if the scores' scale is; COMPUTE is the dtype of products, SCORES that of queries by
+    keys: keys in fp8 are float16 exactly, and in one instruction, and each query is brought into its range. WIDE: a
+    head's offsets need 64 bits. score_scale and cap hold log2(e), see _attend_block.
     """
     num_tiles = tl.load(live_items)
     if not TILE_PER_ITEM:
@@ -320,6 +329,10 @@ def paged_attention(
     q_MD = tl.load(q + q_M1 + offsets_D[None, :], mask=inside_MD, other=0.0).to(COMPUTE)
     if Q_FACTOR != 1:
         q_MD = (q_MD.to(tl.float32) * Q_FACTOR).to(COMPUTE)
+    q_size_M = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if HAS_SCALES:
+        q_size_M = _power_of_two_below(tl.max(tl.abs(q_MD.to(tl.float32)), 1))
+        q_MD = (q_MD.to(tl.float32) / q_size_M[:, None]).to(SCORES)
 
     acc_MD = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     max_M = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -341,7 +354,7 @@ def paged_attention(
     for block in tl.range(full_begin, full_end):
         next_page = _load_pages(pages, block + 1, first_key, last_key, PAGE_SIZE, BLOCK_N, HAS_WINDOW)
         acc_MD, max_M, sum_M = _attend_block(
-            acc_MD, max_M, sum_M, q_MD, position_M, page, block, first_key, last_key,
+            acc_MD, max_M, sum_M, q_MD, q_size_M, position_M, page, block, first_key, last_key,
             keys, values, key_scales, value_scales, score_scale, cap, window,
             DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, not APART,
         )  # fmt: skip
@@ -355,7 +368,7 @@ def paged_attention(
             block += full_end - full_begin
         page = _load_pages(pages, block, first_key, last_key, PAGE_SIZE, BLOCK_N, HAS_WINDOW)
         acc_MD, max_M, sum_M = _attend_block(
-            acc_MD, max_M, sum_M, q_MD, position_M, page, block, first_key, last_key,
+            acc_MD, max_M, sum_M, q_MD, q_size_M, position_M, page, block, first_key, last_key,
             keys, values, key_scales, value_scales, score_scale, cap, window,
             DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, COMPUTE, HAS_SCALES, HAS_CAP, HAS_WINDOW, WIDE, True,
         )  # fmt: skip

@@ -92,6 +92,21 @@ def test_dtypes(dtype: torch.dtype, fp8: bool) -> None:
         check(Shape(((1, 70), (5, 40)), page_size, window=30, sinks=True, dtype=dtype, fp8=fp8))
 
 
+@pytest.mark.parametrize("factor", [2.0**30, 2.0**-30])
+def test_queries_beyond_float16_over_fp8(factor: float) -> None:
+    """Their products with keys in fp8 are float16's. One row is of zeros."""
+    if DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton has no float8_e4m3fn here")
+    shape = Shape(((1, 70), (5, 40)), scale=0.3 / factor, dtype=torch.bfloat16, fp8=True)
+    expected, stage = make_stage(shape, 5), make_stage(shape, 5)
+    for each in (expected, stage):
+        each.q *= factor
+        each.q[2] = 0.0
+    (want,), (got,) = expected.expected(), stage.got(TritonAttention(stage.pool, SMALL_TILES, 64))
+    tolerance = TOLERANCES[torch.bfloat16]
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("new", [2, 3, 4, 8])
 def test_verifies(new: int) -> None:
     check(Shape(((new, 60), (new, new), (new, 80)), kv_heads=1, group=4))

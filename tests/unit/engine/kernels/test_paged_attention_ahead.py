@@ -29,7 +29,7 @@ def attention(
     shape: TileShape, dim: int, kv: torch.dtype, capability: int, page_size: int = 16, **others: Constant
 ) -> Build:
     """Grouped heads, several tiles an item, splits; `others` are constants that differ."""
-    q = torch.bfloat16 if kv == FP8 else kv
+    q, s = (torch.bfloat16, torch.float16) if kv == FP8 else (kv, kv)
     block_d = max(16, triton.next_power_of_2(dim))
     constants: dict[str, Constant] = {
         "KV_HEADS": 8,
@@ -45,6 +45,7 @@ def attention(
         "TILE_PER_ITEM": shape.block_m == 16,
         "Q_FACTOR": 1,
         "COMPUTE": str({"bf16": "tl.bfloat16", "fp32": "tl.float32", "fp16": "tl.float16"}[NAMES[q]]),
+        "SCORES": str({"bf16": "tl.bfloat16", "fp32": "tl.float32", "fp16": "tl.float16"}[NAMES[s]]),
         "HAS_SCALES": kv == FP8,
         "HAS_CAP": False,
         "HAS_WINDOW": False,
