@@ -18,7 +18,7 @@ from engine.settings import DeviceName, DTypeName
 FENCE_POLL_S = 20e-6
 
 FILLER_BYTES = 256 * 2**20
-"""Several times the L2 cache of any card."""
+"""More than the L2 cache of any card."""
 
 TURNS = 11
 

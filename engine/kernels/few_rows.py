@@ -33,8 +33,8 @@ class RowTiles:
 
 
 TILES = (RowTiles(16, 128, 2, 5), RowTiles(32, 128, 4, 5), RowTiles(64, 64, 4, 4))
-"""The first three fill a card of 132 multiprocessors from 2,112, 4,096 and 8,448 outputs on. More outputs a program
-read the rows less often and keep the matrix units' sums shorter; which is quickest is for the card to say."""
+"""They give each of 132 multiprocessors a program from 2,112, about 4,096 and 8,448 outputs on. With more outputs to a
+program the rows are read less often, and more sums run side by side. Which is quickest is for the card to say."""
 
 
 class FewRowsLinear:
