@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed, InvalidRequest, TokenConstraint
+from serving.schema_size import check_size
 from serving.tool_calls.grammar import calls_grammar
 from serving.turns import OutputConstraint
 
@@ -80,15 +81,19 @@ class ConstraintCompiler:
             case "regex":
                 grammar = LLMatcher.grammar_from_regex(constraint.source)
             case "json_schema":
+                check_size(constraint.source)
                 grammar = LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
             case "tool_calls":
-                lark = calls_grammar(json.loads(constraint.source), self._special_ids(), JSON_OPTIONS)
-                grammar = LLMatcher.grammar_from_lark(lark)
+                wanted = json.loads(constraint.source)
+                for function in wanted["functions"]:
+                    check_size(json.dumps(function["parameters"]))
+                check_size(json.dumps(wanted["answer"]))
+                grammar = LLMatcher.grammar_from_lark(
+                    calls_grammar(wanted, self._special_ids(), JSON_OPTIONS)
+                )
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        if constraint.kind != "regex":
-            json.loads(constraint.source, parse_int=_exact)
         return matcher
 
     def _read_tokenizer(self) -> tuple[LLTokenizer, int]:
@@ -135,14 +140,6 @@ class GrammarConstraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ConstraintFailed(f"the output cannot be followed: {_reason(self._matcher.get_error())}")
-
-
-def _exact(digits: str) -> int:
-    """llguidance reads integers as floats, and would hold the output to another number."""
-    value = int(digits)
-    if abs(value) > 2**53:
-        raise ValueError(f"{digits[:40]} is beyond 2**53")
-    return value
 
 
 def _reason(problem: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -229,3 +230,63 @@ def test_whatever_is_allowed_fits_the_schema(wanted: dict[str, object], seed: in
     tokenizer = TEXT.tokenizer
     assert isinstance(tokenizer, Tokenizer)
     jsonschema.validate(json.loads(tokenizer.decode(out)), wanted)
+
+
+def meeting(patterns: int) -> dict[str, object]:
+    return {"allOf": [{"type": "string", "pattern": f"[a-z]{{{n}}}.*{n}"} for n in range(1, patterns + 1)]}
+
+
+def in_a_row(patterns: int) -> dict[str, object]:
+    """Each refers to the next, and has a pattern beside that."""
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}", "pattern": f".*{n}"} for n in range(patterns)}
+    return {"$defs": chain | {f"d{patterns}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+def in_properties(patterns: int) -> dict[str, object]:
+    """Objects that all name the same property."""
+    parts = [{"type": "object", "properties": {"a": {"pattern": f".*{n}"}}} for n in range(patterns)]
+    return {"allOf": parts}
+
+
+@pytest.mark.parametrize("shape", [meeting, in_a_row, in_properties])
+def test_many_patterns_for_one_value_are_refused_at_once(shape: Callable[[int], object]) -> None:
+    """29 of them took the compiler seven minutes and 20 GB, and every other constrained turn waited."""
+    error = refused(schema(shape(29)))
+    assert "29 patterns and formats meet in one value" in error.message
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"multipleOf": 999_983}, {"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}]
+)
+def test_a_divisor_with_too_many_remainders_is_refused(wanted: object) -> None:
+    assert "at most 100000 may be" in refused(schema(wanted)).message
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "object", "properties": {f"p{n}": {"type": "string", "pattern": f"^{n}"} for n in range(40)}},
+        {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {"pattern": "^b"}}}],
+         "$defs": {"base": {"type": "object", "properties": {f"p{n}": {"pattern": "^c"} for n in range(20)}}}},
+        {"anyOf": [{"type": "string", "pattern": f"^{n}$"} for n in range(40)]},
+        {"$defs": {"node": {"type": "object", "properties": {
+            "name": {"type": "string", "pattern": "^[a-z]+$"}, "next": {"$ref": "#/$defs/node"}}}},
+         "$ref": "#/$defs/node"},
+        {"type": "integer", "multipleOf": 10_000_000},
+        {"type": "number", "multipleOf": 0.01},
+        {"type": "integer", "multipleOf": 86_400},
+    ],
+)  # fmt: skip
+def test_patterns_that_do_not_meet_and_usual_divisors_are_taken(wanted: object) -> None:
+    assert allowed_ids(begun(schema(wanted)))
+
+
+def test_references_in_a_long_row_are_refused() -> None:
+    assert "recursion is too deep" in refused(schema(in_a_row(2_000))).message
+
+
+@pytest.mark.parametrize("ref", ["#text", "text", "https://example.com/text"])
+def test_references_by_name_are_refused(ref: str) -> None:
+    """Nobody would see how much they ask for."""
+    wanted = {"$ref": ref, "$defs": {"x": {"$id": "text", "$anchor": "text", "type": "string"}}}
+    assert "is no pointer within the schema" in refused(schema(wanted)).message
