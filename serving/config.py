@@ -356,8 +356,16 @@ def parse_args(values: Any) -> AppArgs:
 
 
 def check_file(path: str) -> list[AppArgs]:
-    """Validates the args of every application in a `serve run` config file."""
-    return [parse_args(args) for args in read_args(path)]
+    """Validates the args of every application in a `serve run` config file, and that none has another's sessions."""
+    applications = [parse_args(args) for args in read_args(path)]
+    for key in ("name", "state_dir"):
+        values = [getattr(application.controller, key) for application in applications]
+        shared = next((value for value in values if values.count(value) > 1), None)
+        if shared is not None:
+            raise SettingsError(
+                f"two applications have the args.controller.{key} {shared!r}; each needs its own"
+            )
+    return applications
 
 
 def main(paths: list[str]) -> int:

@@ -348,3 +348,31 @@ def test_a_merge_key_is_no_key_that_occurs_twice(tmp_path: Path) -> None:
         "applications: [{args: {model: {<<: *model, seed: 2}}}]\n"
     )
     assert [args.model.seed for args in check_file(str(path))] == [2]
+
+
+TWO_APPLICATIONS = """applications:
+- args: {model: {path: assets/models/kedge-chat}, controller: {name: a, state_dir: x}}
+- args: {model: {path: assets/models/kedge-chat}, controller: {name: b, state_dir: y}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            ("name: b, ", "name: a, "),
+            "two applications have the args.controller.name 'a'; each needs its own",
+        ),
+        ((", state_dir: y", ", state_dir: x"), "two applications have the args.controller.state_dir 'x'"),
+    ],
+)
+def test_two_applications_cannot_have_one_controller(
+    changed: tuple[str, str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sessions of one would be placed on replicas of the other."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TWO_APPLICATIONS)
+    assert len(check_file(str(path))) == 2
+    path.write_text(TWO_APPLICATIONS.replace(*changed))
+    assert main([str(path)]) == 2
+    assert reason in capsys.readouterr().err
