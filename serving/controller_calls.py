@@ -103,7 +103,7 @@ class ControllerCalls:
             async with asyncio.timeout(self._timeout_s):
                 return await self._until_up(method, args, last)
         except TimeoutError:
-            reason = f": {last[-1]}" if last else ""
+            reason = f": {_cause(last[-1])}" if last else ""
             raise StoreError(
                 f"the cluster controller did not answer {method} in {self._timeout_s} s{reason}"
             ) from None
@@ -122,6 +122,11 @@ class ControllerCalls:
                 if isinstance(error, ActorDiedError):
                     logger.warning("the cluster controller died; starting it again: %s", error)
                     self._actor = self._connect()
+
+
+def _cause(error: RayActorError) -> str:
+    """The end of what Ray tells of it, which may be a whole traceback: that is for the log, not for clients."""
+    return str(error).rstrip().rpartition("\n")[2]
 
 
 def connect_controller(args: AppArgs) -> ControllerCalls:
