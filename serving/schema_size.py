@@ -51,7 +51,7 @@ def check_size(source: str) -> None:
         )
     if most.remainders > MOST_REMAINDERS:
         raise ValueError(
-            f"multipleOf has {most.remainders} remainders, without powers of ten; at most {MOST_REMAINDERS} may be"
+            f"multipleOf is too large for one value; at most {MOST_REMAINDERS}, not counting the decimal point"
         )
 
 
@@ -111,11 +111,13 @@ class _Walk:
 
 
 def _remainders(divisor: Any) -> int:
-    """Of digits alone: a power of ten takes no states."""
+    """The divisor's digits as an integer, so that 0.25 has 25. All that are far too large are one."""
     if isinstance(divisor, bool) or not isinstance(divisor, int | Decimal):
         return 1
-    digits = Decimal(divisor).normalize().as_tuple().digits
-    return max(1, int("".join(map(str, digits))))
+    _, digits, exponent = Decimal(divisor).normalize().as_tuple()
+    assert isinstance(exponent, int), "JSON has no infinity"
+    scaled = Decimal((0, digits, max(0, exponent)))
+    return max(1, int(min(scaled, Decimal(MOST_REMAINDERS + 1))))
 
 
 def _exact(digits: str) -> int:
