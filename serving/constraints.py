@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 CACHED_GRAMMARS = 32
 MAX_REASON_CHARS = 200
-LIMITS = LLParserLimits(max_lexer_states=30_000, max_grammar_size=200_000, verbose_errors=False)
-"""A lexer state is about a kilobyte."""
+LIMITS = LLParserLimits(
+    max_lexer_states=30_000, max_grammar_size=200_000, initial_lexer_fuel=200_000, verbose_errors=False
+)
+"""A lexer state is about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at most."""
 JSON_OPTIONS: JsonCompileOptions = {
     # A blank, or a line's end with the indent behind it: a small model would go on with blanks for ever.
     "whitespace_pattern": r" |\n {0,32}",

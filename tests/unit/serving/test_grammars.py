@@ -298,3 +298,15 @@ def test_references_by_name_are_refused(ref: str) -> None:
     """Nobody would see how much they ask for."""
     wanted = {"$ref": ref, "$defs": {"x": {"$id": "text", "$anchor": "text", "type": "string"}}}
     assert "is no pointer within the schema" in refused(schema(wanted)).message
+
+
+def test_the_first_token_of_a_huge_expression_cannot_stop_the_engine_for_long() -> None:
+    """It took 0.4 s, in which no other turn went on."""
+    constraint = begun(regex("日{100000}"))
+    first, *_ = allowed_ids(constraint)
+    with pytest.raises(ConstraintFailed):
+        constraint.accept(first)
+
+
+def test_five_thousand_choices_are_not_too_many() -> None:
+    feed(begun(schema({"enum": [f"v{n}v{n}v{n}" for n in range(5_000)]})), '"v4177v4177v4177"')
