@@ -7,6 +7,7 @@ takes (each doubles it), nor `multipleOf`, which becomes an automaton with a sta
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -39,7 +40,7 @@ class _Meeting:
 def check_size(source: str) -> None:
     """Raises ValueError where the schema may ask too much of one value."""
     try:
-        schema = json.loads(source, parse_int=_exact, parse_float=Decimal)
+        schema = json.loads(source, parse_int=_exact)
         most = _Walk(schema).of(schema)
     except json.JSONDecodeError:
         return  # the compiler says what is wrong
@@ -112,11 +113,12 @@ class _Walk:
 
 def _remainders(divisor: Any) -> int:
     """The divisor's digits as an integer, so that 0.25 has 25. All that are far too large are one."""
-    if isinstance(divisor, bool) or not isinstance(divisor, int | Decimal):
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float):
         return 1
-    _, digits, exponent = Decimal(divisor).normalize().as_tuple()
-    assert isinstance(exponent, int), "JSON has no infinity"
-    scaled = Decimal((0, digits, max(0, exponent)))
+    if not math.isfinite(divisor):
+        return MOST_REMAINDERS + 1
+    _, digits, exponent = Decimal(str(divisor)).normalize().as_tuple()
+    scaled = Decimal((0, digits, max(0, int(exponent))))
     return max(1, int(min(scaled, Decimal(MOST_REMAINDERS + 1))))
 
 

@@ -270,6 +270,11 @@ def test_a_divisor_with_too_many_remainders_is_refused(wanted: object) -> None:
     assert "multipleOf is too large for one value; at most 100000" in refused(schema(wanted)).message
 
 
+@pytest.mark.parametrize("exponent", ["999", "99999999999999999999"])
+def test_a_number_that_is_no_float_is_refused(exponent: str) -> None:
+    refused(schema(f'{{"multipleOf": 1e{exponent}}}'))
+
+
 @pytest.mark.parametrize(
     "wanted",
     [
