@@ -147,6 +147,13 @@ async def test_the_reason_is_the_schemas(tmp_path: Path) -> None:
         assert error["message"] == reason
 
 
+async def test_parameters_are_bounded_as_schemas_are(tmp_path: Path) -> None:
+    async with tool_client(tmp_path) as (client, _):
+        body = {**REQUIRED, "tools": [tool(name="f", parameters={"multipleOf": 999_983})]}
+        error = check_shape(CHAT, await client.post(CHAT, json=body))
+        assert "multipleOf is too large for one value" in error["message"]
+
+
 async def test_a_model_without_a_format_takes_no_tools(tmp_path: Path) -> None:
     async with tool_client(tmp_path, None) as (client, _):
         reply = await client.post(CHAT, json={"messages": [ASKED], "tools": TOOLS})
