@@ -14,6 +14,7 @@ from controllers.cluster_stats import ClusterStats
 from controllers.errors import ControllerError, SessionExists, SessionNotFound
 from controllers.ownership import OwnershipLedger
 from controllers.placement import choose_replica
+from controllers.rebalancing import Rebalancing, kv_tokens_at_owner
 from controllers.records import (
     Assignment,
     ForkOrder,
@@ -33,6 +34,8 @@ _SESSION_ID_BYTES = 16
 _TOUCH_LOG_AFTER_S = 30.0
 _EXPIRE_INTERVAL_S = 1.0
 _FORGET_REPLICA_AFTER_S = 3600.0
+_LATE_AFTER = 1 / 3
+"""Of the timeout after which a silent replica is dead: settings keep heartbeats more frequent than that."""
 
 
 class Cluster:
@@ -54,6 +57,8 @@ class Cluster:
         self._stats = ClusterStats(timer)
         self._ledger = OwnershipLedger(clock, store.load_all_entries(), store.epoch_floor())
         self._replicas = ReplicaDirectory(clock, settings.replica_timeout_s)
+        rebalancing = settings.rebalancing
+        self._rebalancing = None if rebalancing is None else Rebalancing(rebalancing, timer)
         self._started_s = clock()
         self._next_expiry_s = 0.0
 
@@ -66,14 +71,18 @@ class Cluster:
         self._replicas.register(status)
 
     def heartbeat(self, status: ReplicaStatus, session_updates: Sequence[SessionStatus]) -> HeartbeatReply:
-        """Notes a replica's load and sessions; tells it which of them it does not own."""
+        """Notes a replica's load and sessions; tells it which of them it does not own, and whether it is crowded."""
         known = self._replicas.heartbeat(status)
         stale = [
             update.session_id
             for update in session_updates
             if not self._ledger.report(status.replica_id, update)
         ]
-        return HeartbeatReply(known, tuple(stale))
+        crowded = False
+        if known and self._rebalancing is not None:
+            turns = status.running + status.waiting
+            crowded = self._rebalancing.report(status.replica_id, turns, self._takers(status.replica_id))
+        return HeartbeatReply(known, tuple(stale), crowded)
 
     def report_lost(self, replica_id: str) -> int:
         """Counts a replica as dead. Its sessions move when they are next used; returns how many it owned."""
@@ -166,6 +175,23 @@ class Cluster:
         self._ledger.touch(session_id)
         with self._stats.timed("load"):
             return self._store.load(session_id)
+
+    def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
+        """True if the session was moved to a less busy replica. For its owner, as a turn of it begins.
+
+        Raises SessionNotFound, and StaleEpoch, also for a repeated call of which the first moved it.
+        """
+        entry = self._ledger.fence(session_id, epoch, replica_id)
+        if self._rebalancing is None:
+            return False
+        kv_tokens = kv_tokens_at_owner(entry)
+        taker = self._rebalancing.choose(replica_id, kv_tokens, self._takers(replica_id))
+        if taker is None:
+            return False
+        self._move_to(entry, taker)
+        self._rebalancing.moved(replica_id, taker, kv_tokens)
+        self._stats.count("sessions_rebalanced")
+        return True
 
     def commit_turn(self, record: TurnRecord) -> None:
         """Appends a turn to the session's log. Repeating the last commit is fine.
@@ -294,6 +320,15 @@ class Cluster:
 
     def _place(self) -> str:
         return choose_replica(self._replicas.candidates(self._ledger.count_of))
+
+    def _takers(self, owner_id: str) -> list[str]:
+        """Replicas that may take sessions of this one. Who is late with a heartbeat may be in trouble."""
+        oldest_s = self._clock() - self._settings.replica_timeout_s * _LATE_AFTER
+        return [
+            status.replica_id
+            for status in self._replicas.live()
+            if status.replica_id != owner_id and not status.draining and status.seen_s >= oldest_s
+        ]
 
     def _has_place(self) -> bool:
         return any(not candidate.draining for candidate in self._replicas.candidates(self._ledger.count_of))

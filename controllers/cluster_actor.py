@@ -83,6 +83,9 @@ class ClusterController:
     async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         return self._cluster.load_session(session_id, epoch, replica_id)
 
+    async def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
+        return self._cluster.offer_session(session_id, epoch, replica_id)
+
     async def commit_turn(self, record: TurnRecord) -> None:
         self._cluster.commit_turn(record)
 

@@ -11,6 +11,7 @@ COUNTERS = (
     "sessions_closed",
     "sessions_expired",
     "transfers",
+    "sessions_rebalanced",
     "turns_committed",
     "turns_refused",
 )

@@ -56,6 +56,10 @@ class StaleEpoch(ControllerError):
     code = "stale_epoch"
 
 
+class SessionMoved(StaleEpoch):
+    """This very call has found that the session is better off with another owner, and moved it there."""
+
+
 class InvalidRewind(ControllerError):
     """The rewind offset is not within the committed history."""
 

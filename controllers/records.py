@@ -155,7 +155,9 @@ class HeartbeatReply:
 
     `known` False: the replica was reported lost; it must register again before it owns anything new.
     `stale_sessions`: sessions it reported that are closed or owned elsewhere; it must drop them.
+    `crowded`: it is to offer each session of which a turn begins (`offer_session`), until it hears otherwise.
     """
 
     known: bool
     stale_sessions: tuple[str, ...] = ()
+    crowded: bool = False

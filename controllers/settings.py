@@ -6,13 +6,26 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class RebalancingSettings:
+    """When sessions move to even out load, see controllers/rebalancing.py.
+
+    `min_gap`: how many turns in flight a replica must have more than another, on average; 2 at least, or a move might
+    make the other the busier one. `tokens_per_s` is how fast a replica computes a history, which is what a move costs.
+    """
+
+    min_gap: float = 3.0
+    tokens_per_s: float = 5000.0
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterSettings:
     """What the cluster controller needs to know.
 
     `store_path` is the session log's SQLite file on the head node. `full_sync` makes every commit survive a
     loss of power, not only of the process, at the price of a disk flush per commit. A replica unheard of for
     `replica_timeout_s` is dead. `session_timeout_s` is the idle timeout of sessions opened without one.
-    `placement_tokens` is the KV that placement expects a new session to take before the next heartbeat.
+    `placement_tokens` is the KV that placement expects a new session to take before the next heartbeat. Without
+    `rebalancing` sessions stay where they are while their owner lives.
     """
 
     store_path: str
@@ -21,3 +34,4 @@ class ClusterSettings:
     session_timeout_s: float = 3600.0
     max_sessions: int = 100_000
     placement_tokens: int = 1024
+    rebalancing: RebalancingSettings | None = RebalancingSettings()

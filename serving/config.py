@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
-from controllers.settings import ClusterSettings
+from controllers.settings import ClusterSettings, RebalancingSettings
 from engine.settings import (
     AttentionName,
     BooksCheck,
@@ -37,6 +37,7 @@ from serving.strict_settings import SettingsError, StrictModel, faults
 from serving.tool_calls.formats import ToolCallsSetting
 
 SPECULATION = SpeculationSettings()
+REBALANCING = RebalancingSettings()
 
 PositiveInt = Annotated[int, Field(gt=0)]
 _MIB = 1024 * 1024
@@ -263,6 +264,17 @@ class SessionArgs(StrictModel):
     sweep_interval_s: Seconds = 1.0
 
 
+class RebalancingArgs(StrictModel):
+    """When sessions move to a less busy replica, see controllers.settings.RebalancingSettings. `min_gap` in turns."""
+
+    enabled: bool = True
+    min_gap: Annotated[float, Field(ge=2)] = REBALANCING.min_gap
+    tokens_per_s: Annotated[float, Field(gt=0)] = REBALANCING.tokens_per_s
+
+    def settings(self) -> RebalancingSettings | None:
+        return RebalancingSettings(self.min_gap, self.tokens_per_s) if self.enabled else None
+
+
 class ControllerArgs(StrictModel):
     """The ownership ledger and the durable session log (`state_dir`/sessions.sqlite3).
 
@@ -299,6 +311,7 @@ class AppArgs(StrictModel):
     replicas: Annotated[ReplicaArgs, Field(validate_default=True)] = ReplicaArgs()
     ingress: IngressArgs = IngressArgs()
     sessions: SessionArgs = SessionArgs()
+    rebalancing: RebalancingArgs = RebalancingArgs()
     controller: ControllerArgs = ControllerArgs()
 
     @field_validator("execution")
@@ -344,6 +357,7 @@ class AppArgs(StrictModel):
             replica_timeout_s=controller.replica_timeout_s,
             session_timeout_s=self.sessions.idle_timeout_s,
             max_sessions=controller.max_sessions,
+            rebalancing=self.rebalancing.settings(),
         )
 
 

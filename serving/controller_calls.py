@@ -77,6 +77,9 @@ class ControllerCalls:
     async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         return cast(SessionRecord, await self._call("load_session", session_id, epoch, replica_id))
 
+    async def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
+        return bool(await self._call("offer_session", session_id, epoch, replica_id))
+
     async def commit_turn(self, record: TurnRecord) -> None:
         await self._call("commit_turn", record)
 

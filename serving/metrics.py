@@ -149,7 +149,7 @@ class ReplicaMetrics:
         ).labels(replica_id)
 
     def turn_ended(self, outcome: str) -> None:
-        """`outcome`: committed, replayed, aborted, refused, stale, store_failed or error."""
+        """`outcome`: committed, replayed, aborted, refused, moved, stale, store_failed or error."""
         self._turns.labels(self._replica_id, outcome).inc()
 
     def first_token(self, after_s: float) -> None:

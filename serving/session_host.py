@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from controllers.errors import ControllerError, StaleEpoch, TurnInFlight
+from controllers.errors import ControllerError, SessionMoved, StaleEpoch, TurnInFlight
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import Fork, SessionController
 from engine.api import Engine, EngineError, SessionBusy
@@ -46,6 +46,7 @@ class SessionHost:
         self._engine_timeout_s = engine_timeout_s
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
+        self._crowded = False
 
     async def hold(self, session_id: str, epoch: int) -> None:
         """Makes sure that the session is held at `epoch`, loading its committed history if need be.
@@ -75,6 +76,28 @@ class SessionHost:
         forking = self._forking[order.child_id] = self._tasks.start(self._fork(parent_id, epoch, order))
         forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))
         return await self._tasks.outcome(forking)
+
+    async def offer(self, session_id: str, epoch: int) -> None:
+        """Lets a less busy replica have the session, if this one is crowded. For a turn that begins, which keeps
+        others away meanwhile. Raises SessionMoved: the turn is to end, and the session to be `let_go`."""
+        if not self._crowded:
+            return
+        try:
+            moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
+        except StaleEpoch:  # by an earlier try of this call
+            moved = True
+        except ControllerError as error:
+            logger.warning("session %s: not offered to others: %s", session_id, error)
+            return
+        if moved:
+            raise SessionMoved(f"session {session_id!r} has moved to a less busy replica")
+
+    async def let_go(self, session_id: str) -> None:
+        """Leaves nothing here of a session that has moved. A close that waited for its turn is carried out there."""
+        closing = self._sessions.take_closing(session_id)
+        await self.release(session_id)
+        if closing:
+            await self._controller.close_session(session_id)
 
     async def release(self, session_id: str) -> None:
         """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""
@@ -116,6 +139,7 @@ class SessionHost:
         kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
         load, held = self.status(), self._statuses(kv_tokens)
         reply = await self._controller.heartbeat(load, held)
+        self._crowded = reply.crowded
         if not reply.known:
             await self._controller.register_replica(load)
         epochs = {status.session_id: status.epoch for status in held}

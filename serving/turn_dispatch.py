@@ -36,6 +36,8 @@ BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
 """Replicas that one turn may lose in mid-stream and go on: it may be what kills them."""
 RETRIED_CODES = frozenset({STALE_EPOCH, "engine_stopped"})
+LET_GO = frozenset({STALE_EPOCH, SESSION_NOT_FOUND})
+"""Answers of a replica that had the session once, or will have: at first nothing is wrong but who was asked."""
 RETRIED_AFTER_FAILURE = frozenset({"turn_in_flight", SESSION_NOT_FOUND})
 CLIENTS_FAULTS = frozenset({400, 413})
 
@@ -134,7 +136,7 @@ class TurnDispatcher:
                 self._saw(owner.replica_id)
                 return answer
             self.forget(session_id, tenant)
-            if answer.code == SESSION_NOT_FOUND and not asked_anew:
+            if answer.code in LET_GO and not asked_anew:
                 asked_anew = True
                 continue
             if not _retried(answer, failed):
@@ -194,8 +196,8 @@ class TurnDispatcher:
                 ) from None
             finally:
                 await entered.aclose()
-            if refusal.code == SESSION_NOT_FOUND and call.session is not None and not asked_anew:
-                # The remembered owner let it go (idle timeout, closed elsewhere): the controller has the last word.
+            if refusal.code in LET_GO and call.session is not None and not asked_anew:
+                # The remembered owner let it go (moved, timed out, closed elsewhere): the controller has the last word.
                 self._owners.forget(call.tenant, call.session.session_id)
                 asked_anew = True
                 continue

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from controllers.errors import ControllerError, SessionNotFound, StaleEpoch
+from controllers.errors import ControllerError, SessionMoved, SessionNotFound, StaleEpoch
 from controllers.session import Replay, SessionController, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
 from serving.background import BackgroundTasks
@@ -69,7 +69,7 @@ class TurnRunner:
         try:
             begun = await self._begin(call, epoch)
         except (EngineError, ControllerError, ServiceError) as error:
-            self._metrics.turn_ended("stale" if isinstance(error, StaleEpoch) else "refused")
+            self._metrics.turn_ended(_outcome_of(error))
             return error_event(error)
         if isinstance(begun, Replay):
             self._metrics.turn_ended("replayed")
@@ -118,11 +118,17 @@ class TurnRunner:
         if isinstance(begun, Replay):
             return begun
         try:
-            if call.resumed is not None and call.resumed.turn_index != begun.turn_index:
+            if call.resumed is None:
+                await self._host.offer(session.session_id, epoch)
+            elif call.resumed.turn_index != begun.turn_index:
                 raise ServiceError(OVERTAKEN)
             if begun.rewound:
                 await self._host.rewind_kv(session.session_id, begun.history_len)
             return await self._submit(call, begun, started_s, constraint)
+        except SessionMoved:
+            self._sessions.abort_turn(begun)
+            await self._tasks.outcome(self._tasks.start(self._host.let_go(session.session_id)))
+            raise
         except BaseException:
             self._sessions.abort_turn(begun)
             self._tasks.start(self._host.turn_ended(session.session_id))
@@ -255,3 +261,9 @@ class TurnRunner:
         self._live.pop(live.request_id, None)
         if live.turn is not None:
             await self._host.turn_ended(live.turn.session_id)
+
+
+def _outcome_of(refusal: Exception) -> str:
+    if isinstance(refusal, SessionMoved):
+        return "moved"
+    return "stale" if isinstance(refusal, StaleEpoch) else "refused"

@@ -1,0 +1,95 @@
+"""When a session moves to a less busy replica. Pure policy, one owner.
+
+A replica's load is its turns in flight, running and waiting, averaged over AVERAGED_S. A session may move when a turn
+of it begins at a replica that is clearly busier than another, which then computes the session's KV again. So that
+moves never cost more than they mend, they are paid for: every second half the difference in load, the turns that would
+have had a better place, goes to the busier replica's credit, and a move takes its price from that.
+
+Invariant: a move goes from the busier to the less busy of two loads that are further apart than it brings them
+together. So it lowers the sum of squared loads, and under loads that do not change moves come to an end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from controllers.records import LedgerEntry
+from controllers.settings import RebalancingSettings
+
+AVERAGED_S = 10.0
+CLEARLY = 1.5
+"""By what factor a replica is busier than another before anything moves."""
+MOVE_S = 1.0
+"""Price of a move besides the KV that is computed again: the round by way of the controller, and caution."""
+MOST_CREDIT_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """`credit_s`: seconds of turns that had a worse place than they might have had, less what moves cost."""
+
+    turns: float
+    seen_s: float
+    credit_s: float = 0.0
+
+
+class Rebalancing:
+    """Loads by replica id. `timer` returns monotonic seconds. `takers` are the replicas that may take a session now."""
+
+    def __init__(self, settings: RebalancingSettings, timer: Callable[[], float]) -> None:
+        self._settings = settings
+        self._timer = timer
+        self._loads: dict[str, _Load] = {}
+
+    def report(self, replica_id: str, turns: int, takers: Collection[str]) -> bool:
+        """Notes the turns in flight at a replica. True if it is crowded: sessions may move away from it.
+
+        What is known of replicas that neither report nor take sessions is forgotten.
+        """
+        now_s = self._timer()
+        self._loads = {name: load for name, load in self._loads.items() if name in {replica_id, *takers}}
+        load = self._loads.setdefault(replica_id, _Load(turns, now_s))
+        elapsed_s = now_s - load.seen_s
+        load.turns += (turns - load.turns) * (1 - math.exp(-elapsed_s / AVERAGED_S))
+        load.seen_s = now_s
+        gap = self._gap(load, self._least_busy(takers))
+        load.credit_s = min(load.credit_s + gap / 2 * elapsed_s, MOST_CREDIT_S) if gap else 0.0
+        return gap > 0
+
+    def choose(self, replica_id: str, kv_tokens: int, takers: Collection[str]) -> str | None:
+        """Where a session goes of which a turn begins here, with the KV that a move throws away. None: it stays."""
+        load, taker = self._loads.get(replica_id), self._least_busy(takers)
+        if load is None or not self._gap(load, taker) or load.credit_s < self._price_s(kv_tokens):
+            return None
+        return taker
+
+    def moved(self, replica_id: str, taker: str, kv_tokens: int) -> None:
+        """Notes that the session went where `choose` said. The loads count it there before replicas report it."""
+        load = self._loads[replica_id]
+        load.credit_s -= self._price_s(kv_tokens)
+        load.turns -= 1
+        self._loads[taker].turns += 1
+
+    def _least_busy(self, takers: Collection[str]) -> str | None:
+        """Of those that have reported."""
+        known = [taker for taker in takers if taker in self._loads]
+        return min(known, key=lambda taker: (self._loads[taker].turns, taker), default=None)
+
+    def _gap(self, load: _Load, taker: str | None) -> float:
+        """By how many turns the replica is clearly busier than the taker; 0 if it is not."""
+        if taker is None:
+            return 0.0
+        other = self._loads[taker].turns
+        gap = load.turns - other
+        return gap if gap >= self._settings.min_gap and load.turns >= CLEARLY * other else 0.0
+
+    def _price_s(self, kv_tokens: int) -> float:
+        return MOVE_S + kv_tokens / self._settings.tokens_per_s
+
+
+def kv_tokens_at_owner(entry: LedgerEntry) -> int:
+    """Tokens whose KV a move throws away: none if the owner said that it has none, and nothing happened since."""
+    told = entry.reported_s is not None and entry.last_used_s < entry.reported_s
+    return 0 if told and not entry.in_turn and entry.size_bytes == 0 else entry.tokens
