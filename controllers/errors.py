@@ -56,8 +56,10 @@ class StaleEpoch(ControllerError):
     code = "stale_epoch"
 
 
-class SessionMoved(StaleEpoch):
-    """This very call has found that the session is better off with another owner, and moved it there."""
+class SessionMoved(ControllerError):
+    """As this very call began the session was given to another owner, where it has a better place."""
+
+    code = "session_moved"
 
 
 class InvalidRewind(ControllerError):

@@ -23,6 +23,7 @@ STATUS_BY_CODE = MappingProxyType(
         "turn_not_in_flight": 409,
         "session_closing": 409,
         "stale_epoch": 409,
+        "session_moved": 409,
         "invalid_rewind": 400,
         "invalid_fork": 400,
         "tools_differ": 400,
@@ -34,6 +35,7 @@ STATUS_BY_CODE = MappingProxyType(
     }
 )
 STALE_EPOCH = "stale_epoch"
+SESSION_MOVED = "session_moved"
 SESSION_NOT_FOUND = "session_not_found"
 REPLICA_LOST = "replica_lost"
 DEFAULT_RETRY_AFTER_S = 1.0

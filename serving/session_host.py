@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from controllers.errors import ControllerError, SessionMoved, StaleEpoch, TurnInFlight
+from controllers.errors import ControllerError, SessionClosing, SessionMoved, StaleEpoch, TurnInFlight
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import Fork, SessionController
 from engine.api import Engine, EngineError, SessionBusy
@@ -93,11 +93,13 @@ class SessionHost:
             raise SessionMoved(f"session {session_id!r} has moved to a less busy replica")
 
     async def let_go(self, session_id: str) -> None:
-        """Leaves nothing here of a session that has moved. A close that waited for its turn is carried out there."""
+        """Leaves nothing here of a session that has moved. Raises SessionClosing if a close came in the meantime, which
+        is then carried out."""
         closing = self._sessions.take_closing(session_id)
         await self.release(session_id)
         if closing:
             await self._controller.close_session(session_id)
+            raise SessionClosing(f"session {session_id!r} is closing")
 
     async def release(self, session_id: str) -> None:
         """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""

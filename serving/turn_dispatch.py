@@ -18,7 +18,14 @@ from typing import Any
 from controllers.errors import ControllerError, NoReplica
 from serving.controller_calls import ControllerCalls
 from serving.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
-from serving.errors import REPLICA_LOST, SESSION_NOT_FOUND, STALE_EPOCH, error_info, unavailable
+from serving.errors import (
+    REPLICA_LOST,
+    SESSION_MOVED,
+    SESSION_NOT_FOUND,
+    STALE_EPOCH,
+    error_info,
+    unavailable,
+)
 from serving.metrics import IngressMetrics
 from serving.ownership_cache import Owner, OwnershipCache
 from serving.replica_calls import ANY_REPLICA, ReplicaCalls
@@ -35,9 +42,9 @@ LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
 """Replicas that one turn may lose in mid-stream and go on: it may be what kills them."""
-RETRIED_CODES = frozenset({STALE_EPOCH, "engine_stopped"})
-LET_GO = frozenset({STALE_EPOCH, SESSION_NOT_FOUND})
-"""Answers of a replica that had the session once, or will have: at first nothing is wrong but who was asked."""
+RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, "engine_stopped"})
+LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
+"""A replica that had the session says so: the first time nothing is wrong but who was asked."""
 RETRIED_AFTER_FAILURE = frozenset({"turn_in_flight", SESSION_NOT_FOUND})
 CLIENTS_FAULTS = frozenset({400, 413})
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+from neighbours import neighbours
 from served_cluster import ServedCluster, eventually
 from session_client import Conversation, Heard, events_of, generate_once
 
@@ -50,20 +51,6 @@ def told_at_once(client: httpx.Client, **headers: str) -> httpx.Response:
         "logprobs": 1,
     }
     return client.post("/v1/completions", json=body, headers=headers)
-
-
-def neighbours(cluster: ServedCluster, client: httpx.Client, count: int) -> tuple[str, list[Conversation]]:
-    """A replica and new sessions of it."""
-    sessions = [Conversation.open(client) for _ in range(2 * count - 1)]
-    by_owner: dict[str, list[Conversation]] = {}
-    owners = cluster.sessions()
-    for session in sessions:
-        by_owner.setdefault(owners[session.session_id]["replica_id"], []).append(session)
-    owner, chosen = max(by_owner.items(), key=lambda item: len(item[1]))
-    for session in sessions:
-        if session not in chosen[:count]:
-            session.close()
-    return owner, chosen[:count]
 
 
 def test_every_turn_of_a_killed_replica_goes_on(cluster: ServedCluster, client: httpx.Client) -> None:

@@ -1,7 +1,8 @@
 """Replicas, a controller and an unreliable world against a model: one owner at a time, no turn lost or half done.
 
-Replicas crash or are wrongly reported lost, front ends remember former owners, the controller restarts, replies get
-lost. Whatever happens, a turn that commits has seen the whole history committed before it.
+Replicas crash or are wrongly reported lost, sessions leave a crowded replica, front ends remember former owners, the
+controller restarts, replies get lost. Whatever happens, a turn that commits has seen the whole history committed
+before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from controllers.cluster import Cluster
 from controllers.errors import NoReplica, SessionExists, SessionNotFound, StaleEpoch, TurnInFlight
 from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionStatus
 from controllers.session import Replay, SessionController, Turn
-from controllers.settings import ClusterSettings
+from controllers.settings import ClusterSettings, RebalancingSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import decode_tokens
 
@@ -38,8 +39,10 @@ class Replica:
     sessions: SessionController
     turns: list[Turn] = field(default_factory=list)
 
-    def status(self, draining: bool = False) -> ReplicaStatus:
-        return ReplicaStatus(self.replica_id, 1000, 1000, draining=draining)
+    crowded: bool = False
+
+    def status(self, draining: bool = False, running: int = 0) -> ReplicaStatus:
+        return ReplicaStatus(self.replica_id, 1000, 1000, draining=draining, running=running)
 
 
 class OwnershipMachine(RuleBasedStateMachine):
@@ -58,7 +61,12 @@ class OwnershipMachine(RuleBasedStateMachine):
         self.replicas = [self._new_replica() for _ in range(3)]
 
     def _cluster(self) -> Cluster:
-        config = ClusterSettings("unused", replica_timeout_s=SILENCE_S, session_timeout_s=IDLE_S)
+        config = ClusterSettings(
+            "unused",
+            replica_timeout_s=SILENCE_S,
+            session_timeout_s=IDLE_S,
+            rebalancing=RebalancingSettings(min_gap=2.0),
+        )
         return Cluster(config, self.store, self.clock, self.clock)
 
     def _new_replica(self) -> Replica:
@@ -96,7 +104,22 @@ class OwnershipMachine(RuleBasedStateMachine):
             pass
         else:
             assert not isinstance(turn, Replay)
+            if replica.crowded and self._offered(turn, replica):
+                return
             replica.turns.append(turn)
+
+    def _offered(self, turn: Turn, replica: Replica) -> bool:
+        """True if the session is another replica's now; the turn has ended then."""
+        try:
+            moved = self.cluster.offer_session(turn.session_id, turn.epoch, replica.replica_id)
+        except SessionNotFound:
+            return False  # the turn will not commit
+        except StaleEpoch:
+            moved = True
+        if moved:
+            replica.sessions.abort_turn(turn)
+            replica.sessions.drop(turn.session_id)
+        return moved
 
     @precondition(lambda self: any(replica.turns for replica in self.replicas))
     @rule(data=st.data(), tokens=TOKENS, crashes=RARELY)
@@ -175,12 +198,17 @@ class OwnershipMachine(RuleBasedStateMachine):
         if happens:
             self.cluster = self._cluster()
 
-    @rule(advance_s=st.sampled_from([0.0, 1.0, 6.0, 30.0]), draining=st.sets(REPLICAS, max_size=2))
-    def heartbeats(self, advance_s: float, draining: set[int]) -> None:
+    @rule(
+        advance_s=st.sampled_from([0.0, 1.0, 6.0, 30.0]),
+        draining=st.sets(REPLICAS, max_size=2),
+        running=st.lists(st.sampled_from([0, 0, 9]), min_size=3, max_size=3),
+    )
+    def heartbeats(self, advance_s: float, draining: set[int], running: list[int]) -> None:
         self.clock.advance(advance_s)
         for which, replica in enumerate(self.replicas):
-            status = replica.status(which in draining)
+            status = replica.status(which in draining, running[which])
             reply = self.cluster.heartbeat(status, replica.sessions.snapshot())
+            replica.crowded = reply.crowded
             if not reply.known:
                 self.cluster.register_replica(status)
             for session_id in reply.stale_sessions:

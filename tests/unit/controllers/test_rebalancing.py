@@ -18,7 +18,7 @@ MIN_GAP = 3.0
 TOKENS_PER_S = 1000.0
 SETTLED_S = 100 * AVERAGED_S
 """After so long under one load the average is that load."""
-SESSIONS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+SESSIONS = st.lists(st.integers(0, 3), min_size=1, max_size=20)
 """Where each session is at first. All of them are in a turn always, so that a replica's load is their number."""
 
 
@@ -43,8 +43,6 @@ class World:
         """Who is crowded."""
         self.clock.advance(after_s)
         loads = self.loads
-        for name in self.names:  # so that all are known when the answers count
-            self.policy.report(name, loads[name], self.takers(name))
         return {name: self.policy.report(name, loads[name], self.takers(name)) for name in self.names}
 
     def turn_begins(self, session: int, kv_tokens: int) -> bool:
@@ -88,7 +86,7 @@ def test_a_move_never_makes_the_other_the_busier_one_and_moves_end(
     assert most - least < min_gap or most < 1.5 * least
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SESSIONS, st.integers(0, 3000), st.randoms(use_true_random=False))
 def test_under_a_load_that_stays_sessions_move_once_and_for_less_than_they_lost(
     owners: list[int], kv_tokens: int, rng: random.Random
@@ -97,13 +95,13 @@ def test_under_a_load_that_stays_sessions_move_once_and_for_less_than_they_lost(
     world = World(owners)
     moves: Counter[int] = Counter()
     lost_s = 0.0
-    for second in range(400):
+    for second in range(200):
         loads = world.loads
         lost_s += (max(loads.values()) - min(loads.values())) / 2
         for session in range(len(owners)):
             if rng.random() < 0.3 and world.turn_begins(session, kv_tokens):
                 moves[session] += 1
-                assert second < 300, "it should be even by now"
+                assert second < 150, "it should be even by now"
         world.beat(1.0)
     assert set(moves.values()) <= {1}, "nobody moves to and fro"
     price_s = moves.total() * (MOVE_S + kv_tokens / TOKENS_PER_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -140,10 +141,15 @@ class Failover:
 
 @asynccontextmanager
 async def running_failover(
-    directory: Path, count: int = 2, *, failover_timeout_s: float = 5.0, **options: Any
+    directory: Path,
+    count: int = 2,
+    *,
+    failover_timeout_s: float = 5.0,
+    timer: Callable[[], float] = time.perf_counter,
+    **options: Any,
 ) -> AsyncIterator[Failover]:
     async with AsyncExitStack() as stack:
-        controller = local_controller(directory)
+        controller = local_controller(directory, timer)
         rigs = []
         for name in "abcdefgh"[:count]:
             rig = await stack.enter_async_context(

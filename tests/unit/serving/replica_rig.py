@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,10 @@ class LocalController:
         return call
 
 
-def local_controller(directory: Path) -> LocalController:
+def local_controller(directory: Path, timer: Callable[[], float] = time.perf_counter) -> LocalController:
     settings = ClusterSettings(store_path=str(directory / "log.sqlite3"))
     store = SqliteSessionStore(settings.store_path)
-    return LocalController(Cluster(settings, store, time.time, time.perf_counter))
+    return LocalController(Cluster(settings, store, time.time, timer))
 
 
 class SlowRunner(NullRunner):
