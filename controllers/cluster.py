@@ -190,7 +190,7 @@ class Cluster:
             return False
         self._move_to(entry, taker)
         self._rebalancing.moved(replica_id, taker, kv_tokens)
-        self._stats.count("sessions_rebalanced")
+        self._stats.count("rebalanced")
         return True
 
     def commit_turn(self, record: TurnRecord) -> None:

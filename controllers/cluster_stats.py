@@ -11,7 +11,7 @@ COUNTERS = (
     "sessions_closed",
     "sessions_expired",
     "transfers",
-    "sessions_rebalanced",
+    "rebalanced",
     "turns_committed",
     "turns_refused",
 )

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 from controllers.errors import ControllerError, SessionNotFound
@@ -33,6 +34,12 @@ from serving.turns import (
     TurnEvent,
 )
 
+OWNERSHIP_METRICS = MappingProxyType(
+    {
+        "transfers_total": "kedge_ownership_transfers_total",
+        "rebalanced_total": "kedge_ownership_rebalanced_total",
+    }
+)
 FIGURES_TIMEOUT_S = 3.0
 """For figures and the health check: those who ask wait no longer than some seconds for all of them."""
 
@@ -207,4 +214,4 @@ def _session_info(entry: LedgerEntry, now_s: float) -> SessionInfo:
 
 
 def _metric_name(figure: str) -> str:
-    return "kedge_ownership_transfers_total" if figure == "transfers_total" else f"kedge_controller_{figure}"
+    return OWNERSHIP_METRICS.get(figure, f"kedge_controller_{figure}")

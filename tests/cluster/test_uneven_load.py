@@ -13,7 +13,7 @@ from session_client import Conversation, generate_once, random_tokens
 
 NUM_SESSIONS = 12
 LENGTH = 64
-MOVED = "kedge_controller_sessions_rebalanced_total"
+MOVED = "kedge_ownership_rebalanced_total"
 
 
 class Talk:
