@@ -187,9 +187,11 @@ async def test_a_client_that_leaves_while_it_moves_leaves_nothing(crowd: Crowd) 
 async def test_an_offer_whose_answer_was_lost_has_moved_it(crowd: Crowd) -> None:
     await crowd.crowd()
     crowd.controller.lost_replies["offer_session"] = [StaleEpoch("owned by another")]
+    steps = crowd.rigs[0].engine.stats().steps
     await crowd.say([5])
     assert crowd.owner() == ("b", 2)
     await crowd.nothing_at("a")
+    assert crowd.rigs[0].engine.stats().steps == steps
 
 
 async def test_a_controller_that_cannot_be_asked_keeps_no_turn_from_running(crowd: Crowd) -> None:
