@@ -222,7 +222,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--seed", default="0")
+    # The same prompts again would find their prefixes cached.
+    parser.add_argument("--seed", default=f"{random.randrange(2**31)}")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     load = Load(args.sessions, args.history, args.new, args.output, args.seconds)
