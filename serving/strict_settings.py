@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+NotEmpty = Annotated[str, Field(min_length=1)]
 
 
 class SettingsError(ValueError):
