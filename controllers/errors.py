@@ -6,16 +6,16 @@ from __future__ import annotations
 class ControllerError(Exception):
     """Base of every error that the controllers answer with.
 
-    `code` is stable and machine readable; `param` names the request field at fault, if one is.
+    `code` is stable and machine readable; `param` names the request field at fault, if one is. No class may have a
+    `param`: Ray hands on a class made of this one, which asks the error that was raised only for what it lacks itself.
     """
 
     code: str = "controller_error"
-    param: str | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param or self.param
+        self.param = param
 
 
 class SessionNotFound(ControllerError):
@@ -34,7 +34,9 @@ class TurnInFlight(ControllerError):
     """The session has a turn in flight; there is at most one."""
 
     code = "turn_in_flight"
-    param = "session_id"
+
+    def __init__(self, message: str, param: str | None = "session_id") -> None:
+        super().__init__(message, param)
 
 
 class TurnNotInFlight(ControllerError):
@@ -47,7 +49,9 @@ class SessionClosing(ControllerError):
     """The session is being closed and takes no more turns."""
 
     code = "session_closing"
-    param = "session_id"
+
+    def __init__(self, message: str, param: str | None = "session_id") -> None:
+        super().__init__(message, param)
 
 
 class StaleEpoch(ControllerError):
@@ -66,21 +70,27 @@ class InvalidRewind(ControllerError):
     """The rewind offset is not within the committed history."""
 
     code = "invalid_rewind"
-    param = "offset"
+
+    def __init__(self, message: str, param: str | None = "offset") -> None:
+        super().__init__(message, param)
 
 
 class InvalidFork(ControllerError):
     """The session cannot be forked there: its committed history is shorter."""
 
     code = "invalid_fork"
-    param = "length"
+
+    def __init__(self, message: str, param: str | None = "length") -> None:
+        super().__init__(message, param)
 
 
 class CapacityExceeded(ControllerError):
     """The session would grow past the capacity it was opened with."""
 
     code = "session_capacity_exceeded"
-    param = "prompt"
+
+    def __init__(self, message: str, param: str | None = "prompt") -> None:
+        super().__init__(message, param)
 
 
 class ToolsDiffer(ControllerError):
@@ -112,7 +122,9 @@ class IdempotencyConflict(ControllerError):
     """The idempotency key was used before, for a different request."""
 
     code = "idempotency_conflict"
-    param = "idempotency_key"
+
+    def __init__(self, message: str, param: str | None = "idempotency_key") -> None:
+        super().__init__(message, param)
 
 
 class StoreError(ControllerError):
