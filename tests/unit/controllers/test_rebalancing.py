@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -179,7 +180,7 @@ def test_nobody_takes_who_does_not_report() -> None:
         ({"last_used_s": 25.0}, 500),
     ],
 )
-def test_kv_that_is_gone_anyway_costs_nothing(changes: dict[str, float], kv_tokens: int) -> None:
-    fields = {"reported_s": 20.0, "last_used_s": 10.0, "size_bytes": 0} | changes
-    entry = LedgerEntry("s", "", "r0", 1, tokens=500, turns=2, created_s=0.0, **fields)  # type: ignore[arg-type]
+def test_kv_that_is_gone_anyway_costs_nothing(changes: dict[str, Any], kv_tokens: int) -> None:
+    fields: dict[str, Any] = {"reported_s": 20.0, "last_used_s": 10.0, "size_bytes": 0} | changes
+    entry = LedgerEntry("s", "", "r0", 1, tokens=500, turns=2, created_s=0.0, **fields)
     assert kv_tokens_at_owner(entry) == kv_tokens

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from engine.api import ContextLengthExceeded, InvalidRequest, LogprobParams, RequestTooLarge, SamplingParams
+from engine.api import (
+    ContextLengthExceeded,
+    EngineError,
+    InvalidRequest,
+    LogprobParams,
+    RequestTooLarge,
+    SamplingParams,
+)
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import Rig, running
 
@@ -51,12 +58,12 @@ from tests.unit.engine.engine_rig import Rig, running
     ],
 )  # fmt: skip
 def test_what_could_never_run_is_refused_at_once(
-    options: dict[str, Any], error: type[Exception], param: str, says: str
+    options: dict[str, Any], error: type[EngineError], param: str, says: str
 ) -> None:
     rig = Rig(num_pages=32)
     with pytest.raises(error, match=says) as caught:
         rig.submit(request("r", **options))
-    assert caught.value.param == param  # type: ignore[attr-defined]
+    assert caught.value.param == param
     assert rig.engine.stats().waiting == 0
 
 
