@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cache.pages import BooksError, PageAllocator, PageArray
-from cache.radix_tree import RadixTree, TreeMatch
+from cache.radix_tree import RadixTree
 from cache.sequence_kv import SequenceKV
 from cache.window_table import GONE
 
@@ -164,10 +164,6 @@ class WindowPool:
         pages = tree.strip_window(num_pages, self._holders == 0)
         self.disown(pages)
         return len(pages)
-
-    def unheld(self, match: TreeMatch, entries: PageArray) -> int:
-        """Window pages of a match that are evictable now and would not be once a sequence begins on it."""
-        return self.num_unheld(entries[self.first_needed(match.length) :]) if len(entries) else 0
 
     def claims(self) -> Iterator[tuple[str, PageArray]]:
         """Free pages and the tree's, each under its account."""

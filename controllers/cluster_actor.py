@@ -45,9 +45,6 @@ class ClusterController:
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", settings.store_path, count)
 
-    async def ping(self) -> bool:
-        return True
-
     async def settings(self) -> ClusterSettings:
         return self._cluster.settings
 

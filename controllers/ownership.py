@@ -138,9 +138,6 @@ class OwnershipLedger:
     def entries(self) -> list[LedgerEntry]:
         return list(self._entries.values())
 
-    def sessions_of(self, replica_id: str) -> list[LedgerEntry]:
-        return [self._entries[session_id] for session_id in self._by_replica.get(replica_id, ())]
-
     def count_of(self, replica_id: str) -> int:
         return len(self._by_replica.get(replica_id, ()))
 

@@ -65,10 +65,6 @@ class TextProcessor:
         return cls(tokenizer, vocab_size=vocab_size, max_context_len=max_context_len)
 
     @property
-    def has_tokenizer(self) -> bool:
-        return self._backend is not None
-
-    @property
     def tokenizer(self) -> Tokenizer | None:
         """Not to be changed."""
         return self._backend

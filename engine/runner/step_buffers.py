@@ -103,7 +103,6 @@ class StepBuffers:
     ) -> None:  # fmt: skip
         self._num_fields = SLOT + num_pools
         self._page_size = page_size
-        self._max_pages = max_pages
         self._max_kv_len = max_pages * page_size
         self._device = device
         self._num_pools = num_pools

@@ -261,7 +261,7 @@ def test_a_long_text_does_not_hold_up_other_threads() -> None:
 
 def test_without_a_tokenizer_only_ids_work(tmp_path: Path) -> None:
     text = TextProcessor.load(str(tmp_path), vocab_size=VOCAB_SIZE, max_context_len=100)
-    assert not text.has_tokenizer
+    assert text.tokenizer is None
     assert text.encode_prompt(TokenPrompt((5, 6))) == [5, 6]
     assert text.output_text().push((5, 6), LENGTH) == ""
     assert text.token_text(5) == ""
