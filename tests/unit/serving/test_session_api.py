@@ -137,7 +137,8 @@ async def test_batches(tmp_path: Path) -> None:
 
 
 async def busy_turn(client: httpx.AsyncClient, service: LocalService, **body: Any) -> asyncio.Task[Any]:
-    """A turn that goes on until something ends it."""
+    """A turn that goes on until something ends it. The turns before it must be gone: they would be taken for it."""
+    await service.rig.settled()
     service.rig.runner.step_s = 0.02
     sampling = {"temperature": 0, "max_new_tokens": 400}
     running = asyncio.create_task(generate(client, input_ids=[5], sampling_params=sampling, **body))
