@@ -6,12 +6,14 @@
 # PROXY=haproxy    HAProxy in place of Ray Serve's own proxy (Linux)
 # PYTHON=python3.x another interpreter (3.11 or newer)
 # PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch
-# TEST_ARGS=...    more arguments to pytest
+# JOBS=2           processes that share the tests; those that start a cluster run one by one
+# TEST_ARGS=...    pytest's arguments, for one run of what they name
 
 PYTHON ?= python3
 CONFIG ?= configs/cluster.yaml
 PROXY ?=
 PIP_ARGS ?=
+JOBS ?= 2
 TEST_ARGS ?=
 
 VENV := .venv
@@ -36,7 +38,12 @@ serve: install
 	$(if $(filter haproxy,$(PROXY)),$(HAPROXY)) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
 
 test: install-dev
+ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
+else
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not cluster"
+	$(BIN)/python -m pytest -m cluster
+endif
 
 check: install-dev
 	$(BIN)/ruff check .

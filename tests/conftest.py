@@ -1,4 +1,5 @@
-"""For every test: without a GPU kernels run in Triton's interpreter; programs that tests start can be interrupted."""
+"""For every test: without a GPU kernels run in Triton's interpreter; torch computes on one thread; programs that tests
+start can be interrupted."""
 
 from __future__ import annotations
 
@@ -12,5 +13,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    """A shell starts background jobs with SIGINT ignored, and children would inherit that."""
+    """Models this small are slower on many threads, and sums keep one order. A shell starts background jobs with SIGINT
+    ignored, and children would inherit that."""
+    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)

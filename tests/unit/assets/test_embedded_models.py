@@ -1,7 +1,6 @@
 """The committed models: `transformers` loads them as they are, at the sizes that were promised."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,6 @@ CHAT, DRAFT = MODELS / "kedge-chat", MODELS / "kedge-chat-draft"
 
 def _load(directory: Path) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every small operation are slow where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
