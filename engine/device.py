@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine.host_memory import free_host_bytes
 from engine.settings import DeviceName, DTypeName
 
 FENCE_POLL_S = 20e-6
@@ -69,22 +67,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """What may still be allocated there; of a CPU's memory only Linux says how much that is."""
+    """What may still be allocated there; None where nobody says."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable: *(\d+) kB$", meminfo, re.MULTILINE)
-    return None if found is None else int(found[1]) * 1024
-
-
-def host_memory_bytes() -> int:
-    """All memory that this machine has, a GPU's aside."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_host_bytes()
 
 
 def reset_peak(device: torch.device) -> None:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.device import device_name, free_memory_bytes, host_memory_bytes
+from engine.device import device_name, free_memory_bytes
+from engine.host_memory import host_memory_bytes
 
 MIB = 2**20
 
@@ -28,7 +29,7 @@ def check_host(size_bytes: int, what: str, setting: str) -> None:
     total_bytes = host_memory_bytes()
     if size_bytes > total_bytes:
         raise MemoryShort(
-            f"{what} may take {_mib(size_bytes)}; this machine has {_mib(total_bytes)} ({setting})"
+            f"{what} may take {_mib(size_bytes)}; this machine, or its container, has {_mib(total_bytes)} ({setting})"
         )
 
 
