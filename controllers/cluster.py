@@ -62,10 +62,6 @@ class Cluster:
         self._started_s = clock()
         self._next_expiry_s = 0.0
 
-    @property
-    def settings(self) -> ClusterSettings:
-        return self._settings
-
     def register_replica(self, status: ReplicaStatus) -> None:
         """Makes a replica placeable, also one that was reported lost."""
         self._replicas.register(status)

@@ -16,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 
 from controllers.cluster import Cluster
+from controllers.open_store import open_store
 from controllers.records import (
     Assignment,
     ForkOrder,
@@ -26,8 +27,7 @@ from controllers.records import (
     SessionStatus,
     TurnRecord,
 )
-from controllers.settings import ClusterSettings
-from controllers.sqlite_store import SqliteSessionStore
+from controllers.settings import ClusterSettings, LogSettings
 
 _HEAD_NODE = "node:__internal_head__"
 _HEAD_NODE_SHARE = 0.001
@@ -39,14 +39,11 @@ class ClusterController:
     Construction raises StoreError if the session log cannot be used.
     """
 
-    def __init__(self, settings: ClusterSettings) -> None:
-        store = SqliteSessionStore(settings.store_path, clock=time.time, full_sync=settings.full_sync)
+    def __init__(self, settings: ClusterSettings, log: LogSettings) -> None:
+        store = open_store(log, time.time)
         self._cluster = Cluster(settings, store, clock=time.time, timer=time.perf_counter)
         count = len(self._cluster.sessions())
-        logging.getLogger(__name__).info("session log %s: %d sessions", settings.store_path, count)
-
-    async def settings(self) -> ClusterSettings:
-        return self._cluster.settings
+        logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
 
     async def register_replica(self, status: ReplicaStatus) -> None:
         self._cluster.register_replica(status)
@@ -104,11 +101,13 @@ class ClusterController:
         return self._cluster.stats()
 
 
-def get_or_create_controller(name: str, namespace: str, settings: ClusterSettings) -> ActorHandle:
+def get_or_create_controller(
+    name: str, namespace: str, settings: ClusterSettings, log: LogSettings
+) -> ActorHandle:
     """The cluster controller's handle; creates the actor if there is none. Does not wait for it to be up.
 
-    A running controller keeps its own settings: ask `settings()`. The actor lives on the head node, beside its
-    log. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the StoreError's text.
+    A running controller keeps its own settings. The actor lives on the head node, beside a log
+    in a file. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the StoreError's text.
     """
     actor_class = ray.remote(ClusterController).options(
         name=name,
@@ -121,4 +120,4 @@ def get_or_create_controller(name: str, namespace: str, settings: ClusterSetting
         resources={_HEAD_NODE: _HEAD_NODE_SHARE},
         scheduling_strategy="DEFAULT",  # else it would join the placement group of the replica that creates it
     )
-    return actor_class.remote(settings)
+    return actor_class.remote(settings, log)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +19,43 @@ class RebalancingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SqliteLogSettings:
+    """The session log's file on the head node. `full_sync` makes every commit survive a loss of power, not only of the
+    process, at the price of a disk flush per commit."""
+
+    path: str
+    full_sync: bool = False
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True, slots=True)
+class RedisLogSettings:
+    """A session log in Redis, under keys that begin with `name`."""
+
+    url: str = field(repr=False)
+    name: str
+
+    def __str__(self) -> str:
+        """Without user, password and options."""
+        parts = urlsplit(self.url)
+        return f"{self.name} in Redis at {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+LogSettings = SqliteLogSettings | RedisLogSettings
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterSettings:
     """What the cluster controller needs to know.
 
-    `store_path` is the session log's SQLite file on the head node. `full_sync` makes every commit survive a
-    loss of power, not only of the process, at the price of a disk flush per commit. A replica unheard of for
+    A replica unheard of for
     `replica_timeout_s` is dead. `session_timeout_s` is the idle timeout of sessions opened without one.
     `placement_tokens` is the KV that placement expects a new session to take before the next heartbeat. Without
     `rebalancing` sessions stay where they are while their owner lives.
     """
 
-    store_path: str
-    full_sync: bool = False
     replica_timeout_s: float = 10.0
     session_timeout_s: float = 3600.0
     max_sessions: int = 100_000

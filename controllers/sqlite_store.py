@@ -14,14 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from controllers.errors import (
-    IdempotencyConflict,
-    InvalidFork,
-    SessionExists,
-    SessionNotFound,
-    StaleEpoch,
-    StoreError,
-)
+from controllers.errors import StoreError
+from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, not_found
 from controllers.records import KEPT_RESULTS, LedgerEntry, SessionRecord, StoredResult, TurnRecord
 from controllers.sqlite_schema import open_session_log
 from controllers.tokens import TOKEN_BYTES
@@ -59,8 +53,7 @@ class SqliteSessionStore:
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
         with self._transaction() as db:
             parent = _entry(db, parent_id)
-            if not 0 <= length <= parent.tokens:
-                raise InvalidFork(f"cannot fork at {length}: committed history has {parent.tokens} tokens")
+            check_fork(parent, length)
             history = self._history(db, parent)[: length * TOKEN_BYTES]
             record = replace(record, history=history, tools=_tools(db, parent_id))
             self._insert_session(db, record)
@@ -72,11 +65,8 @@ class SqliteSessionStore:
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
         with self._transaction() as db:
-            entry = _entry(db, session_id)
-            if (entry.epoch, entry.replica_id) == (epoch, replica_id):
+            if not changes_owner(_entry(db, session_id), replica_id, epoch):
                 return
-            if entry.epoch + 1 != epoch:
-                raise StaleEpoch(f"session {session_id!r} is at epoch {entry.epoch}; cannot go to {epoch}")
             db.execute(
                 "UPDATE sessions SET replica_id = ?, epoch = ?, last_used_s = ? WHERE session_id = ?",
                 (replica_id, epoch, self._clock(), session_id),
@@ -86,14 +76,8 @@ class SqliteSessionStore:
         assert len(record.tokens) % TOKEN_BYTES == 0
         with self._transaction() as db:
             entry = _entry(db, record.session_id)
-            if record.epoch != entry.epoch:
-                raise StaleEpoch(
-                    f"session {record.session_id!r} is at epoch {entry.epoch}, not {record.epoch}"
-                )
-            if record.turn_index == entry.turns - 1 and _is_last_turn(db, record):
+            if not adds_turn(entry, record, lambda: _is_last_turn(db, record)):
                 return
-            if record.turn_index != entry.turns or not 0 <= record.start_len <= entry.tokens:
-                raise StaleEpoch(f"session {record.session_id!r} has gone on to turn {entry.turns}")
             _insert_turn(db, record)
             if record.start_len < entry.tokens:
                 _delete_rewound(db, record)
@@ -143,7 +127,7 @@ class SqliteSessionStore:
                 "UPDATE sessions SET last_used_s = ? WHERE session_id = ?", (last_used_s, session_id)
             )
             if touched.rowcount == 0:
-                raise SessionNotFound(f"no session {session_id!r}", "session_id")
+                raise not_found(session_id)
 
     def close(self, session_id: str) -> bool:
         with self._transaction() as db:
@@ -179,7 +163,7 @@ class SqliteSessionStore:
             ),
         )
         if added.rowcount == 0:
-            raise SessionExists(f"session {record.session_id!r} is open already", "session_id")
+            raise exists(record.session_id)
 
     def _history(self, db: sqlite3.Connection, entry: LedgerEntry) -> bytes:
         """The committed tokens: every turn's, after cutting what it rewound."""
@@ -213,7 +197,7 @@ class SqliteSessionStore:
 def _entry(db: sqlite3.Connection, session_id: str) -> LedgerEntry:
     row = db.execute(f"SELECT {_ENTRY_COLUMNS} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
     if row is None:
-        raise SessionNotFound(f"no session {session_id!r}", "session_id")
+        raise not_found(session_id)
     return _to_entry(row)
 
 
@@ -279,8 +263,7 @@ def _insert_result(db: sqlite3.Connection, record: TurnRecord) -> None:
         "SELECT turn_index, idempotency_key FROM results WHERE session_id = ? ORDER BY turn_index DESC",
         (record.session_id,),
     ).fetchall()
-    if any(key == record.idempotency_key for _, key in kept):
-        raise IdempotencyConflict(f"key {record.idempotency_key!r} was used by another turn")
+    check_key(record, [key for _, key in kept])
     db.execute(
         "INSERT INTO results (session_id, turn_index, idempotency_key, digest, result)"
         " VALUES (?, ?, ?, ?, ?)",

@@ -12,7 +12,13 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
-from controllers.settings import ClusterSettings, RebalancingSettings
+from controllers.settings import (
+    ClusterSettings,
+    LogSettings,
+    RebalancingSettings,
+    RedisLogSettings,
+    SqliteLogSettings,
+)
 from engine.settings import EngineSettings, ExecutionSettings, SchedulerSettings
 from serving.engine_args import CacheArgs, ExecutionArgs, ModelArgs, SchedulerArgs, SpeculationArgs
 from serving.settings_file import read_args
@@ -74,7 +80,8 @@ class RebalancingArgs(StrictModel):
 
 
 class ControllerArgs(StrictModel):
-    """The ownership ledger and the durable session log (`state_dir`/sessions.sqlite3).
+    """The ownership ledger and the durable session log: `state_dir`/sessions.sqlite3, or in place of it Redis at
+    `redis_url`, under keys that begin with `name`.
 
     `full_sync` flushes the disk at every commit: it survives a loss of power, and costs milliseconds. A replica
     unheard of for `replica_timeout_s` is dead.
@@ -83,9 +90,17 @@ class ControllerArgs(StrictModel):
     name: NotEmpty = "kedge-controller"
     state_dir: NotEmpty = ".kedge"
     full_sync: bool = False
+    redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://.")] | None = None
     heartbeat_interval_s: Seconds = 1.0
     replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
     max_sessions: PositiveInt = 100_000
+
+    @field_validator("redis_url")
+    @classmethod
+    def _syncs_by_itself(cls, redis_url: str | None, info: ValidationInfo) -> str | None:
+        if redis_url is not None and info.data.get("full_sync"):
+            raise ValueError("full_sync is for the log in state_dir; Redis has its own appendfsync")
+        return redis_url
 
     @field_validator("replica_timeout_s")
     @classmethod
@@ -96,6 +111,12 @@ class ControllerArgs(StrictModel):
                 f"{timeout_s:g} is less than {HEARTBEATS_PER_TIMEOUT} × heartbeat_interval_s, {heartbeat_s:g}"
             )
         return timeout_s
+
+    def log_settings(self) -> LogSettings:
+        """Where the session log is."""
+        if self.redis_url is not None:
+            return RedisLogSettings(self.redis_url, self.name)
+        return SqliteLogSettings(str(state_path(self.state_dir) / "sessions.sqlite3"), self.full_sync)
 
 
 class AppArgs(StrictModel):
@@ -150,8 +171,6 @@ class AppArgs(StrictModel):
         """The frozen settings of the cluster controller."""
         controller = self.controller
         return ClusterSettings(
-            store_path=str(state_path(controller.state_dir) / "sessions.sqlite3"),
-            full_sync=controller.full_sync,
             replica_timeout_s=controller.replica_timeout_s,
             session_timeout_s=self.sessions.idle_timeout_s,
             max_sessions=controller.max_sessions,
@@ -170,8 +189,10 @@ def parse_args(values: Any) -> AppArgs:
 def check_file(path: str) -> list[AppArgs]:
     """Validates the args of every application in a `serve run` config file, and that none has another's sessions."""
     applications = [parse_args(args) for args in read_args(path)]
-    for key in ("name", "state_dir"):
-        values = [getattr(application.controller, key) for application in applications]
+    controllers = [application.controller for application in applications]
+    in_files = [controller for controller in controllers if controller.redis_url is None]
+    for key, some in (("name", controllers), ("state_dir", in_files)):
+        values = [getattr(controller, key) for controller in some]
         shared = next((value for value in values if values.count(value) > 1), None)
         if shared is not None:
             raise SettingsError(

@@ -134,8 +134,8 @@ def _cause(error: RayActorError) -> str:
 
 def connect_controller(args: AppArgs) -> ControllerCalls:
     """Calls to the application's cluster controller, which is created if there is none."""
-    settings = args.cluster_settings()
+    settings, log = args.cluster_settings(), args.controller.log_settings()
     return ControllerCalls(
-        lambda: get_or_create_controller(args.controller.name, NAMESPACE, settings),
+        lambda: get_or_create_controller(args.controller.name, NAMESPACE, settings, log),
         timeout_s=CONTROLLER_TIMEOUT_S,
     )

@@ -15,8 +15,9 @@ from ray.actor import ActorHandle
 from controllers.cluster_actor import get_or_create_controller
 from controllers.errors import ControllerError, SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import Assignment, ReplicaStatus, TurnRecord
-from controllers.settings import ClusterSettings
+from controllers.settings import ClusterSettings, LogSettings, SqliteLogSettings
 from controllers.tokens import decode_tokens, encode_tokens
+from tests.unit.controllers.redis_server import RedisServer
 
 pytestmark = pytest.mark.cluster
 
@@ -30,10 +31,23 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[ActorHandle]:
-    settings = ClusterSettings(str(tmp_path / "sessions.db"), replica_timeout_s=60.0)
-    handle = get_or_create_controller(tmp_path.name, NAMESPACE, settings)
+def create(name: str, log: LogSettings) -> ActorHandle:
+    return get_or_create_controller(name, NAMESPACE, ClusterSettings(replica_timeout_s=60.0), log)
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    server = RedisServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def controller(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ActorHandle]:
+    log: LogSettings = SqliteLogSettings(str(tmp_path / "sessions.db"))
+    if request.param == "redis":
+        log = request.getfixturevalue("redis_server").log()
+    handle = create(tmp_path.name, log)
     for replica_id in ("a", "b"):
         ray.get(handle.register_replica.remote(ReplicaStatus(replica_id, 1000, 1000)))
     yield handle
@@ -138,17 +152,16 @@ def test_errors_arrive_typed(controller: ActorHandle) -> None:
 
 
 def test_one_controller_per_name(controller: ActorHandle, tmp_path: Path) -> None:
-    other_settings = ClusterSettings(str(tmp_path / "other.db"))
-    again = get_or_create_controller(tmp_path.name, NAMESPACE, other_settings)
+    again = create(tmp_path.name, SqliteLogSettings(str(tmp_path / "other.db")))
     assert _pid(again) == _pid(controller)
-    assert ray.get(again.settings.remote()).store_path == str(tmp_path / "sessions.db")
+    assert not (tmp_path / "other.db").exists()
 
 
 def test_a_log_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     path = tmp_path / "garbage.db"
     path.write_bytes(b"no database at all" * 100)
-    handle = get_or_create_controller("broken", NAMESPACE, ClusterSettings(str(path)))
+    handle = create("broken", SqliteLogSettings(str(path)))
     with pytest.raises(
         ray.exceptions.ActorDiedError, match=r"StoreError: cannot open session log .*garbage\.db"
     ):
-        ray.get(handle.settings.remote())
+        ray.get(handle.stats.remote())

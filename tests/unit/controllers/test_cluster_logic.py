@@ -42,7 +42,6 @@ class World:
 
     def _build(self) -> Cluster:
         settings = ClusterSettings(
-            str(self._path),
             replica_timeout_s=SILENCE_S,
             session_timeout_s=IDLE_S,
             max_sessions=20,

@@ -25,7 +25,7 @@ class World:
     def __init__(self, path: Path, clock: ManualClock, rebalancing: RebalancingSettings | None) -> None:
         self.clock = clock
         self.store = SqliteSessionStore(path, clock=clock)
-        settings = ClusterSettings(str(path), replica_timeout_s=SILENCE_S, rebalancing=rebalancing)
+        settings = ClusterSettings(replica_timeout_s=SILENCE_S, rebalancing=rebalancing)
         self.cluster = Cluster(settings, self.store, clock, clock)
         self.beat("a")
         self.cluster.open_session("s", "", None, None)

@@ -104,7 +104,7 @@ def cluster(store: SqliteSessionStore, clock: ManualClock) -> Cluster:
 
 
 def _cluster(store: SqliteSessionStore, clock: ManualClock) -> Cluster:
-    cluster = Cluster(ClusterSettings("unused", max_sessions=3), store, clock, clock)
+    cluster = Cluster(ClusterSettings(max_sessions=3), store, clock, clock)
     for replica_id in ("a", "b"):
         cluster.register_replica(ReplicaStatus(replica_id, 1000, 1000))
     return cluster

@@ -62,7 +62,6 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     def _cluster(self) -> Cluster:
         config = ClusterSettings(
-            "unused",
             replica_timeout_s=SILENCE_S,
             session_timeout_s=IDLE_S,
             rebalancing=RebalancingSettings(min_gap=2.0),

@@ -64,9 +64,8 @@ class LocalController:
 
 
 def local_controller(directory: Path, timer: Callable[[], float] = time.perf_counter) -> LocalController:
-    settings = ClusterSettings(store_path=str(directory / "log.sqlite3"))
-    store = SqliteSessionStore(settings.store_path)
-    return LocalController(Cluster(settings, store, time.time, timer))
+    store = SqliteSessionStore(directory / "log.sqlite3")
+    return LocalController(Cluster(ClusterSettings(), store, time.time, timer))
 
 
 class SlowRunner(NullRunner):

@@ -1,23 +1,82 @@
-"""The store against a model in memory: whatever turns, rewinds, moves, retries and crashes come, they agree."""
+"""Each store against a model in memory: whatever turns, rewinds, moves, retries and crashes come, they agree."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from redis_server import RedisServer
 
 from controllers.errors import StaleEpoch
 from controllers.records import KEPT_RESULTS, SessionRecord, StoredResult, TurnRecord
+from controllers.redis_store import RedisSessionStore
 from controllers.sqlite_store import SqliteSessionStore
+from controllers.store import SessionStore
 from controllers.tokens import decode_tokens, encode_tokens
 
+SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, print_blob=True)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5)
+
+
+class Place(Protocol):
+    """Where a log is kept."""
+
+    def open(self) -> SessionStore: ...
+
+    def take_over(self) -> SessionStore:
+        """The log as a process that was just killed leaves it."""
+
+    def remove(self) -> None: ...
+
+
+class Files:
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp())
+        self._generation = 0
+
+    def _path(self) -> Path:
+        return self._folder / str(self._generation) / "sessions.db"
+
+    def open(self) -> SessionStore:
+        return SqliteSessionStore(self._path())
+
+    def take_over(self) -> SessionStore:
+        before = self._path().parent
+        self._generation += 1
+        shutil.copytree(before, self._path().parent)
+        return self.open()
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder)
+
+
+class Keys:
+    def __init__(self, server: RedisServer) -> None:
+        self._log = server.log()
+
+    def open(self) -> SessionStore:
+        return RedisSessionStore(self._log)
+
+    def take_over(self) -> SessionStore:
+        return self.open()
+
+    def remove(self) -> None:
+        pass
 
 
 @dataclass
@@ -31,18 +90,15 @@ class ModelSession:
 
 
 class StoreMachine(RuleBasedStateMachine):
+    new_place: Callable[[], Place]
     sessions = Bundle("sessions")
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
-        self.generation = 0
-        self.store = SqliteSessionStore(self._path())
+        self.place = self.new_place()
+        self.store = self.place.open()
         self.model: dict[str, ModelSession] = {}
         self.opened = 0
-
-    def _path(self) -> Path:
-        return self.folder / str(self.generation) / "sessions.db"
 
     @rule(target=sessions)
     def open(self) -> str:
@@ -112,16 +168,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.store.disconnect()
-        self.store = SqliteSessionStore(self._path())
+        self.store = self.place.open()
 
     @rule()
     def crash(self) -> None:
-        """Goes on with a copy of the files, as a killed process leaves them."""
-        before = self._path().parent
-        self.generation += 1
-        shutil.copytree(before, self._path().parent)
-        self.store.disconnect()
-        self.store = SqliteSessionStore(self._path())
+        former, self.store = self.store, self.place.take_over()
+        former.disconnect()
 
     @invariant()
     def store_equals_model(self) -> None:
@@ -138,10 +190,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.store.disconnect()
-        shutil.rmtree(self.folder)
+        self.place.remove()
 
 
-StoreMachine.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=30, deadline=None, print_blob=True
-)
-TestStoreAgainstModel = StoreMachine.TestCase
+def check(place: Callable[[], Place]) -> None:
+    machine = type("Machine", (StoreMachine,), {"new_place": staticmethod(place)})
+    run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+def test_sqlite_store_against_the_model() -> None:
+    check(Files)
+
+
+def test_redis_store_against_the_model(redis_server: RedisServer) -> None:
+    check(lambda: Keys(redis_server))

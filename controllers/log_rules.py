@@ -1,0 +1,48 @@
+"""Which changes a session log takes, whatever it is kept in. Each rule sees the session as the log has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
+from controllers.records import LedgerEntry, TurnRecord
+
+
+def not_found(session_id: str) -> SessionNotFound:
+    return SessionNotFound(f"no session {session_id!r}", "session_id")
+
+
+def exists(session_id: str) -> SessionExists:
+    return SessionExists(f"session {session_id!r} is open already", "session_id")
+
+
+def check_fork(parent: LedgerEntry, length: int) -> None:
+    """Raises InvalidFork."""
+    if not 0 <= length <= parent.tokens:
+        raise InvalidFork(f"cannot fork at {length}: committed history has {parent.tokens} tokens")
+
+
+def changes_owner(entry: LedgerEntry, replica_id: str, epoch: int) -> bool:
+    """False if the assignment is recorded already. Raises StaleEpoch."""
+    if (entry.epoch, entry.replica_id) == (epoch, replica_id):
+        return False
+    if entry.epoch + 1 != epoch:
+        raise StaleEpoch(f"session {entry.session_id!r} is at epoch {entry.epoch}; cannot go to {epoch}")
+    return True
+
+
+def adds_turn(entry: LedgerEntry, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
+    """False if it is the last turn that the log has, told again. Raises StaleEpoch."""
+    if record.epoch != entry.epoch:
+        raise StaleEpoch(f"session {record.session_id!r} is at epoch {entry.epoch}, not {record.epoch}")
+    if record.turn_index == entry.turns - 1 and is_last():
+        return False
+    if record.turn_index != entry.turns or not 0 <= record.start_len <= entry.tokens:
+        raise StaleEpoch(f"session {record.session_id!r} has gone on to turn {entry.turns}")
+    return True
+
+
+def check_key(record: TurnRecord, kept_keys: Collection[str]) -> None:
+    """Raises IdempotencyConflict."""
+    if record.idempotency_key in kept_keys:
+        raise IdempotencyConflict(f"key {record.idempotency_key!r} was used by another turn")

@@ -1,0 +1,206 @@
+"""What is Redis' of a session log there: who may write, what it is asked to keep, and what comes of its failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from manual_clock import ManualClock
+from redis_server import RedisServer
+from store_turns import SESSION, history_of, turn_of
+
+from controllers import redis_log
+from controllers.errors import StoreError
+from controllers.redis_store import RedisSessionStore
+from controllers.settings import RedisLogSettings
+from controllers.tokens import TOKEN_BYTES
+
+
+@pytest.fixture
+def own_server() -> Iterator[RedisServer]:
+    """To be killed or frozen; it keeps every write."""
+    server = RedisServer("--appendonly", "yes", "--appendfsync", "always")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def log(redis_server: RedisServer) -> RedisLogSettings:
+    return redis_server.log()
+
+
+def test_the_last_who_opened_the_log_is_its_writer(log: RedisLogSettings) -> None:
+    """Whoever wrote before may be a controller that only seemed dead."""
+    former = RedisSessionStore(log)
+    former.open(SESSION)
+    store = RedisSessionStore(log)
+    for change in (
+        lambda: former.append_turn(turn_of(0, 0, [1])),
+        lambda: former.assign("s", "b", 2),
+        lambda: former.touch("s", 1.0),
+        lambda: former.close("s"),
+        lambda: former.open(SESSION.__class__("other", "", 1, "a")),
+    ):
+        with pytest.raises(StoreError, match=rf"{log.name} in Redis at unix://.*has taken it over"):
+            change()
+    assert store.load("s") == SESSION
+    assert [entry.session_id for entry in store.load_all_entries()] == ["s"]
+    store.append_turn(turn_of(0, 0, [1]))
+    former.disconnect()
+    store.disconnect()
+
+
+def test_logs_of_other_names_are_apart(redis_server: RedisServer) -> None:
+    names = ["a", "a:b", "a}b", "{a"]
+    stores = [RedisSessionStore(redis_server.log(name)) for name in names]
+    for index, store in enumerate(stores):
+        store.open(SESSION)
+        store.append_turn(turn_of(0, 0, [index]))
+    assert [history_of(store) for store in stores] == [[0], [1], [2], [3]]
+    assert stores[0].close("s")
+    assert [len(store.load_all_entries()) for store in stores] == [0, 1, 1, 1]
+    for store in stores:
+        store.disconnect()
+
+
+def test_a_closed_session_leaves_nothing(redis_server: RedisServer, log: RedisLogSettings) -> None:
+    store = RedisSessionStore(log)
+    store.open(SESSION)
+    for index in range(12):
+        store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}"))
+    store.close("s")
+    store.disconnect()
+    with redis_server.client() as client:
+        left = {key.rpartition(b"}:")[2] for key in client.scan_iter() if log.name.encode() in key}
+    assert left == {b"layout", b"writer", b"epoch_floor"}
+
+
+def test_a_rewound_history_is_overwritten(redis_server: RedisServer, log: RedisLogSettings) -> None:
+    store = RedisSessionStore(log)
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2]))
+    for index in range(1, 50):
+        store.append_turn(turn_of(index, 2, [3, 4, index]))
+    assert history_of(store) == [1, 2, 3, 4, 49]
+    with redis_server.client() as client:
+        (history,) = [key for key in client.scan_iter() if log.name.encode() in key and b"history" in key]
+        assert client.strlen(history) == 5 * TOKEN_BYTES
+    store.disconnect()
+
+
+def test_what_is_committed_outlives_redis(own_server: RedisServer) -> None:
+    log = own_server.log()
+    store = RedisSessionStore(log)
+    store.open(SESSION)
+    for index in range(20):
+        store.append_turn(turn_of(index, index, [index]))
+    own_server.kill()
+    with pytest.raises(StoreError):
+        store.append_turn(turn_of(20, 20, [20]))
+    own_server.start()
+    store.append_turn(turn_of(20, 20, [20]))
+    assert history_of(store) == list(range(21))
+    store.disconnect()
+
+
+def test_a_redis_that_came_back_empty_is_not_written_to() -> None:
+    """The ledger knows sessions that such a log does not have."""
+    server = RedisServer()
+    try:
+        store = RedisSessionStore(server.log())
+        store.open(SESSION)
+        server.kill()
+        server.start()
+        with pytest.raises(StoreError, match="emptied"):
+            store.open(SESSION)
+        store.disconnect()
+    finally:
+        server.stop()
+
+
+def test_a_frozen_redis_is_waited_for_once(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_log, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(redis_log, "REST_S", 3600.0)
+    timer = ManualClock()
+    store = RedisSessionStore(own_server.log(), timer=timer)
+    store.open(SESSION)
+    own_server.pause()
+    with pytest.raises(StoreError, match="Timeout"):
+        store.append_turn(turn_of(0, 0, [1]))
+    started_s = time.monotonic()
+    for _ in range(1000):
+        with pytest.raises(StoreError, match="did not answer a moment ago"):
+            store.append_turn(turn_of(0, 0, [1]))
+    assert time.monotonic() - started_s < 60.0, "none of them asked"
+    own_server.go_on()
+    timer.advance(3600.0)
+    store.append_turn(turn_of(0, 0, [1]))
+    assert history_of(store) == [1], "whether or not it was written while nobody listened"
+    store.disconnect()
+
+
+def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> None:
+    store = RedisSessionStore(log)
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2], idempotency_key="k"))
+    with redis_server.client() as client:
+        keys = {
+            key.split(b"}:")[1].split(b":")[0]: key for key in client.scan_iter() if log.name.encode() in key
+        }
+        for kind, reason in ((b"results", "what turn 0 answered"), (b"history", "tokens of session 's'")):
+            client.delete(keys[kind])
+            with pytest.raises(StoreError, match=reason):
+                store.load("s")
+        for text in ("nothing", "{}", '{"kept": [], "entry": {"x": 1}}'):
+            client.set(keys[b"session"], text)
+            for read in (lambda: store.load("s"), store.load_all_entries, lambda: store.close("s")):
+                with pytest.raises(StoreError, match="cannot be read"):
+                    read()
+        client.delete(keys[b"session"])
+        with pytest.raises(StoreError, match="cannot be read"):
+            store.load_all_entries()
+    store.disconnect()
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction", "volatile-lru"])
+def test_a_redis_that_may_drop_sessions_is_refused(policy: str) -> None:
+    server = RedisServer("--maxmemory-policy", policy)
+    try:
+        if policy.startswith("allkeys"):
+            with pytest.raises(StoreError, match=r"^cannot open .*allkeys-lru.*noeviction") as caught:
+                RedisSessionStore(server.log())
+            assert caught.value.param == "redis_url"
+        else:
+            RedisSessionStore(server.log()).disconnect()
+    finally:
+        server.stop()
+
+
+def test_something_else_in_its_place_is_refused(redis_server: RedisServer, log: RedisLogSettings) -> None:
+    with redis_server.client() as client:
+        client.set(f"kedge:{{{log.name}}}:layout", "99")
+        with pytest.raises(StoreError, match="layout b'99'"):
+            RedisSessionStore(log)
+        client.delete(f"kedge:{{{log.name}}}:layout")
+        client.lpush(f"kedge:{{{log.name}}}:layout", "x")
+        with pytest.raises(StoreError, match="WRONGTYPE"):
+            RedisSessionStore(log)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:secret@127.0.0.1:1/0?password=secret",
+        "unix:///nowhere/redis.sock",
+        "redis://127.0.0.1:1/x",
+    ],
+)
+def test_one_that_cannot_be_opened_is_named_without_its_secrets(url: str) -> None:
+    log = RedisLogSettings(url, "mine")
+    with pytest.raises(StoreError) as caught:
+        RedisSessionStore(log)
+    assert caught.value.param == "redis_url"
+    assert "mine in Redis at " in caught.value.message
+    for told in (caught.value.message, str(log), repr(log)):
+        assert "secret" not in told

@@ -1,0 +1,246 @@
+"""What every session log does, whatever it is kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from manual_clock import ManualClock
+from redis_server import RedisServer
+from store_turns import SESSION, history_of, turn_of
+
+from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
+from controllers.records import KEPT_RESULTS, LedgerEntry, StoredResult, TurnRecord
+from controllers.redis_store import RedisSessionStore
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.store import SessionStore
+from controllers.tokens import decode_tokens, encode_tokens
+
+Place = Callable[[ManualClock], SessionStore]
+"""Opens the log there, the same one each time."""
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "sqlite":
+        return lambda clock: SqliteSessionStore(tmp_path / "sessions.db", clock=clock)
+    server: RedisServer = request.getfixturevalue("redis_server")
+    log = server.log()
+    return lambda clock: RedisSessionStore(log, clock=clock)
+
+
+@pytest.fixture
+def store(place: Place, clock: ManualClock) -> Iterator[SessionStore]:
+    store = place(clock)
+    yield store
+    store.disconnect()
+
+
+def test_open_and_load(store: SessionStore, clock: ManualClock) -> None:
+    store.open(SESSION)
+    assert store.load("s") == SESSION
+    assert store.load_all_entries() == [
+        LedgerEntry(
+            "s", "tenant", "a", 1, 0, 0, 5.0, clock.now_s, timeout_s=30.0, capacity_tokens=99, open_key="o"
+        )
+    ]
+    with pytest.raises(SessionExists):
+        store.open(SESSION)
+
+
+def test_unknown_sessions(store: SessionStore) -> None:
+    with pytest.raises(SessionNotFound):
+        store.load("s")
+    with pytest.raises(SessionNotFound):
+        store.append_turn(turn_of(0, 0, [1]))
+    with pytest.raises(SessionNotFound):
+        store.assign("s", "b", 2)
+    with pytest.raises(SessionNotFound):
+        store.touch("s", 1.0)
+    assert not store.close("s")
+    assert store.load_all_entries() == []
+
+
+def test_turns_append_and_rewind(store: SessionStore, clock: ManualClock) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2, 3]))
+    store.append_turn(turn_of(1, 3, [4, 5]))
+    assert history_of(store) == [1, 2, 3, 4, 5]
+    clock.advance(9)
+    store.append_turn(turn_of(2, 2, [9]))
+    assert history_of(store) == [1, 2, 9]
+    store.append_turn(turn_of(3, 0, [7]))
+    assert history_of(store) == [7]
+    (entry,) = store.load_all_entries()
+    assert (entry.tokens, entry.turns, entry.last_used_s) == (1, 4, 1009.0)
+
+
+def test_repeating_the_last_turn_is_fine(store: SessionStore) -> None:
+    store.open(SESSION)
+    turn = turn_of(0, 0, [1, 2], idempotency_key="k", result=b"r", digest="d")
+    store.append_turn(turn)
+    store.append_turn(turn)
+    assert history_of(store) == [1, 2]
+    assert store.load("s").results == (StoredResult("k", 0, b"r", "d"),)
+    rewind = turn_of(1, 1, [5])
+    store.append_turn(rewind)
+    store.append_turn(rewind)
+    assert history_of(store) == [1, 5]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        turn_of(0, 0, [1, 3]),
+        turn_of(0, 0, [1]),
+        turn_of(0, 0, [1, 2], idempotency_key="k"),
+        turn_of(1, 3, [1]),
+        turn_of(1, -1, [1]),
+        turn_of(2, 2, [1]),
+        turn_of(1, 2, [1], epoch=2),
+        turn_of(1, 2, [1], epoch=0),
+        turn_of(0, 0, [1, 2], epoch=2),
+    ],
+)
+def test_a_turn_that_does_not_follow_is_stale(store: SessionStore, turn: TurnRecord) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2]))
+    before = store.load("s")
+    with pytest.raises(StaleEpoch):
+        store.append_turn(turn)
+    assert store.load("s") == before
+
+
+def test_a_new_owner_fences_the_former_one(store: SessionStore) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2]))
+    store.assign("s", "b", 2)
+    store.assign("s", "b", 2)
+    for replica_id, epoch in (("c", 2), ("b", 4), ("b", 1)):
+        with pytest.raises(StaleEpoch):
+            store.assign("s", replica_id, epoch)
+    with pytest.raises(StaleEpoch):
+        store.append_turn(turn_of(1, 2, [3]))
+    store.append_turn(turn_of(1, 2, [4], epoch=2))
+    record = store.load("s")
+    assert (record.replica_id, record.epoch, decode_tokens(record.history)) == ("b", 2, [1, 2, 4])
+
+
+def test_only_the_last_results_are_kept(store: SessionStore) -> None:
+    store.open(SESSION)
+    for index in range(KEPT_RESULTS + 3):
+        store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}", result=b"%d" % index))
+    results = store.load("s").results
+    assert [result.turn_index for result in results] == list(range(3, KEPT_RESULTS + 3))
+    with pytest.raises(IdempotencyConflict):
+        store.append_turn(turn_of(KEPT_RESULTS + 3, 0, [1], idempotency_key="k5"))
+    assert len(history_of(store)) == KEPT_RESULTS + 3
+    store.append_turn(turn_of(KEPT_RESULTS + 3, 0, [1], idempotency_key="k0"))
+    assert history_of(store) == [1]
+
+
+def test_results_outlive_a_rewind(store: SessionStore) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1], idempotency_key="k", result=b"r"))
+    store.append_turn(turn_of(1, 0, [2]))
+    assert [result.idempotency_key for result in store.load("s").results] == ["k"]
+
+
+def test_touch(store: SessionStore) -> None:
+    store.open(SESSION)
+    store.touch("s", 4321.5)
+    assert store.load_all_entries()[0].last_used_s == 4321.5
+
+
+def test_close_deletes_everything(store: SessionStore) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1], idempotency_key="k"))
+    assert store.close("s")
+    assert not store.close("s")
+    store.open(SESSION)
+    assert store.load("s") == SESSION
+
+
+def test_tools_are_those_of_the_turn_that_begins_the_history(store: SessionStore) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2, 3], tools="first"))
+    store.append_turn(turn_of(1, 3, [4], tools="first"))
+    store.append_turn(turn_of(2, 4, [5]))
+    assert store.load("s").tools == "first"
+    store.fork("s", 2, replace(SESSION, session_id="child"))
+    assert store.load("child").tools == "first"
+    store.append_turn(turn_of(3, 0, [6], tools="second"))
+    assert store.load("s").tools == "second", "rewound to nothing, it began anew"
+    store.append_turn(turn_of(4, 0, [6]))
+    assert store.load("s").tools is None
+    assert store.load("child").tools == "first"
+
+
+def test_epochs_of_closed_sessions_are_remembered(place: Place, clock: ManualClock) -> None:
+    store = place(clock)
+    assert store.epoch_floor() == 0
+    store.open(SESSION)
+    store.assign("s", "b", 2)
+    assert store.epoch_floor() == 0
+    store.close("s")
+    store.open(replace(SESSION, epoch=1))
+    store.close("s")
+    store.disconnect()
+    reopened = place(clock)
+    assert reopened.epoch_floor() == 2
+    reopened.disconnect()
+
+
+def test_forks(store: SessionStore) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2, 3], idempotency_key="k", result=b"r"))
+    store.append_turn(turn_of(1, 1, [4]))
+    child = replace(SESSION, session_id="child", open_key=None)
+    for length in (-1, 3):
+        with pytest.raises(InvalidFork):
+            store.fork("s", length, child)
+    assert store.fork("s", 2, child) == replace(child, history=encode_tokens([1, 4]))
+    assert store.load("child") == replace(child, history=encode_tokens([1, 4]))
+    with pytest.raises(SessionExists):
+        store.fork("s", 2, child)
+    store.fork("s", 0, replace(child, session_id="empty"))
+    store.close("s")
+    with pytest.raises(SessionNotFound):
+        store.fork("s", 0, replace(child, session_id="late"))
+    first = TurnRecord("child", 1, 0, 2, encode_tokens([9]), 1)
+    for _ in range(2):
+        store.append_turn(first)
+    assert decode_tokens(store.load("child").history) == [1, 4, 9]
+    assert sorted(entry.session_id for entry in store.load_all_entries()) == ["child", "empty"]
+
+
+def test_what_is_kept_outlives_the_store(place: Place, clock: ManualClock) -> None:
+    store = place(clock)
+    store.open(SESSION)
+    for index in range(20):
+        store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}", digest=f"d{index}"))
+    before = store.load("s"), store.load_all_entries()
+    store.disconnect()
+    again = place(clock)
+    assert (again.load("s"), again.load_all_entries()) == before
+    again.disconnect()
+
+
+def test_texts_and_bytes_of_every_kind(store: SessionStore) -> None:
+    names = ["täglich", "a:b", "{x}", " ", "\n", "\0", "*", "日本", "-1"]
+    results = [b"", b"\n", b"\0\xff", bytes(range(256))]
+    for name in names:
+        store.open(replace(SESSION, session_id=name, tenant=name, open_key=name))
+        for index, result in enumerate(results):
+            record = turn_of(index, 0, [2**32 - 1], idempotency_key=f"{name}{index}", result=result)
+            store.append_turn(replace(record, session_id=name, digest=name, tools=name))
+    for name in names:
+        record = store.load(name)
+        assert (record.tenant, record.open_key, record.tools) == (name, name, name)
+        assert [kept.result for kept in record.results] == results
+        assert {kept.digest for kept in record.results} == {name}
+    assert {entry.session_id for entry in store.load_all_entries()} == set(names)
+    assert all(store.close(name) for name in names)
+    assert store.load_all_entries() == []
