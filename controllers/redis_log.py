@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from controllers.errors import StoreError
-from controllers.settings import RedisLogSettings
+from controllers.settings import REDIS_PASSWORD, RedisLogSettings
 
 LAYOUT = b"1"
 TIMEOUT_S = 2.0
@@ -52,6 +53,7 @@ class RedisLog:
         try:
             self._redis = redis.Redis.from_url(
                 settings.url,
+                password=os.environ.get(REDIS_PASSWORD),
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 # For a connection that was closed meanwhile: every change may be made twice.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+
+REDIS_PASSWORD = "KEDGE_REDIS_PASSWORD"
+"""The environment variable of the controller's process that has it: Ray writes settings to its logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,13 @@ class SqliteLogSettings:
 
 @dataclass(frozen=True, slots=True)
 class RedisLogSettings:
-    """A session log in Redis, under keys that begin with `name`."""
+    """A session log in Redis, under keys that begin with `name`. The password is none of the settings."""
 
-    url: str = field(repr=False)
+    url: str
     name: str
 
     def __str__(self) -> str:
-        """Without user, password and options."""
-        parts = urlsplit(self.url)
-        return f"{self.name} in Redis at {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return f"{self.name} in Redis at {self.url}"
 
 
 LogSettings = SqliteLogSettings | RedisLogSettings

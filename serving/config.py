@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from typing import Annotated, Any
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from controllers.settings import (
+    REDIS_PASSWORD,
     ClusterSettings,
     LogSettings,
     RebalancingSettings,
@@ -97,8 +99,15 @@ class ControllerArgs(StrictModel):
 
     @field_validator("redis_url")
     @classmethod
-    def _syncs_by_itself(cls, redis_url: str | None, info: ValidationInfo) -> str | None:
-        if redis_url is not None and info.data.get("full_sync"):
+    def _holds_no_secret(cls, redis_url: str | None, info: ValidationInfo) -> str | None:
+        if redis_url is None:
+            return None
+        parts = urlsplit(redis_url)
+        if parts.password is not None or "password" in parse_qs(parts.query):
+            raise ValueError(
+                f"Ray would log the password; it belongs in the environment variable {REDIS_PASSWORD}"
+            )
+        if info.data.get("full_sync"):
             raise ValueError("full_sync is for the log in state_dir; Redis has its own appendfsync")
         return redis_url
 

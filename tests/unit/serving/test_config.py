@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,11 @@ def test_key_like_nothing_known_gets_the_list() -> None:
         ("controller", {"replica_timeout_s": 2.5}),
         ("controller", {"heartbeat_interval_s": 2, "replica_timeout_s": 5}),
         ("controller", {"state_dir": ""}),
+        ("controller", {"redis_url": "localhost:6379"}),
+        ("controller", {"redis_url": "http://localhost"}),
+        ("controller", {"full_sync": True, "redis_url": "redis://localhost"}),
+        ("controller", {"redis_url": "redis://me:secret@localhost"}),
+        ("controller", {"redis_url": "rediss://localhost?password=secret"}),
         ("model", {"path": ""}),
         ("model", {"path": "/no/such/model"}),
         ("model", {"path": "./no-such-model"}),
@@ -354,6 +360,18 @@ TWO_APPLICATIONS = """applications:
 - args: {model: {path: assets/models/kedge-chat}, controller: {name: a, state_dir: x}}
 - args: {model: {path: assets/models/kedge-chat}, controller: {name: b, state_dir: y}}
 """
+
+
+def test_a_log_in_redis_belongs_to_the_controllers_name(tmp_path: Path) -> None:
+    """Two applications need no state_dir each, but a name."""
+    path = tmp_path / "cluster.yaml"
+    in_redis = re.sub("state_dir: .", "redis_url: redis://localhost:6379/1", TWO_APPLICATIONS)
+    path.write_text(in_redis)
+    logs = [args.controller.log_settings() for args in check_file(str(path))]
+    assert list(map(str, logs)) == [f"{name} in Redis at redis://localhost:6379/1" for name in "ab"]
+    path.write_text(in_redis.replace("name: b", "name: a"))
+    with pytest.raises(SettingsError, match=r"args\.controller\.name 'a'"):
+        check_file(str(path))
 
 
 @pytest.mark.parametrize(
