@@ -44,10 +44,10 @@ from serving.api.openai_replies import (
 from serving.api.openai_requests import (
     check_model,
     check_stream_options,
-    constraint_of,
     field_names,
     session_turn,
 )
+from serving.api.openai_structured import held_answer
 from serving.api.openai_tools import ToolUse, tool_use
 from serving.api.sse import TurnEventStream
 from serving.api.strict_json import StrictJsonRoute
@@ -97,9 +97,10 @@ def _plan(
     )
     sampling = body.sampling(model)
     logprobs = _logprobs(body)
-    constraint = constraint_of(body)
+    held = held_answer(body.response_format, body.structured_outputs)
+    constraint = None if held is None else held.constraint
     if tools is not None:
-        constraint = tools.constraint(constraint)
+        constraint = tools.constraint(held)
     count = body.n or 1
     calls = [
         TurnCall(
@@ -119,7 +120,7 @@ def _plan(
         )
         for index in range(count)
     ]
-    return TurnPlan(calls, field_names("messages"))
+    return TurnPlan(calls, field_names("messages", held))
 
 
 def _max_tokens(body: ChatBody) -> int | None:

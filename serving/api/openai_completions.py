@@ -43,10 +43,10 @@ from serving.api.openai_replies import (
 from serving.api.openai_requests import (
     check_model,
     check_stream_options,
-    constraint_of,
     field_names,
     session_turn,
 )
+from serving.api.openai_structured import held_answer
 from serving.api.sse import TurnEventStream
 from serving.api.strict_json import StrictJsonRoute
 from serving.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -114,7 +114,7 @@ def _plan(
     tenant: str,
 ) -> TurnPlan:
     sampling = body.sampling(model)
-    constraint = constraint_of(body)
+    held = held_answer(body.response_format, body.structured_outputs)
     choices = range(body.n or 1)
     calls = [
         TurnCall(
@@ -127,13 +127,13 @@ def _plan(
             trim_stop=not body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens is not False,
             logprobs=_logprobs(body, prompt),
-            constraint=constraint,
+            constraint=None if held is None else held.constraint,
             session=session,
             tenant=tenant,
         )
         for index, (prompt, choice) in enumerate(product(prompts, choices))
     ]
-    return TurnPlan(calls, field_names("prompt"))
+    return TurnPlan(calls, field_names("prompt", held))
 
 
 def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> LogprobParams | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from engine.api import SamplingParams
 from serving.api.errors import refusal
 from serving.api.fields import (
     AdditivePenalty,
     Count,
-    JsonSchema,
     LogitBias,
     MinP,
     NumChoices,
@@ -26,15 +25,13 @@ from serving.api.fields import (
     checked_bias,
     engine_temperature,
     engine_top_k,
-    schema_constraint,
 )
+from serving.api.openai_structured import HeldAnswer, ResponseFormat, StructuredOutputs
 from serving.api.strict_json import NotSupported, StrictBody
-from serving.turns import ModelInfo, OutputConstraint, SessionTurn
-
-SCHEMA_FIELD = "response_format.json_schema.schema"
+from serving.turns import ModelInfo, SessionTurn
 
 
-def field_names(prompt_field: str) -> dict[str, str]:
+def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
     """What these protocols call the fields that the engine and the replica name in their errors."""
     return {
         "prompt": prompt_field,
@@ -42,28 +39,14 @@ def field_names(prompt_field: str) -> dict[str, str]:
         "max_new_tokens": "max_tokens",
         "session_id": "x-session-id",
         "idempotency_key": "idempotency-key",
-        "json_schema": SCHEMA_FIELD,
         "tool_calls": "tools",
+        **({} if held is None else {held.constraint.kind: held.field}),
     }
 
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Taken, and without effect.")
-
-
-class JsonSchemaFormat(StrictBody):
-    """`strict` has no effect: a schema is enforced, or the request is refused."""
-
-    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    json_schema: JsonSchema = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(StrictBody):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
 
 
 class OpenAiBody(StrictBody):
@@ -91,6 +74,7 @@ class OpenAiBody(StrictBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # About the caller, not about the answer.
     user: str | None = None
@@ -116,7 +100,6 @@ class OpenAiBody(StrictBody):
     request_id: NotSupported = None
     return_tokens_as_token_ids: NotSupported = None
     spaces_between_special_tokens: Literal[True, None] = None
-    structured_outputs: NotSupported = None
     truncate_prompt_tokens: NotSupported = None
     use_beam_search: NotSupported = None
     vllm_xargs: NotSupported = None
@@ -141,24 +124,6 @@ class OpenAiBody(StrictBody):
             stop_token_ids=frozenset(stop_ids),
             ignore_eos=bool(self.ignore_eos),
         )
-
-
-def constraint_of(body: OpenAiBody) -> OutputConstraint | None:
-    """What the output is held to."""
-    wanted = body.response_format
-    if wanted is None:
-        return None
-    if (wanted.json_schema is not None) != (wanted.type == "json_schema"):
-        param = "response_format.json_schema"
-        raise refusal(f"{param}: goes with the type json_schema, and only with it.", param)
-    match wanted.type:
-        case "text":
-            return None
-        case "json_object":
-            return schema_constraint({"type": "object"}, "response_format")
-        case "json_schema":
-            assert wanted.json_schema is not None
-            return schema_constraint(wanted.json_schema.json_schema, SCHEMA_FIELD)
 
 
 def check_model(body: OpenAiBody, model: ModelInfo) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from serving.api.errors import refusal
 from serving.api.fields import check_grammar_len
+from serving.api.openai_structured import HeldAnswer
 from serving.api.openai_tools_schema import NamedTool, Tool, ToolChoice
 from serving.tool_calls.formats import FORMATS, FormatName
 from serving.turns import ModelInfo, OutputConstraint
@@ -36,14 +37,18 @@ class ToolUse:
     def for_template(self) -> tuple[dict[str, Any], ...]:
         return tuple(tool.for_template() for tool in self.tools)
 
-    def constraint(self, answer: OutputConstraint | None) -> OutputConstraint | None:
-        """What holds the answer to calls, or, where the model may choose, to calls or to the JSON schema `answer`."""
+    def constraint(self, answer: HeldAnswer | None) -> OutputConstraint | None:
+        """What holds the answer to calls, or, where the model may choose, to calls or to the schema of `answer`."""
         if self.choice == "none" or (self.choice == "auto" and answer is None):
-            return answer
-        if self.choice != "auto" and answer is not None:
-            raise refusal(
-                "response_format: tool_choice already says what the answer must be.", "response_format"
+            return None if answer is None else answer.constraint
+        if answer is not None and (self.choice != "auto" or answer.constraint.kind != "json_schema"):
+            reason = (
+                "tool_choice already says what the answer must be"
+                if self.choice != "auto"
+                else "beside tools only JSON can be enforced"
             )
+            param = answer.field.partition(".")[0]
+            raise refusal(f"{param}: {reason}.", param)
         named = self.choice.function.name if isinstance(self.choice, NamedTool) else None
         functions = [
             {"name": tool.function.name, "parameters": tool.function.arguments_schema}
@@ -54,7 +59,7 @@ class ToolUse:
             "format": self.format_name,
             "functions": functions,
             "parallel": self.parallel and named is None,
-            "answer": None if answer is None else json.loads(answer.source),
+            "answer": None if answer is None else json.loads(answer.constraint.source),
         }
         source = json.dumps(wanted, ensure_ascii=False, separators=(",", ":"))
         check_grammar_len(source, "tools")

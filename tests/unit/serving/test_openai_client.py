@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -128,6 +129,37 @@ async def test_answers_held_to_a_schema(url: str) -> None:
         if thing.choices[0].finish_reason == "stop":
             assert isinstance(json.loads(thing.choices[0].message.content), dict)
         assert thing.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize("choices", [["yes", "no"], ["a|b", "(", "a b\n", "1-2", "ä\\"], ["x"]])
+async def test_answers_held_to_a_choice(url: str, choices: list[str]) -> None:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for seed in range(5):
+            asked = {"model": MODEL.model_id, "temperature": 1, "seed": seed, "max_tokens": 20}
+            asked["extra_body"] = {"structured_outputs": {"choice": choices}}
+            chat = await client.chat.completions.create(messages=[HELLO], **asked)
+            plain = await client.completions.create(prompt="a", **asked)
+            assert {chat.choices[0].message.content, plain.choices[0].text} <= set(choices)
+            assert {chat.choices[0].finish_reason, plain.choices[0].finish_reason} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"regex": "[0-9]{3}-[a-f]{2}"}, "[0-9]{3}-[a-f]{2}"),
+        ({"json": {"enum": [17, "x"]}, "disable_fallback": True}, '17|"x"'),
+        ({"json_object": True, "regex": None}, r"\{.*"),
+    ],
+)
+async def test_answers_held_as_vllm_names_it(url: str, wanted: dict[str, object], pattern: str) -> None:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        reply = await client.chat.completions.create(
+            model=MODEL.model_id,
+            messages=[HELLO],
+            max_tokens=100,
+            extra_body={"structured_outputs": wanted},
+        )
+        assert re.fullmatch(pattern, reply.choices[0].message.content, re.DOTALL)
 
 
 async def test_a_schema_that_cannot_be_enforced_is_a_bad_request(url: str) -> None:

@@ -87,6 +87,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
         "response_format",
     ),
+    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"tools": [tool(name="f", parameters={"not": {}})], "tool_choice": "required"}, "tools"),
     ({"tools": [tool(name="f", parameters={"title": "x" * 70_000})], "tool_choice": "required"}, "tools"),
     ({"tools": [tool(name="f", parameters={"const": 2**60})], "tool_choice": "required"}, "tools"),
