@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 
 from serving.api import admin, openai_chat, openai_completions, openai_models, session_protocol
+from serving.api.access import KeysRequired
 from serving.api.errors import install_error_handlers
 from serving.turns import TurnService
 
@@ -14,13 +15,19 @@ MAX_BODY_SIZE_BYTES = 32 * 1024 * 1024
 
 
 def create_http_app(
-    service_provider: Callable[[], TurnService], *, max_body_size_bytes: int = MAX_BODY_SIZE_BYTES
+    service_provider: Callable[[], TurnService],
+    *,
+    api_keys: tuple[str, ...] = (),
+    max_body_size_bytes: int = MAX_BODY_SIZE_BYTES,
 ) -> FastAPI:
-    """`service_provider` is called for each request, so that the service may come up after the application."""
+    """`service_provider` is called for each request, so that the service may come up after the application. With
+    `api_keys` calls need one of them."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.max_body_size_bytes = max_body_size_bytes
     install_error_handlers(app)
     for protocol in (openai_chat, openai_completions, openai_models, session_protocol, admin):
         app.include_router(protocol.routes())
+    if api_keys:
+        app.add_middleware(KeysRequired, keys=api_keys)
     return app

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from serving.api.access import keys_in
 from serving.background import BackgroundTasks
 from serving.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.config import AppArgs
@@ -74,7 +76,7 @@ class Ingress:
         return self._metrics.ingress_id, self._metrics.render()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app: FastAPI = create_http_app(lambda: self._service)
+        app: FastAPI = create_http_app(lambda: self._service, api_keys=keys_in(os.environ))
         return app
 
     async def __del__(self) -> None:

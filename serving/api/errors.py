@@ -21,6 +21,7 @@ CLIENT_CLOSED_REQUEST = 499
 NAME_PATTERN = r"^[!-~]+$"
 """Ids given by clients: visible ASCII, so that they can travel in a header."""
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
+_ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED})
 _MAX_NAME_LEN = 120
 _NOT_THE_BODY = frozenset({"model_type", "model_attributes_type", "dict_type", "missing"})
 
@@ -55,10 +56,10 @@ def session_error(info: ErrorInfo) -> dict[str, Any]:
 def error_response(path: str, info: ErrorInfo) -> Response:
     """The error in the shape of the protocol that `path` belongs to.
 
-    The session protocol has one status for a client's error, 400, whatever the trouble is.
+    The session protocol has one status for what is wrong with a call, 400, whatever the trouble is.
     """
     status = info.status
-    if not _is_openai(path) and status < HTTPStatus.INTERNAL_SERVER_ERROR and status != _TOO_MANY:
+    if not _is_openai(path) and status < HTTPStatus.INTERNAL_SERVER_ERROR and status not in _ABOUT_THE_CALLER:
         status = HTTPStatus.BAD_REQUEST
     return _in_shape(path, info, status)
 

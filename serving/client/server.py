@@ -17,6 +17,16 @@ class ServerError(Exception):
     """The server is out of reach or answered with an error. The message is for the user."""
 
 
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header with the key, if there is one."""
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def server_at(url: str, api_key: str | None = None, *, timeout: httpx.Timeout | float) -> httpx.Client:
+    """For calls on one server; `timeout` in seconds."""
+    return httpx.Client(base_url=url, headers=authorization(api_key), timeout=timeout)
+
+
 def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
     """Says that `url` does not answer, and why."""
     reason = str(error) or type(error).__name__

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from serving.client.server import request_json
+from serving.client.server import request_json, server_at
 from serving.commands.failure import one_line_errors
-from serving.commands.options import DEFAULT_URL, Url
+from serving.commands.options import DEFAULT_URL, ApiKey, Url
 
 AUDIT_PATH = "/v1/kedge/audit"
 ACCOUNTS = ("total", "free", "cached", "protected", "session", "in_flight", "leaked")
@@ -23,10 +22,11 @@ _MIB = 1024 * 1024
 
 def audit(
     url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
 ) -> None:
     """Walk over every KV page of every replica. Exit status 1 if any is lost, counted twice or not looked at."""
-    with one_line_errors("audit"), httpx.Client(base_url=url, timeout=60.0) as client:
+    with one_line_errors("audit"), server_at(url, api_key, timeout=60.0) as client:
         found = request_json(client, "GET", AUDIT_PATH)
     if as_json:
         typer.echo(json.dumps(found, indent=2))

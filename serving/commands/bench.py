@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serving.client.server import first_model
+from serving.client.server import first_model, server_at
 from serving.commands.failure import one_line_errors
-from serving.commands.options import DEFAULT_URL, Url
+from serving.commands.options import DEFAULT_URL, ApiKey, Url
 from serving.load.machine import describe_machine
 from serving.load.report import document, table
 from serving.load.sample import LoadResult, TurnSample
@@ -33,6 +32,7 @@ SERVER_PID_HELP = (
 
 def bench(
     url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
     mode: Annotated[Mode, typer.Option(help="Send only what is new, or all history.")] = Mode.SESSION,
     endpoint: Annotated[Endpoint, typer.Option(help="Which OpenAI endpoint.")] = Endpoint.CHAT,
@@ -70,7 +70,7 @@ def bench(
         _check_writable(json_file)
         settings = LoadSettings(
             url=url.rstrip("/"),
-            model=model or _ask_model(url),
+            model=model or _ask_model(url, api_key),
             mode=mode,
             endpoint=endpoint,
             prompt=prompt,
@@ -86,7 +86,7 @@ def bench(
             timeout_s=timeout,
         )
         machine = describe_machine()
-        result = _run(console, settings, tuple(server_pid or find_server_pids(settings.url)))
+        result = _run(console, settings, api_key, server_pid)
     if not _report(console, settings, Limits(max_burst_share, max_other_cores), result, machine, json_file):
         raise typer.Exit(EXIT_REJECTED)
 
@@ -100,15 +100,18 @@ def _check_writable(path: Path | None) -> None:
         raise LoadError(f"--json: {path} cannot be written: {error.strerror}") from error
 
 
-def _ask_model(url: str) -> str:
-    with httpx.Client(base_url=url, timeout=10.0) as client:
+def _ask_model(url: str, api_key: str | None) -> str:
+    with server_at(url, api_key, timeout=10.0) as client:
         return first_model(client)
 
 
-def _run(console: Console, settings: LoadSettings, server_pids: tuple[int, ...]) -> LoadResult:
+def _run(
+    console: Console, settings: LoadSettings, api_key: str | None, server_pid: list[int] | None
+) -> LoadResult:
     """Runs the load under a progress bar that redraws seldom: drawing takes time from the client."""
     from serving.load.runner import LoadRun  # here, because importing aiohttp would slow the other commands
 
+    server_pids = tuple(server_pid or find_server_pids(settings.url, api_key))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -123,7 +126,8 @@ def _run(console: Console, settings: LoadSettings, server_pids: tuple[int, ...])
             last = sample.error or f"TTFT {sample.ttft_s * 1e3:.1f} ms"
             progress.update(task, advance=1, description="turns", last=last)
 
-        return asyncio.run(LoadRun(settings, on_turn=on_turn, server_pids=server_pids).run())
+        load = LoadRun(settings, on_turn=on_turn, api_key=api_key, server_pids=server_pids)
+        return asyncio.run(load.run())
 
 
 def _report(

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 
 from serving.client.conversation import Conversation, TurnTiming
-from serving.client.server import ServerError, first_model
+from serving.client.server import ServerError, first_model, server_at
 from serving.commands.failure import one_line_errors
-from serving.commands.options import DEFAULT_URL, Url
+from serving.commands.options import DEFAULT_URL, ApiKey, Url
 
 HELP = """\
 /reset   close this session and start a new one
@@ -27,6 +27,7 @@ TIMEOUT = httpx.Timeout(10.0, read=300.0)
 
 def chat(
     url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     session: Annotated[str | None, typer.Option(help="Session to go on with; a new one if left out.")] = None,
     model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
@@ -42,7 +43,7 @@ def chat(
     console = Console(highlight=False, soft_wrap=True)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     sampling = {name: value for name, value in sampling.items() if value is not None}
-    with one_line_errors("chat"), httpx.Client(base_url=url, timeout=TIMEOUT) as client:
+    with one_line_errors("chat"), server_at(url, api_key, timeout=TIMEOUT) as client:
         model_id = model or first_model(client)
 
         def start(session_id: str | None) -> Conversation:

@@ -6,26 +6,26 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from serving.client.server import SESSIONS_PATH, fork_session, request_json
+from serving.client.server import SESSIONS_PATH, fork_session, request_json, server_at
 from serving.commands.failure import one_line_errors
-from serving.commands.options import DEFAULT_URL, Url
+from serving.commands.options import DEFAULT_URL, ApiKey, Url
 
 
 def sessions(
     context: typer.Context,
     url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
 ) -> None:
     """List sessions: owner, epoch, tokens, bytes, turns, idle time."""
     if context.invoked_subcommand is not None:
         return
-    with one_line_errors("sessions"), httpx.Client(base_url=url, timeout=10.0) as client:
+    with one_line_errors("sessions"), server_at(url, api_key, timeout=10.0) as client:
         rows = request_json(client, "GET", SESSIONS_PATH)["sessions"]
     if as_json:
         typer.echo(json.dumps({"sessions": rows}, indent=2))
@@ -41,11 +41,12 @@ def fork(
     url: Annotated[
         str | None, typer.Option(help="Address of the server; that of `kedge sessions` if left out.")
     ] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Start a session at the history of another, sharing its KV."""
     assert context.parent is not None
-    base_url = url or context.parent.params["url"]
-    with one_line_errors("sessions fork"), httpx.Client(base_url=base_url, timeout=60.0) as client:
+    url, api_key = url or context.parent.params["url"], api_key or context.parent.params["api_key"]
+    with one_line_errors("sessions fork"), server_at(url, api_key, timeout=60.0) as client:
         forked = fork_session(client, session_id, at=at, new_session_id=new_id)
     typer.echo(
         f"{forked['session_id']}: {forked['tokens']:,} tokens, {forked['cached_tokens']:,} of them with KV"

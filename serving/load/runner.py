@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import aiohttp
 
+from serving.client.server import authorization
 from serving.load.dialogue import Dialogue
 from serving.load.machine import CpuMeter
 from serving.load.prompts import PromptSource
@@ -31,10 +32,12 @@ class LoadRun:
         settings: LoadSettings,
         *,
         on_turn: Callable[[TurnSample], None],
+        api_key: str | None = None,
         server_pids: tuple[int, ...] = (),
     ) -> None:
         self._settings = settings
         self._on_turn = on_turn
+        self._authorization = authorization(api_key)
         self._server_pids = server_pids
         self._prompts = PromptSource(settings.seed, settings.vocab_size)
         self._run_id = uuid.uuid4().hex[:8]
@@ -46,7 +49,7 @@ class LoadRun:
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=settings.timeout_s),
-            headers={"accept-encoding": "identity"},
+            headers={"accept-encoding": "identity", **self._authorization},
         ) as client:
             if settings.prompt is PromptKind.TEXT:
                 await self._calibrate(client)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
-
-from serving.client.server import ServerError, request_json
+from serving.client.server import ServerError, request_json, server_at
 
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-def find_server_pids(url: str) -> tuple[int, ...]:
+def find_server_pids(url: str, api_key: str | None = None) -> tuple[int, ...]:
     """The raylets whose workers serve `url`; empty for other servers and other machines."""
     if urlsplit(url).hostname not in _LOOPBACK:
         return ()
     try:
-        with httpx.Client(base_url=url, timeout=10.0) as client:
+        with server_at(url, api_key, timeout=10.0) as client:
             info = request_json(client, "GET", "/get_server_info")
         replicas = [int(replica["pid"]) for replica in info["replicas"]]
     except (ServerError, KeyError, TypeError, ValueError):
