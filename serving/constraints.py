@@ -1,152 +1,61 @@
-"""Structured output: JSON schemas, regular expressions and function calls to constraints that the engine follows.
-
-llguidance reads the grammar and keeps the masks; here are its bounds, and what its errors mean to a client.
-"""
+"""Structured output: what a call asks of its answer, as a constraint that the engine follows."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed, InvalidRequest, TokenConstraint
-from serving.schema_size import check_size
-from serving.tool_calls.grammar import calls_grammar
+from serving.grammar_trial import GrammarTrial
+from serving.grammars import GrammarConstraint, Grammars, reason_of
 from serving.turns import OutputConstraint
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 CACHED_GRAMMARS = 32
-MAX_REASON_CHARS = 200
-LIMITS = LLParserLimits(
-    max_lexer_states=30_000, max_grammar_size=200_000, initial_lexer_fuel=200_000, verbose_errors=False
-)
-"""A lexer state is about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at most."""
-JSON_OPTIONS: JsonCompileOptions = {
-    # A blank, or a line's end with the indent behind it: a small model would go on with blanks for ever.
-    "whitespace_pattern": r" |\n {0,32}",
-    "item_separator": ",",
-    "key_separator": ":",
-    "coerce_one_of": False,
-    "lenient": False,
-}
-"""They come last, so that a schema cannot say otherwise."""
+CACHED_TRIALS = 1024
 NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "tool_calls": "functions' parameters"}
 
 
 class ConstraintCompiler:
-    """One for a replica. Grammars are compiled on a thread of its own, one after another, and the latest are kept.
+    """One for a replica. Grammars are compiled on a thread of its own, one after another, and the latest are kept. Each
+    is tried in another process first, which bounds what it may take.
 
     `tokenizer` is None if the model has none; `vocab_size` is the model's.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
-        self._num_mask_bytes = -(-vocab_size // 8)
         # It alone uses what follows; constraints go to the engine's thread, each for itself.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kedge-grammar")
-        self._vocabulary = lru_cache(maxsize=1)(self._read_tokenizer)
+        self._grammars = Grammars(tokenizer, vocab_size)
+        trial = None if tokenizer is None else GrammarTrial(tokenizer, vocab_size)
+        self._refusal = lru_cache(maxsize=CACHED_TRIALS)(_nothing if trial is None else trial.refusal)
         self._grammar = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
 
     async def compile(self, constraint: OutputConstraint) -> TokenConstraint:
         """A constraint at its beginning. Raises InvalidRequest, which names the kind."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._begin, constraint)
 
-    def _begin(self, constraint: OutputConstraint) -> TokenConstraint:
+    def _begin(self, constraint: OutputConstraint) -> GrammarConstraint:
         try:
             try:
-                return self._copy(constraint)
+                return self._grammars.begin(self._grammar(constraint))
             except ConstraintFailed:
                 # Copies share a lexer, and with it the limit of its states: what others did may have filled it.
                 self._grammar.cache_clear()
-                return self._copy(constraint)
+                return self._grammars.begin(self._grammar(constraint))
         except (ValueError, ConstraintFailed) as error:
-            reason = f"The {NAMES[constraint.kind]} cannot be enforced: {_reason(str(error))}"
+            reason = f"The {NAMES[constraint.kind]} cannot be enforced: {reason_of(str(error))}"
             raise InvalidRequest(reason, constraint.kind) from error
 
-    def _copy(self, constraint: OutputConstraint) -> TokenConstraint:
-        _, end_id = self._vocabulary()
-        copy = GrammarConstraint(self._grammar(constraint).deep_copy(), end_id, self._num_mask_bytes)
-        copy.allowed()
-        return copy
-
     def _compile(self, constraint: OutputConstraint) -> LLMatcher:
-        vocabulary, _ = self._vocabulary()
-        match constraint.kind:
-            case "regex":
-                grammar = LLMatcher.grammar_from_regex(constraint.source)
-            case "json_schema":
-                check_size(constraint.source)
-                grammar = LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
-            case "tool_calls":
-                wanted = json.loads(constraint.source)
-                for function in wanted["functions"]:
-                    check_size(json.dumps(function["parameters"]))
-                check_size(json.dumps(wanted["answer"]))
-                grammar = LLMatcher.grammar_from_lark(
-                    calls_grammar(wanted, self._special_ids(), JSON_OPTIONS)
-                )
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        return matcher
-
-    def _read_tokenizer(self) -> tuple[LLTokenizer, int]:
-        """Also the token that llguidance takes for the end of output: one that is no text. No mask has it, since the
-        engine allows the model's own."""
-        if self._tokenizer is None:
-            raise ValueError("this model has no tokenizer")
-        end_id = min(self._special_ids().values(), default=0)
-        return LLTokenizer(self._tokenizer.to_str(), eos_token=end_id), end_id
-
-    def _special_ids(self) -> dict[str, int]:
-        assert self._tokenizer is not None
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        return {token.content: token_id for token_id, token in added if token.special}
+        refusal = self._refusal(constraint)
+        if refusal is not None:
+            raise ValueError(refusal)
+        return self._grammars.compile(constraint)
 
 
-class GrammarConstraint:
-    """A TokenConstraint."""
-
-    def __init__(self, matcher: LLMatcher, end_id: int, num_mask_bytes: int) -> None:
-        self._matcher = matcher
-        self._end_id = end_id
-        self._num_mask_bytes = num_mask_bytes
-
-    @property
-    def may_end(self) -> bool:
-        return self._matcher.is_accepting()
-
-    @property
-    def complete(self) -> bool:
-        return self._matcher.is_stopped()
-
-    def allowed(self) -> bytes:
-        mask = bytearray(self._matcher.compute_bitmask())
-        self._check()
-        mask[self._end_id >> 3] &= ~(1 << (self._end_id & 7))
-        # The model may have more tokens than the tokenizer.
-        return bytes(mask[: self._num_mask_bytes]).ljust(self._num_mask_bytes, b"\0")
-
-    def accept(self, token_id: int) -> None:
-        self._matcher.consume_token(token_id)
-        self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ConstraintFailed(f"the output cannot be followed: {_reason(self._matcher.get_error())}")
-
-
-def _reason(problem: str) -> str:
-    """llguidance's message, without where in the grammar it is."""
-    problem = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", problem)
-    lines = [line.strip() for line in problem.splitlines()]
-    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (named or lines)[0][:MAX_REASON_CHARS]
+def _nothing(_constraint: OutputConstraint) -> None:
+    return None

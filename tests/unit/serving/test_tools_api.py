@@ -15,6 +15,7 @@ import pytest
 from local_service import MODEL, LocalService, local_client
 from test_bad_bodies import check_shape
 
+from serving.grammar_trial import TOO_MUCH
 from serving.tool_calls.formats import FORMATS, FormatName
 
 CHAT = "/v1/chat/completions"
@@ -150,9 +151,12 @@ async def test_the_reason_is_the_schemas(tmp_path: Path) -> None:
 
 async def test_parameters_are_bounded_as_schemas_are(tmp_path: Path) -> None:
     async with tool_client(tmp_path) as (client, _):
-        body = {**REQUIRED, "tools": [tool(name="f", parameters={"multipleOf": 999_983})]}
+        body = {
+            **REQUIRED,
+            "tools": [tool(name="f", parameters={"properties": {"a": {"multipleOf": 999_983}}})],
+        }
         error = check_shape(CHAT, await client.post(CHAT, json=body))
-        assert "multipleOf is too large for one value" in error["message"]
+        assert TOO_MUCH in error["message"]
 
 
 async def test_a_model_without_a_format_takes_no_tools(tmp_path: Path) -> None:
