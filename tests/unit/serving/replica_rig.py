@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from cache.audit import PageAccounts
 from controllers.cluster import Cluster
 from controllers.session import SessionController
 from controllers.settings import ClusterSettings
@@ -33,6 +34,8 @@ from serving.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
 VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"
 OFF = SpeculationSettings()
+WAIT_S = 20.0
+"""How long a test waits for what must happen at once."""
 
 
 class LocalController:
@@ -69,8 +72,8 @@ def local_controller(directory: Path, timer: Callable[[], float] = time.perf_cou
 
 
 class SlowRunner(NullRunner):
-    """A null runner whose steps take `step_s`, so that a test can act during a turn; one that is `wanted` takes no
-    time."""
+    """A null runner whose steps take `step_s`; one that is `wanted` takes no time. While it is held a turn that has
+    begun is in flight, however long the test takes."""
 
     def __init__(self, *args: Any, step_s: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,6 +83,13 @@ class SlowRunner(NullRunner):
     def execute(self, batch: Any) -> Any:
         self.wanted.acquire(timeout=self.step_s)
         return super().execute(batch)
+
+    def hold(self) -> None:
+        self.step_s = 60.0
+
+    def go_on(self) -> None:
+        self.step_s = 0.0
+        self.wanted.release()
 
 
 class Rig:
@@ -163,10 +173,28 @@ class Rig:
         with self.feeds.line(news.line) as told:
             news.end(await told.reply(await self.turns.run(call, epoch, told.put)))
 
+    async def begun(self, count: int = 1) -> None:
+        """Waits until so many turns are at the engine."""
+        async with asyncio.timeout(WAIT_S):
+            while self.turns.num_live < count:
+                await asyncio.sleep(0.001)
+
+    async def in_turn(self, session_id: str) -> None:
+        """Waits until the session has a turn, or is being forked."""
+        async with asyncio.timeout(WAIT_S):
+            while not any(each.in_turn for each in self.sessions.snapshot() if each.session_id == session_id):
+                await asyncio.sleep(0.001)
+
+    async def pages(self) -> PageAccounts:
+        """The books as they are; statistics are behind."""
+        report = await asyncio.wrap_future(self.engine.audit())
+        assert report.clean, report
+        return report.pools["full"]
+
     async def settled(self) -> None:
         """Waits until nothing is left of any turn."""
         for _ in range(500):
-            if not self.turns.num_live and not self.tasks._tasks and not self.engine.stats().running:
+            if not self.turns.num_live and not self.tasks._tasks:
                 return
             await asyncio.sleep(0.01)
         raise AssertionError("turns did not settle")
@@ -175,11 +203,8 @@ class Rig:
         """All pages are free once sessions are closed and cached prefixes flushed."""
         await self.settled()
         assert await asyncio.wrap_future(self.engine.flush())
-        report = await asyncio.wrap_future(self.engine.audit())
-        assert report.clean, report
         assert await asyncio.wrap_future(self.engine.session_kv_tokens()) == {}
-        await asyncio.sleep(0.15)
-        pages = self.engine.stats().pages
+        pages = await self.pages()
         assert pages.free == pages.total, pages
 
 

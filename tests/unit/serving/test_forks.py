@@ -82,27 +82,25 @@ async def test_forks_of_forks_end_in_any_order(rig: Rig) -> None:
 
 async def test_many_forks_share_the_pages_of_a_long_prefix(rig: Rig) -> None:
     await parent(rig, 400)
-    await asyncio.sleep(0.15)
-    before = rig.engine.stats().pages.free
+    before = await rig.pages()
     for index in range(16):
         await rig.host.fork("p", 1, ForkOrder(f"c{index}", f"k{index}"))
-    await asyncio.sleep(0.15)
     # One copied part-filled page each; 16 copies of the prefix would take 1,600.
-    assert before - rig.engine.stats().pages.free <= 16
+    assert 0 < before.free - (await rig.pages()).free <= 16
 
 
 async def test_a_fork_during_a_turn_is_refused_and_a_turn_during_a_fork_too(rig: Rig) -> None:
     history = await parent(rig)
-    rig.runner.step_s = 0.01
+    rig.runner.hold()
     turn = asyncio.create_task(rig.run(call([1], "p", max_new_tokens=30), 1))
-    await asyncio.sleep(0.05)
+    await rig.begun()
     with pytest.raises(TurnInFlight):
         await rig.host.fork("p", 1, ForkOrder("c", "k"))
+    rig.runner.go_on()
     history += [1, *tokens_of(await turn)]
-    rig.runner.step_s = 0.0
     rig.controller.gate.clear()
     forking = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "k")))
-    await asyncio.sleep(0.02)
+    await rig.in_turn("p")
     refused = (await rig.run(call([2], "p"), 1))[-1].error
     assert refused is not None
     assert (refused.status, refused.code) == (409, "turn_in_flight")
@@ -115,7 +113,7 @@ async def test_a_turn_of_the_child_waits_for_the_fork(rig: Rig) -> None:
     history = await parent(rig)
     rig.controller.gate.clear()
     forking = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "k")))
-    await asyncio.sleep(0.02)
+    await rig.in_turn("p")
     turn = asyncio.create_task(rig.run(call([7], "c"), 1))
     again = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "other")))
     await asyncio.sleep(0.02)
@@ -130,7 +128,7 @@ async def test_closing_the_parent_during_the_fork_ends_it_afterwards(rig: Rig) -
     history = await parent(rig)
     rig.controller.gate.clear()
     forking = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "k")))
-    await asyncio.sleep(0.02)
+    await rig.in_turn("p")
     assert await rig.host.close("p")
     rig.controller.gate.set()
     await forking
@@ -144,7 +142,7 @@ async def test_whoever_asked_may_go_away(rig: Rig) -> None:
     history = await parent(rig)
     rig.controller.gate.clear()
     forking = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "k")))
-    await asyncio.sleep(0.02)
+    await rig.in_turn("p")
     forking.cancel()
     await asyncio.wait([forking])
     rig.controller.gate.set()
@@ -262,10 +260,11 @@ async def test_refused_forks_name_the_field(tmp_path: Path) -> None:
             error = reply.json()["error"]
             assert (reply.status_code, error["code"], error["param"]) == (status, code, param)
         rig = service.rig
-        rig.runner.step_s = 0.01
+        rig.runner.hold()
         running = asyncio.create_task(rig.run(call([1], "p", max_new_tokens=30), 1))
-        await asyncio.sleep(0.05)
+        await rig.begun()
         assert (await fork(client, "p")).status_code == 409
+        rig.runner.go_on()
         await running
         assert [entry.session_id for entry in service.cluster.sessions()] == ["p"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -123,8 +122,7 @@ async def test_drafts_reach_both_protocols(tmp_path: Path) -> None:
             sampling = {"temperature": 0, "max_new_tokens": 12}
             reply = await client.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
             meta = reply.json()["meta_info"]
-        await asyncio.sleep(0.15)
-        counted = rig.engine.stats()
+    counted = rig.engine.stats()
     assert counted.draft_tokens > 0
     drafts = usage["completion_tokens_details"]
     assert drafts["accepted_prediction_tokens"] + drafts["rejected_prediction_tokens"] > 0

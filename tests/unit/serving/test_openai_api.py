@@ -156,8 +156,7 @@ async def test_refused_turns_name_what_named_the_session(tmp_path: Path) -> None
         headers = {"x-session-id": "busy"}
         long = {"prompt": [5], "max_tokens": 400, "stream": True}
         running = asyncio.create_task(client.post(COMPLETIONS, json=long, headers=headers))
-        while not service.rig.engine.stats().running:
-            await asyncio.sleep(0.01)
+        await service.rig.begun()
         refused = await client.post(COMPLETIONS, json={"prompt": [5]}, headers=headers)
         assert refused.json()["error"]["code"] == "turn_in_flight"
         assert refused.json()["error"]["param"] == "x-session-id"

@@ -16,6 +16,8 @@ from controllers.records import ReplicaStatus
 from engine.runner.null import null_generate
 from serving.replica import execution_line, replica_figures
 
+AT_ONCE_S = 1e-6
+
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
@@ -53,12 +55,13 @@ async def test_calls_without_a_session(rig: Rig) -> None:
 
 async def test_second_turn_in_flight_is_refused(rig: Rig) -> None:
     epoch = rig.open_session("s")
-    rig.runner.step_s = 0.01
+    rig.runner.hold()
     first = asyncio.create_task(rig.run(call([1, 2], "s", max_new_tokens=30), epoch))
-    await asyncio.sleep(0.05)
+    await rig.begun()
     refused = await rig.run(call([3], "s"), epoch)
     assert refused[-1].error is not None
     assert (refused[-1].error.status, refused[-1].error.code) == (409, "turn_in_flight")
+    rig.runner.go_on()
     assert tokens_of(await first) == null_generate([1, 2], 30, VOCAB_SIZE)
 
 
@@ -101,11 +104,12 @@ async def test_cancelled_at_any_moment(rig: Rig) -> None:
 
 async def test_abort_request_ends_with_abort(rig: Rig) -> None:
     epoch = rig.open_session("s")
-    rig.runner.step_s = 0.01
+    rig.runner.hold()
     task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=300, request_id="mine"), epoch))
-    await asyncio.sleep(0.1)
+    await rig.begun()
     assert rig.turns.abort("other", "") == 0
     assert rig.turns.abort("mine", "") == 1
+    rig.runner.go_on()
     final = (await task)[-1]
     assert final.finish is not None
     assert final.finish.reason == "abort"
@@ -224,14 +228,15 @@ async def test_adopted_session_continues_exactly(rig: Rig) -> None:
 
 async def test_close_during_a_turn_waits_for_its_end(rig: Rig) -> None:
     epoch = rig.open_session("s")
-    rig.runner.step_s = 0.01
+    rig.runner.hold()
     task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=20), epoch))
-    await asyncio.sleep(0.05)
+    await rig.begun()
     assert await rig.host.close("s")
     assert rig.controller.cluster.sessions() != []
     refused = await rig.run(call([2], "s"), epoch)
     assert refused[-1].error is not None
     assert refused[-1].error.code == "session_closing"
+    rig.runner.go_on()
     assert tokens_of(await task) == null_generate([1], 20, VOCAB_SIZE)
     await rig.settled()
     assert rig.controller.cluster.sessions() == []
@@ -239,14 +244,15 @@ async def test_close_during_a_turn_waits_for_its_end(rig: Rig) -> None:
 
 
 async def test_idle_sessions_end_but_never_during_a_turn(tmp_path: Path) -> None:
-    async with running_rig(tmp_path, idle_timeout_s=0.05) as rig:
+    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
         epoch = rig.open_session("s")
-        rig.runner.step_s = 0.01
+        rig.runner.hold()
         task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=20), epoch))
-        await asyncio.sleep(0.15)
+        await rig.begun()
         await rig.host.expire_idle()
+        rig.runner.go_on()
         assert tokens_of(await task) == null_generate([1], 20, VOCAB_SIZE)
-        await asyncio.sleep(0.1)
+        assert rig.controller.cluster.sessions() != []
         await rig.host.expire_idle()
         assert rig.controller.cluster.sessions() == []
         await rig.books_are_empty()
@@ -274,13 +280,13 @@ async def test_only_who_asks_for_more_than_the_pool_holds_is_refused(tmp_path: P
 @pytest.mark.parametrize("tokens", [[], [VOCAB_SIZE], [-1], list(range(1, 600))])
 async def test_bad_input_is_a_4xx_and_changes_nothing(rig: Rig, tokens: list[int]) -> None:
     epoch = rig.open_session("s")
-    before = rig.engine.stats().pages
+    before = await rig.pages()
     events = await rig.run(call(tokens, "s"), epoch)
     assert events[-1].error is not None
     assert 400 <= events[-1].error.status < 500
     assert events[-1].error.param is not None
     assert rig.sessions.committed_len("s") == 0
-    assert rig.engine.stats().pages == before
+    assert await rig.pages() == before
     assert (await rig.run(call([1], "s"), epoch))[-1].finish is not None
 
 
@@ -288,7 +294,7 @@ async def test_engine_that_dies_answers_every_request(rig: Rig) -> None:
     epoch = rig.open_session("s")
     rig.runner.step_s = 0.01
     task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=300), epoch))
-    await asyncio.sleep(0.05)
+    await rig.begun()
     await asyncio.to_thread(rig.engine.stop, 5.0)
     final = (await task)[-1]
     assert final.error is not None

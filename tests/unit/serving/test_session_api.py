@@ -137,13 +137,11 @@ async def test_batches(tmp_path: Path) -> None:
 
 
 async def busy_turn(client: httpx.AsyncClient, service: LocalService, **body: Any) -> asyncio.Task[Any]:
-    """A turn that goes on until something ends it. The turns before it must be gone: they would be taken for it."""
-    await service.rig.settled()
+    """A turn that goes on until something ends it."""
     service.rig.runner.step_s = 0.02
     sampling = {"temperature": 0, "max_new_tokens": 400}
     running = asyncio.create_task(generate(client, input_ids=[5], sampling_params=sampling, **body))
-    while not service.rig.engine.stats().running:
-        await asyncio.sleep(0.01)
+    await service.rig.begun()
     return running
 
 
