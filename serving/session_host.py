@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from controllers.errors import ControllerError, SessionClosing, SessionMoved, StaleEpoch, TurnInFlight
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
-from controllers.session import Fork, SessionController
+from controllers.session import Fork, SessionController, Turn
 from engine.api import Engine, EngineError, SessionBusy
 from serving.background import BackgroundTasks
 from serving.controller_calls import ControllerCalls
@@ -92,14 +92,15 @@ class SessionHost:
         if moved:
             raise SessionMoved(f"session {session_id!r} has moved to a less busy replica")
 
-    async def let_go(self, session_id: str) -> None:
-        """Leaves nothing here of a session that has moved. Raises SessionClosing if a close came in the meantime, which
-        is then carried out."""
-        closing = self._sessions.take_closing(session_id)
-        await self.release(session_id)
+    async def let_go(self, turn: Turn) -> None:
+        """Ends a turn without a trace, and leaves nothing here of its session, which has moved, or may have. Raises
+        SessionClosing if a close waited for the turn, which is then carried out."""
+        self._sessions.abort_turn(turn)
+        closing = self._sessions.take_closing(turn.session_id)
+        await self.release(turn.session_id)
         if closing:
-            await self._controller.close_session(session_id)
-            raise SessionClosing(f"session {session_id!r} is closing")
+            await self._controller.close_session(turn.session_id)
+            raise SessionClosing(f"session {turn.session_id!r} is closing")
 
     async def release(self, session_id: str) -> None:
         """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""

@@ -126,8 +126,7 @@ class TurnRunner:
                 await self._host.rewind_kv(session.session_id, begun.history_len)
             return await self._submit(call, begun, started_s, constraint)
         except SessionMoved:
-            self._sessions.abort_turn(begun)
-            await self._tasks.outcome(self._tasks.start(self._host.let_go(session.session_id)))
+            await self._tasks.outcome(self._tasks.start(self._host.let_go(begun)))
             raise
         except BaseException:
             self._sessions.abort_turn(begun)

@@ -151,6 +151,25 @@ async def test_while_it_is_offered_no_other_turn_begins(crowd: Crowd) -> None:
     assert crowd.owner() == ("b", 2)
 
 
+async def test_who_comes_as_it_moves_does_not_get_in_the_way(crowd: Crowd) -> None:
+    await crowd.crowd()
+    crowd.controller.gate.clear()
+    turns = crowd.rigs[0].turns
+    first = asyncio.create_task(turns.run(turn_of([5]), 1, lambda _: None))
+    await crowd.rigs[0].in_turn("s")
+    crowd.controller.gate.set()  # the offer is answered, and what comes next waits again
+    crowd.controller.gate.clear()
+    second = asyncio.create_task(turns.run(turn_of([6]), 1, lambda _: None))
+    error = (await first).error
+    assert error is not None
+    assert error.code == "session_moved"
+    crowd.controller.gate.set()
+    error = (await second).error
+    assert error is not None
+    assert error.code in ("turn_in_flight", "stale_epoch")
+    await crowd.nothing_at("a")
+
+
 async def test_a_session_that_is_closed_while_it_moves_is_closed(crowd: Crowd) -> None:
     await crowd.crowd()
     crowd.controller.gate.clear()
