@@ -204,8 +204,10 @@ class TurnRunner:
                 stale = isinstance(error, StaleEpoch | SessionNotFound)
                 logger.warning("session %s: turn not committed: %r", turn.session_id, error)
                 self._metrics.turn_ended("stale" if stale else "store_failed")
-                self._sessions.abort_turn(turn)
-                await self._host.release(turn.session_id)
+                try:
+                    await self._host.let_go(turn)
+                except ControllerError as closed:
+                    return error_event(closed)
                 return error_event(error)
             self._sessions.commit_turn(turn, record)
         self._metrics.turn_ended("committed")

@@ -202,6 +202,24 @@ async def test_session_that_moved_during_the_turn_is_dropped(rig: Rig) -> None:
     await rig.books_are_empty()
 
 
+@pytest.mark.parametrize("failure", [StaleEpoch("moved"), StoreError("disk full")])
+async def test_a_close_is_carried_out_though_the_turn_it_waited_for_fails(
+    rig: Rig, failure: Exception
+) -> None:
+    epoch = rig.open_session("s")
+    rig.runner.hold()
+    task = asyncio.create_task(rig.run(call([1], "s"), epoch))
+    await rig.begun()
+    assert await rig.host.close("s")
+    rig.controller.failures["commit_turn"] = [failure]
+    rig.runner.go_on()
+    failed = (await task)[-1].error
+    assert failed is not None
+    assert failed.code == "session_closing"
+    assert rig.controller.cluster.sessions() == []
+    await rig.books_are_empty()
+
+
 async def test_former_owner_refuses(rig: Rig) -> None:
     epoch = rig.open_session("s")
     await rig.run(call([1], "s"), epoch)
