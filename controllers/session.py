@@ -261,15 +261,14 @@ class SessionController:
         return True
 
     def expired(self) -> list[str]:
-        """Sessions idle for longer than their timeout. Never one with a turn in flight or closing already."""
-        now_s = self._clock()
-        return [
-            session_id
-            for session_id, session in self._sessions.items()
-            if session.turn is None
-            and not session.closing
-            and now_s - session.idle_since_s > session.timeout_s
-        ]
+        return [session_id for session_id in self._sessions if self.is_expired(session_id)]
+
+    def is_expired(self, session_id: str) -> bool:
+        """Idle for longer than its timeout. Never with a turn in flight, or closing already."""
+        session = self._sessions.get(session_id)
+        if session is None or session.turn is not None or session.closing:
+            return False
+        return self._clock() - session.idle_since_s > session.timeout_s
 
     def drop(self, session_id: str) -> None:
         """Forgets the session. Unknown ids are fine. Raises TurnInFlight: end the turn first."""

@@ -132,9 +132,10 @@ class SessionHost:
     async def expire_idle(self) -> None:
         """Ends the sessions past their idle timeout, never one with a turn in flight."""
         for session_id in self._sessions.expired():
-            logger.info("session %s: idle timeout", session_id)
             epoch = self._sessions.epoch(session_id)
-            if epoch is not None and self._sessions.close(session_id):
+            # It may have been used while another was ended.
+            if epoch is not None and self._sessions.is_expired(session_id):
+                logger.info("session %s: idle timeout", session_id)
                 await self._end_quietly(session_id, epoch)
 
     async def heartbeat(self) -> None:

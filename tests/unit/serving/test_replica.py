@@ -276,6 +276,24 @@ async def test_idle_sessions_end_but_never_during_a_turn(tmp_path: Path) -> None
         await rig.books_are_empty()
 
 
+async def test_a_session_that_is_used_while_others_end_goes_on(tmp_path: Path) -> None:
+    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
+        epochs = {name: rig.open_session(name) for name in ("idle", "used")}
+        for name, epoch in epochs.items():
+            await rig.run(call([1], name), epoch)
+        rig.controller.gate.clear()
+        ending = asyncio.create_task(rig.host.expire_idle())
+        await asyncio.to_thread(rig.engine.audit().result, 5.0)
+        rig.runner.hold()
+        task = asyncio.create_task(rig.run(call([2], "used"), epochs["used"]))
+        await rig.begun()
+        rig.controller.gate.set()
+        await ending
+        rig.runner.go_on()
+        assert (await task)[-1].finish is not None
+        assert [entry.session_id for entry in rig.controller.cluster.sessions()] == ["used"]
+
+
 async def test_capacity_limits_the_turn(rig: Rig) -> None:
     epoch = rig.open_session("s", capacity_tokens=12)
     events = await rig.run(call([1, 2], "s", max_new_tokens=None), epoch)
