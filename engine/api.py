@@ -57,7 +57,7 @@ class SessionBusy(EngineError):
 
 
 class EngineOverloaded(EngineError):
-    """The waiting queue is full; try again later."""
+    """The waiting queue is full, or a step takes too long; try again later."""
 
     code = "overloaded"
 

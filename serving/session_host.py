@@ -15,7 +15,7 @@ from typing import TypeVar
 from controllers.errors import ControllerError, SessionClosing, SessionMoved, StaleEpoch, TurnInFlight
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import Fork, SessionController, Turn
-from engine.api import Engine, EngineError, SessionBusy
+from engine.api import Engine, EngineError, EngineOverloaded, SessionBusy
 from serving.background import BackgroundTasks
 from serving.controller_calls import ControllerCalls
 from serving.turns import ForkedSession
@@ -127,7 +127,10 @@ class SessionHost:
 
     async def rewind_kv(self, session_id: str, length: int) -> None:
         """Cuts the session's KV to `length` tokens. Raises EngineError."""
-        await self._from_engine(self._engine.rewind_session(session_id, length))
+        try:
+            await self._from_engine(self._engine.rewind_session(session_id, length))
+        except TimeoutError:
+            raise EngineOverloaded("the engine did not rewind the session in time") from None
 
     async def expire_idle(self) -> None:
         """Ends the sessions past their idle timeout, never one with a turn in flight."""

@@ -15,7 +15,7 @@ from controllers.session import Replay, SessionController, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
 from serving.background import BackgroundTasks
 from serving.controller_calls import ControllerCalls
-from serving.errors import REPLICA_LOST, error_event, error_info, unavailable
+from serving.errors import REPLICA_LOST, error_event, unavailable
 from serving.live_turn import NOTHING, LiveTurn, TurnTeller
 from serving.mailbox import Mailbox
 from serving.metrics import ReplicaMetrics
@@ -246,8 +246,8 @@ class TurnRunner:
         """Undoes a turn that the engine has finished: its KV is cut back to the history."""
         try:
             await self._host.rewind_kv(turn.session_id, turn.history_len)
-        except (EngineError, TimeoutError) as error:
-            logger.error("session %s: KV not rewound: %s", turn.session_id, error_info(error).message)
+        except EngineError as error:
+            logger.error("session %s: KV not rewound: %s", turn.session_id, error.message)
             self._sessions.abort_turn(turn)
             await self._host.release(turn.session_id)
             return
