@@ -14,12 +14,13 @@ from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
 
-from controllers.errors import ControllerError, SessionNotFound
+from controllers.errors import ControllerError, NoReplica, SessionNotFound
 from controllers.records import ForkOrder, LedgerEntry
 from serving.audit_reply import cluster_audit
 from serving.controller_calls import ControllerCalls
-from serving.errors import error_info, unavailable
+from serving.errors import STALE_EPOCH, error_info, unavailable
 from serving.metrics import IngressMetrics, merge_expositions, render_gauges
+from serving.ownership_cache import Owner
 from serving.replica_calls import ReplicaCalls
 from serving.routing_errors import ReplicaGone
 from serving.siblings import Siblings
@@ -184,19 +185,30 @@ class ClusterClient:
             return {}
 
     async def _close(self, session_id: str, tenant: str) -> bool:
-        """The owner closes, so that nothing of the session outlives it there; without an owner, the controller."""
+        """The owner closes, so that nothing of the session outlives it there and its turn comes to its end; without an
+        owner, the controller."""
         try:
+            remembered = await self._dispatcher.owner_of(session_id, tenant)
+            if await self._close_at(remembered, session_id, tenant):
+                return True
             owner = await self._dispatcher.owner_of(session_id, tenant)
-            held = await self._replicas.call(owner.replica_id, "close_session", session_id)
+            if owner != remembered and await self._close_at(owner, session_id, tenant):
+                return True
         except SessionNotFound:
             return False
-        except ReplicaGone:
-            held = False
+        except (NoReplica, ReplicaGone):
+            pass
         finally:
             self._dispatcher.forget(session_id, tenant)
-        if isinstance(held, ErrorInfo):
-            raise ServiceError(held)
-        return bool(held) or await self._controller.close_session(session_id, tenant)
+        return await self._controller.close_session(session_id, tenant)
+
+    async def _close_at(self, owner: Owner, session_id: str, tenant: str) -> bool:
+        """False if it does not hold the session, or does not own it any more."""
+        self._dispatcher.forget(session_id, tenant)
+        answer = await self._replicas.call(owner.replica_id, "close_session", session_id)
+        if isinstance(answer, ErrorInfo) and answer.code != STALE_EPOCH:
+            raise ServiceError(answer)
+        return answer is True
 
 
 def _session_info(entry: LedgerEntry, now_s: float) -> SessionInfo:
