@@ -46,6 +46,6 @@ def test_many_threads_at_once() -> None:
         done = [pool.submit(talk, rig, number) for number in range(4)]
         assert all(future.result(60) >= 9 for future in done)
         assert rig.engine.flush().result(WAIT_S)
-        rig.check()
-        rig.engine.stop(WAIT_S)
-        assert rig.engine.stats().pages.free == 24
+        report = rig.engine.audit().result(WAIT_S)
+        assert report.clean, report
+        assert report.pools["full"].free == 24

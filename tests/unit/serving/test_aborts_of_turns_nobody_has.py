@@ -123,9 +123,10 @@ async def test_it_overtakes_the_call(
 
 @pytest.mark.parametrize("committed", [False, True])
 async def test_its_replica_is_lost_before_it_can_say_how_the_turn_ended(
-    served: Failover, committed: bool
+    served: Failover, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
     """Another one finds out: whoever is told of an abort has a session without the turn."""
+    monkeypatch.setattr(dispatched_turn, "ABORT_TIMEOUT_S", 30.0)
 
     def lost(number: int, event: TurnEvent) -> bool:
         if not (at_the_end if committed else behind(3))(number, event):

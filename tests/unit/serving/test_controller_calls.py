@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from controllers.errors import StoreError
+from serving import controller_calls
 from serving.controller_calls import ControllerCalls
 
 REASON = "cannot open session log /var/sessions.sqlite3: disk is full"
@@ -28,8 +29,11 @@ def controller_that_dies(times: list[str]) -> ActorHandle:
     return cast(ActorHandle, SimpleNamespace(sessions=SimpleNamespace(remote=call)))
 
 
-def test_a_controller_that_cannot_start_is_named_with_its_reason_alone() -> None:
+def test_a_controller_that_cannot_start_is_named_with_its_reason_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Clients got the whole traceback, with the paths of the server's files."""
+    monkeypatch.setattr(controller_calls, "RETRY_PAUSE_S", 0.001)
     asked: list[str] = []
     calls = ControllerCalls(lambda: controller_that_dies(asked), timeout_s=0.3)
     with pytest.raises(StoreError) as caught:
