@@ -34,7 +34,8 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=_MAX_INT)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(gt=0, le=100)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+"""Far smaller ones are 0 in float32: what a constraint forbids, minus infinity, becomes NaN, and token 0 is drawn."""
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 LogitBias = dict[
     Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]

@@ -155,7 +155,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
             "n": (0, -1, 129, HUGE),
             "frequency_penalty": (-2.1, 2.1, "x"),
             "presence_penalty": (-2.1, 2.1),
-            "repetition_penalty": (0, -1, HUGE),
+            "repetition_penalty": (0, -1, HUGE, 1e-39),
             "stop": ("", 5, {}, ["x"] * 17, "x" * 257),
             "stop_token_ids": ([-1], [1000], 5, [HUGE]),
             "logit_bias": ({"1000": 1}, [5], {"9" * 9: 1}),
