@@ -302,7 +302,11 @@ class TurnDispatcher:
         self._owners.forget_replica(replica_id)
         try:
             count = await self._controller.report_lost(replica_id)
+        except asyncio.CancelledError:
+            self._seen.add(replica_id)  # who notices next tells
+            raise
         except ControllerError as error:
+            self._seen.add(replica_id)
             logger.warning("replica %s is lost; the controller was not told: %s", replica_id, error)
         else:
             logger.warning("replica %s is lost; %d sessions move when they are next used", replica_id, count)

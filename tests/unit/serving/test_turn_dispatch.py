@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -85,6 +86,39 @@ async def test_a_replica_that_answered_before_is_reported_lost() -> None:
     ask = dispatcher(Replicas(1, ReplicaGone("t1"), BUSY, 2), controller).ask_owner
     await ask("s", "t", "work")
     # What is left of the lost call may still be in the way: refusals that follow it are tried again.
+    assert await ask("s", "t", "work") == 2
+    assert controller.lost == ["t1"]
+
+
+class OneOwner(Controller):
+    """It is "t1" until that is reported lost. The first report takes for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports = 0
+
+    async def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+        self.epoch = len(self.lost)
+        return await super().resolve(session_id, create, tenant)
+
+    async def report_lost(self, replica_id: str) -> int:
+        self.reports += 1
+        if self.reports == 1:
+            await asyncio.Event().wait()
+        return await super().report_lost(replica_id)
+
+
+async def test_a_report_that_is_cut_off_is_made_by_who_notices_next() -> None:
+    """Not after the time that is given to newcomers."""
+    controller = OneOwner()
+    replicas = Replicas(1, ReplicaGone("t1"), ReplicaGone("t1"), 2)
+    ask = dispatcher(replicas, controller).ask_owner
+    await ask("s", "t", "work")
+    leaving = asyncio.create_task(ask("s", "t", "work"))
+    while not controller.reports:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
     assert await ask("s", "t", "work") == 2
     assert controller.lost == ["t1"]
 
