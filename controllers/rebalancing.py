@@ -49,7 +49,8 @@ class Rebalancing:
         What is known of replicas that neither report nor take sessions is forgotten.
         """
         now_s = self._timer()
-        self._loads = {name: load for name, load in self._loads.items() if name in {replica_id, *takers}}
+        known = {replica_id, *takers}
+        self._loads = {name: load for name, load in self._loads.items() if name in known}
         load = self._loads.setdefault(replica_id, _Load(turns, now_s))
         elapsed_s = now_s - load.seen_s
         load.turns += (turns - load.turns) * (1 - math.exp(-elapsed_s / AVERAGED_S))

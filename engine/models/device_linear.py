@@ -122,7 +122,7 @@ class MeasuredLinears:
                 expected_NO = reference(rows_NI).float()
                 apart = (linear(rows_NI).float() - expected_NO).norm()
                 if not bool(apart <= MOST_APART * expected_NO.norm()):
-                    self._passed_over[name] = f"other results for a matrix of {tuple(expected_NO.shape)}"
+                    self._passed_over[name] = f"other results ({expected_NO.shape[1]} outputs)"
                     return False
         except Exception as error:
             self._passed_over[name] = f"{type(error).__name__}: {error}"
