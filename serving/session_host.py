@@ -120,10 +120,9 @@ class SessionHost:
         return True
 
     async def turn_ended(self, session_id: str) -> None:
-        """Carries out a close that waited for the turn which has just ended."""
-        epoch = self._sessions.epoch(session_id)
-        if epoch is not None and self._sessions.take_closing(session_id):
-            await self._end_quietly(session_id, epoch)
+        """Carries out a close that waited for the turn which has just ended, whoever owns the session by now."""
+        if self._sessions.take_closing(session_id):
+            await self._end_quietly(session_id, None)
 
     async def rewind_kv(self, session_id: str, length: int) -> None:
         """Cuts the session's KV to `length` tokens. Raises EngineError."""
@@ -220,12 +219,12 @@ class SessionHost:
         await self._free_kv(session_id)
         self._sessions.adopt(record)
 
-    async def _end(self, session_id: str, epoch: int) -> None:
+    async def _end(self, session_id: str, epoch: int | None) -> None:
         self._sessions.drop(session_id)
         await self._free_kv(session_id)
         await self._controller.close_session(session_id, None, epoch)
 
-    async def _end_quietly(self, session_id: str, epoch: int) -> None:
+    async def _end_quietly(self, session_id: str, epoch: int | None) -> None:
         try:
             await self._end(session_id, epoch)
         except ControllerError as error:

@@ -185,6 +185,21 @@ async def test_a_session_that_is_closed_while_it_moves_is_closed(crowd: Crowd) -
     await crowd.nothing_at("a")
 
 
+async def test_a_client_that_closes_and_leaves_while_it_moves_leaves_nothing(crowd: Crowd) -> None:
+    await crowd.crowd()
+    crowd.controller.gate.clear()
+    leaving = asyncio.create_task(crowd.rigs[0].run(turn_of([5]), 1))
+    await crowd.rigs[0].in_turn("s")
+    assert await crowd.rigs[0].host.close("s")
+    assert crowd.cluster.offer_session("s", 1, "a")
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    crowd.controller.gate.set()
+    await crowd.settled()
+    assert crowd.cluster.sessions() == []
+    await crowd.nothing_at("a")
+
+
 async def test_a_client_that_leaves_while_it_moves_leaves_nothing(crowd: Crowd) -> None:
     await crowd.crowd()
     crowd.controller.gate.clear()
