@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed
-from serving.tool_calls.grammar import calls_grammar
+from serving.tool_calls.grammar import NOTHING_FORCED, calls_grammar
 from serving.turns import OutputConstraint
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ class Grammars:
         vocabulary, _ = self._vocabulary
         match constraint.kind:
             case "regex":
-                grammar = LLMatcher.grammar_from_regex(constraint.source)
+                grammar = _unforced(LLMatcher.grammar_from_regex(constraint.source))
             case "json_schema":
                 check_integers(constraint.source)
-                grammar = LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
+                grammar = _unforced(
+                    LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
+                )
             case "tool_calls":
                 check_integers(constraint.source)
                 grammar = LLMatcher.grammar_from_lark(
@@ -118,6 +120,13 @@ class GrammarConstraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ConstraintFailed(f"the output cannot be followed: {reason_of(self._matcher.get_error())}")
+
+
+def _unforced(grammar: str) -> str:
+    """What llguidance made of a regular expression or a schema, as a grammar that has this option."""
+    (made,) = json.loads(grammar)["grammars"]
+    rule = made["lark_grammar"] or f"start: %json {json.dumps(made['json_schema'], ensure_ascii=False)}"
+    return f"{NOTHING_FORCED}\n{rule}"
 
 
 def check_integers(source: str) -> None:

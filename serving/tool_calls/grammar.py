@@ -9,6 +9,10 @@ from typing import Any
 
 from serving.tool_calls.formats import FORMATS
 
+NOTHING_FORCED = '%llguidance {"no_forcing": true}'
+"""First line of a grammar. Else all that has to follow would be tokenized again at each of its tokens, and the names of
+control tokens in it be taken for these."""
+
 
 def calls_grammar(
     wanted: Mapping[str, Any], special_ids: Mapping[str, int], json_options: Mapping[str, Any]
@@ -34,6 +38,7 @@ def calls_grammar(
     more = f"({literal(tool_format.between)} call)*" if wanted["parallel"] else ""
     answer = "calls" if wanted["answer"] is None else f"calls | {schema(wanted['answer'])}"
     lines = [
+        NOTHING_FORCED,
         f"start: {answer}",
         f"calls: {literal(tool_format.prefix)} call {more} {literal(tool_format.suffix)}",
         f"call: {call}",

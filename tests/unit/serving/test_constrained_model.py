@@ -160,7 +160,7 @@ def test_resumed_it_goes_on_in_the_middle(model: ModelRig) -> None:
 
 def test_the_turn_after_it_finds_its_kv(model: ModelRig) -> None:
     """A constrained turn, and a free one: the same as the whole history given at once."""
-    wants = {"prompt": PROMPT, "session_id": "s", "sampling": greedy(100)}
+    wants = {"prompt": PROMPT, "session_id": "s", "sampling": greedy(300)}
     (first,) = model.say({**wants, "constraint": constraint(PERSON)})
     assert first.reason is FinishReason.STOP
     history = [*PROMPT, *first.token_ids]
