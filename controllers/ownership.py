@@ -44,19 +44,7 @@ class OwnershipLedger:
         """Adds a session with its first owner. Raises SessionExists."""
         if record.session_id in self._entries:
             raise SessionExists(f"session {record.session_id!r} is open already", "session_id")
-        entry = LedgerEntry(
-            session_id=record.session_id,
-            tenant=record.tenant,
-            replica_id=record.replica_id,
-            epoch=record.epoch,
-            tokens=record.num_tokens,
-            turns=record.turns,
-            created_s=record.created_s,
-            last_used_s=self._clock(),
-            timeout_s=record.timeout_s,
-            capacity_tokens=record.capacity_tokens,
-            open_key=record.open_key,
-        )
+        entry = LedgerEntry.of(record, self._clock())
         self._entries[entry.session_id] = entry
         self._by_replica.setdefault(entry.replica_id, set()).add(entry.session_id)
         return entry

@@ -120,6 +120,23 @@ class LedgerEntry:
     capacity_tokens: int | None = None
     open_key: str | None = None
 
+    @classmethod
+    def of(cls, record: SessionRecord, last_used_s: float) -> LedgerEntry:
+        """Of a session that nobody has reported yet."""
+        return cls(
+            session_id=record.session_id,
+            tenant=record.tenant,
+            replica_id=record.replica_id,
+            epoch=record.epoch,
+            tokens=record.num_tokens,
+            turns=record.turns,
+            created_s=record.created_s,
+            last_used_s=last_used_s,
+            timeout_s=record.timeout_s,
+            capacity_tokens=record.capacity_tokens,
+            open_key=record.open_key,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:

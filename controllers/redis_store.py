@@ -205,19 +205,7 @@ class RedisSessionStore:
         return ("SETRANGE", self._history(session_id), start_len * TOKEN_BYTES, tokens)
 
     def _added(self, record: SessionRecord) -> list[Command]:
-        entry = LedgerEntry(
-            session_id=record.session_id,
-            tenant=record.tenant,
-            replica_id=record.replica_id,
-            epoch=record.epoch,
-            tokens=record.num_tokens,
-            turns=0,
-            created_s=record.created_s,
-            last_used_s=self._clock(),
-            timeout_s=record.timeout_s,
-            capacity_tokens=record.capacity_tokens,
-            open_key=record.open_key,
-        )
+        entry = LedgerEntry.of(record, self._clock())
         return [
             self._set(_Session(entry, record.tools)),
             ("SADD", self._log.key("sessions"), record.session_id),

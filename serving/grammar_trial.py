@@ -17,7 +17,8 @@ from dataclasses import asdict
 
 from tokenizers import Tokenizer
 
-from serving.turns import OutputConstraint
+from serving.errors import unavailable
+from serving.turns import OutputConstraint, ServiceError
 
 CPU_S = 2
 MEMORY_BYTES = 512 * 2**20
@@ -30,6 +31,7 @@ ANSWER_TIMEOUT_S = 30.0
 TOO_MUCH = (
     f"compiling it takes more than {CPU_S} s, {MEMORY_BYTES >> 20} MiB, or {STACK_BYTES >> 20} MiB of stack"
 )
+UNKNOWN = unavailable("the process that tries grammars does not answer")
 
 
 class GrammarTrial:
@@ -41,18 +43,34 @@ class GrammarTrial:
         self._worker: _Worker | None = None
 
     def refusal(self, constraint: OutputConstraint) -> str | None:
-        """Why it cannot be compiled; None if it can."""
-        if self._worker is None or not self._worker.alive:
-            self._worker = _Worker()
-            self._worker.ask(self._head)
-        answer = self._worker.ask(asdict(constraint))
-        if answer is None:
-            self._worker = None
+        """Why it cannot be compiled; None if it can. Raises ServiceError if that cannot be found out now."""
+        worker, self._worker = self._worker, None
+        if worker is None or not worker.alive:
+            worker = self._started()
+        try:
+            answer = worker.ask(asdict(constraint))
+        except EOFError:
+            worker.end()
             return TOO_MUCH
+        except (OSError, TimeoutError) as error:
+            worker.end()
+            raise ServiceError(UNKNOWN) from error
+        self._worker = worker
         return None if answer["reason"] is None else str(answer["reason"])
+
+    def _started(self) -> _Worker:
+        worker = _Worker()
+        try:
+            worker.ask(self._head)
+        except (EOFError, OSError, TimeoutError) as error:
+            worker.end()
+            raise ServiceError(UNKNOWN) from error
+        return worker
 
 
 class _Worker:
+    """The process, and its pipes, on which nothing is waited for longer than ANSWER_TIMEOUT_S."""
+
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "serving.grammar_trial_worker"],
@@ -62,35 +80,39 @@ class _Worker:
             bufsize=0,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        self._end = weakref.finalize(self, _end, self._process)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._to, False)
+        self.end = weakref.finalize(self, _end, self._process)
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, question: object) -> dict[str, object] | None:
-        """None, and the end of it, if it gives no answer."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            answer: dict[str, object] = json.loads(self._line())
-        except (OSError, EOFError, TimeoutError):
-            self._end()
-            return None
-        return answer
-
-    def _line(self) -> bytes:
-        assert self._process.stdout is not None
-        line, deadline_s = b"", time.monotonic() + ANSWER_TIMEOUT_S
+    def ask(self, question: object) -> dict[str, object]:
+        """Raises EOFError if it died over the question, BrokenPipeError if it did before, TimeoutError."""
+        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        left = memoryview(json.dumps(question).encode() + b"\n")
+        while left:
+            _wait(self._to, select.POLLOUT, deadline_s)
+            left = left[os.write(self._to, left) :]
+        line = b""
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self._process.stdout], [], [], deadline_s - time.monotonic())
-            if not ready:
-                raise TimeoutError
-            piece = os.read(self._process.stdout.fileno(), 65_536)
+            _wait(self._from, select.POLLIN, deadline_s)
+            piece = os.read(self._from, 65_536)
             if not piece:
                 raise EOFError
             line += piece
-        return line
+        answer: dict[str, object] = json.loads(line)
+        return answer
+
+
+def _wait(pipe: int, event: int, deadline_s: float) -> None:
+    poller = select.poll()
+    poller.register(pipe, event)
+    if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
+        raise TimeoutError
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ from small_tokenizer import byte_level_tokenizer
 
 from serving import grammar_trial
 from serving.grammar_trial import TOO_MUCH, GrammarTrial
-from serving.turns import OutputConstraint
+from serving.turns import OutputConstraint, ServiceError
 
 GOOD = OutputConstraint("regex", "a+")
 BAD = OutputConstraint("regex", "(")
@@ -57,14 +57,28 @@ def test_one_that_died_in_between_is_replaced(trial: GrammarTrial) -> None:
     assert trial.refusal(GOOD) is None
 
 
+@pytest.mark.parametrize("constraint", [GOOD, OutputConstraint("regex", "日" * 60_000)])
 def test_a_frozen_one_is_not_waited_for_without_end(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch, constraint: OutputConstraint
 ) -> None:
+    """Nor does it say anything of the grammar. The second is larger than a pipe."""
     assert trial.refusal(GOOD) is None
     os.kill(pid_of(trial), signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(grammar_trial, "ANSWER_TIMEOUT_S", 0.2)
-        assert trial.refusal(GOOD) == TOO_MUCH
+        with pytest.raises(ServiceError) as caught:
+            trial.refusal(constraint)
+    assert (caught.value.info.status, caught.value.info.code) == (503, "replica_unavailable")
+    assert trial.refusal(GOOD) is None
+
+
+def test_one_that_cannot_start_says_nothing_of_the_grammar(
+    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(ServiceError):
+            trial.refusal(GOOD)
     assert trial.refusal(GOOD) is None
 
 
@@ -83,7 +97,7 @@ def test_it_ends_with_a_process_that_is_killed() -> None:
         import os, sys
         from small_tokenizer import byte_level_tokenizer
         from serving.grammar_trial import GrammarTrial
-        from serving.turns import OutputConstraint
+        from serving.turns import OutputConstraint, ServiceError
         trial = GrammarTrial(byte_level_tokenizer().backend_tokenizer, 1000)
         assert trial.refusal(OutputConstraint("regex", "a")) is None
         print(trial._worker._process.pid, flush=True)
