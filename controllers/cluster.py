@@ -290,19 +290,9 @@ class Cluster:
         same = (child.open_key, child.tenant, child.tokens) == (order.fork_key, parent.tenant, length)
         if not same or child.turns:
             raise SessionExists(f"session {order.child_id!r} is open already", "new_session_id")
-        epoch = child.epoch
         if child.replica_id != parent.replica_id:
-            epoch = self._move_to(child, parent.replica_id).epoch
-        return SessionRecord(
-            session_id=child.session_id,
-            tenant=child.tenant,
-            epoch=epoch,
-            replica_id=parent.replica_id,
-            timeout_s=child.timeout_s,
-            capacity_tokens=child.capacity_tokens,
-            created_s=child.created_s,
-            open_key=child.open_key,
-        )
+            self._move_to(child, parent.replica_id)
+        return self._ledger.get(order.child_id).record()
 
     def _move(self, entry: LedgerEntry) -> Assignment:
         return self._move_to(entry, self._place())

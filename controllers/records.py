@@ -137,6 +137,25 @@ class LedgerEntry:
             open_key=record.open_key,
         )
 
+    def record(
+        self, history: bytes = b"", results: tuple[StoredResult, ...] = (), tools: str | None = None
+    ) -> SessionRecord:
+        """The session as its owner needs it, with what the ledger does not know."""
+        return SessionRecord(
+            session_id=self.session_id,
+            tenant=self.tenant,
+            epoch=self.epoch,
+            replica_id=self.replica_id,
+            history=history,
+            turns=self.turns,
+            timeout_s=self.timeout_s,
+            capacity_tokens=self.capacity_tokens,
+            created_s=self.created_s,
+            results=results,
+            open_key=self.open_key,
+            tools=tools,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:

@@ -110,25 +110,13 @@ class RedisSessionStore:
 
     def load(self, session_id: str) -> SessionRecord:
         session = self._session(session_id)
-        entry = session.entry
         (results,) = self._log.read(("HGETALL", self._results(session_id)))
-        return SessionRecord(
-            session_id=session_id,
-            tenant=entry.tenant,
-            epoch=entry.epoch,
-            replica_id=entry.replica_id,
-            history=self._tokens(session_id, 0, entry.tokens),
-            turns=entry.turns,
-            timeout_s=entry.timeout_s,
-            capacity_tokens=entry.capacity_tokens,
-            created_s=entry.created_s,
-            results=tuple(
-                StoredResult(key, index, self._result(results, index), digest)
-                for index, key, digest in session.kept
-            ),
-            open_key=entry.open_key,
-            tools=session.tools,
+        kept = (
+            StoredResult(key, index, self._result(results, index), digest)
+            for index, key, digest in session.kept
         )
+        history = self._tokens(session_id, 0, session.entry.tokens)
+        return session.entry.record(history, tuple(kept), session.tools)
 
     def load_all_entries(self) -> list[LedgerEntry]:
         (members,) = self._log.read(("SMEMBERS", self._log.key("sessions")))

@@ -97,20 +97,7 @@ class SqliteSessionStore:
                 " WHERE session_id = ? ORDER BY turn_index",
                 (session_id,),
             ).fetchall()
-        return SessionRecord(
-            session_id=session_id,
-            tenant=entry.tenant,
-            epoch=entry.epoch,
-            replica_id=entry.replica_id,
-            history=history,
-            turns=entry.turns,
-            timeout_s=entry.timeout_s,
-            capacity_tokens=entry.capacity_tokens,
-            created_s=entry.created_s,
-            results=tuple(StoredResult(*row) for row in results),
-            open_key=entry.open_key,
-            tools=tools,
-        )
+        return entry.record(history, tuple(StoredResult(*row) for row in results), tools)
 
     def load_all_entries(self) -> list[LedgerEntry]:
         with self._transaction() as db:
