@@ -34,7 +34,7 @@ HAPROXY := RAY_SERVE_ENABLE_HA_PROXY=1 \
 	RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=0
 
 serve: install
-	$(BIN)/python -m serving.config $(CONFIG)
+	$(BIN)/python -m serving.settings.config $(CONFIG)
 	$(if $(filter haproxy,$(PROXY)),$(HAPROXY)) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
 
 test: install-dev

@@ -68,7 +68,7 @@ def run_case(server: Server, case: Case, seed: int, extra: list[str]) -> dict[st
     """The run's JSON, or None if it was not to be trusted. Raises if the server cannot be measured."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
-        command = [sys.executable, "-c", "from serving.cli import main; main()", "bench"]
+        command = [sys.executable, "-c", "from serving.cli.main import main; main()", "bench"]
         command += ["--url", server.url, "--mode", server.mode, "--json", str(out), "--seed", str(seed)]
         command += [
             "--sessions",

@@ -27,8 +27,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from serving.load.machine import CpuMeter, describe_machine
-from serving.load.server_processes import find_server_pids
+from serving.cli.load.machine import CpuMeter, describe_machine
+from serving.cli.load.server_processes import find_server_pids
 
 TOKENS = range(300, 900)
 CHECKED_TURNS = 4

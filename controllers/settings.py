@@ -1,4 +1,4 @@
-"""Settings of the cluster controller. Validated at the edge (serving/config.py), frozen here."""
+"""Settings of the cluster controller. Validated at the edge (serving/settings/config.py), frozen here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of one engine. Validated at the edge (serving/config.py), frozen here."""
+"""Settings of one engine. Validated at the edge (serving/settings/config.py), frozen here."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
 from engine.build import build_engine
-from serving.config import AppArgs, parse_args
-from serving.ingress import Ingress
-from serving.rank_actors import ParallelEngineFactory, placement_options
-from serving.replica import EngineFactory, LLMReplica
+from serving.front.ingress import Ingress
+from serving.replica.rank_actors import ParallelEngineFactory, placement_options
+from serving.replica.replica import EngineFactory, LLMReplica
+from serving.settings.config import AppArgs, parse_args
 
 HEALTH_CHECK_PERIOD_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
@@ -36,7 +36,9 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         graceful_shutdown_timeout_s=args.replicas.graceful_shutdown_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        request_router_config=RequestRouterConfig(request_router_class="serving.router:PinnedRequestRouter"),
+        request_router_config=RequestRouterConfig(
+            request_router_class="serving.front.router:PinnedRequestRouter"
+        ),
         **placement_options(args),
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(

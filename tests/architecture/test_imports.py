@@ -16,6 +16,7 @@ ALLOWED = {
 }
 STANDARD_LIBRARY_AND_NUMPY = ("cache", "controllers")
 RAY_OUTSIDE_SERVING = {"controllers/cluster_actor.py"}
+ROOMS_APART = ("serving.front", "serving.replica")
 REDIS_FILE = "controllers/redis_log.py"
 CUDA_FILES = {"engine/device.py", "engine/runner/graphs.py"}
 HTTP_LIBRARIES = {"fastapi", "starlette", "httpx", "uvicorn", "aiohttp"}
@@ -30,6 +31,15 @@ every_plain_file = pytest.mark.parametrize(
 def test_packages_import_only_what_is_below_them(source: Source) -> None:
     ours = {name.split(".")[0] for name in source.imports()} & set(PACKAGES)
     assert ours <= ALLOWED[source.package], f"{source.name} imports {sorted(ours - ALLOWED[source.package])}"
+
+
+@every_file
+def test_front_ends_and_replicas_meet_on_the_wire_only(source: Source) -> None:
+    """Neither imports the other, and what both import knows neither."""
+    rooms = {name for name in source.imports() if name.startswith(ROOMS_APART)}
+    here = source.name.replace("/", ".")
+    if here.startswith("serving.") and here.count(".") > 2:
+        assert not {name for name in rooms if name.split(".")[1] != here.split(".")[1]}, source.name
 
 
 @every_plain_file

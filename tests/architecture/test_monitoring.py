@@ -49,8 +49,8 @@ def test_leaked_pages_page_somebody_after_thirty_seconds() -> None:
 
 
 def test_alerts_speak_of_metrics_that_are_defined() -> None:
-    defined = (ROOT / "serving" / "metrics.py").read_text() + (
-        ROOT / "serving" / "cluster_client.py"
+    defined = (ROOT / "serving" / "watch" / "metrics.py").read_text() + (
+        ROOT / "serving" / "front" / "cluster_client.py"
     ).read_text()
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
     for group in rules["groups"]:

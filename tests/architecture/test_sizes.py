@@ -1,4 +1,4 @@
-"""Files stay under 400 lines and functions under 60, so that each has one purpose. Triton kernels are exempt."""
+"""Files stay under 500 lines and functions under 60, so that each has one purpose. Triton kernels are exempt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 import pytest
 from source_tree import CODE_FOLDERS, Source, sources
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 EXEMPT_FOLDER = "engine/kernels/"
 

@@ -14,7 +14,7 @@ from engine.build import assemble_engine
 from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import EngineSettings
 from serving.app import compose
-from serving.config import AppArgs
+from serving.settings.config import AppArgs
 
 CONTEXT_LEN = 4096
 STEP_S = 0.002

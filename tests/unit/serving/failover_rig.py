@@ -9,17 +9,16 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from local_service import small_text
-from replica_rig import Rig, local_controller, running_rig
-
 from controllers.cluster import Cluster
-from serving.metrics import IngressMetrics
-from serving.ownership_cache import OwnershipCache
-from serving.replica_calls import ANY_REPLICA
-from serving.routing_errors import ReplicaGone
-from serving.turn_dispatch import TurnDispatcher
-from serving.turn_events import merge_events
-from serving.turns import TurnCall, TurnEvent
+from serving.front.ownership_cache import OwnershipCache
+from serving.front.replica_calls import ANY_REPLICA
+from serving.front.turn_dispatch import TurnDispatcher
+from serving.watch.metrics import IngressMetrics
+from serving.wire.routing_errors import ReplicaGone
+from serving.wire.turn_events import merge_events
+from serving.wire.turns import TurnCall, TurnEvent
+from tests.unit.serving.local_service import small_text
+from tests.unit.serving.replica_rig import Rig, local_controller, running_rig
 
 STEP_S = 0.03
 """Of every replica's engine, unless somebody waits for news of a turn: so tokens come one by one, to who reads them."""

@@ -13,18 +13,18 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
-from replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, running_rig
-from small_tokenizer import byte_level_tokenizer
 
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError
 from controllers.records import ForkOrder
 from engine.api import Finish, FinishReason
-from serving.audit_reply import cluster_audit, replica_audit
-from serving.errors import error_info
-from serving.http import create_http_app
-from serving.text import TextProcessor
-from serving.turns import ForkedSession, ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
+from serving.front.http import create_http_app
+from serving.text.text import TextProcessor
+from serving.watch.audit_reply import cluster_audit, replica_audit
+from serving.wire.errors import error_info
+from serving.wire.turns import ForkedSession, ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
+from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, running_rig
+from tests.unit.serving.small_tokenizer import byte_level_tokenizer
 
 MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000, "hermes")
 

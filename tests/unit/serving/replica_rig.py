@@ -20,16 +20,16 @@ from engine.build import assemble_engine
 from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from serving.background import BackgroundTasks
-from serving.event_feed import EventFeeds
-from serving.feed_reader import FeedReaders, TurnNews
-from serving.live_turn import TurnTeller
-from serving.mailbox import Mailbox
-from serving.metrics import ReplicaMetrics
-from serving.session_host import SessionHost
-from serving.text import TextProcessor
-from serving.turn_request import RequestBuilder
-from serving.turn_runner import TurnRunner
-from serving.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
+from serving.replica.live_turn import TurnTeller
+from serving.replica.mailbox import Mailbox
+from serving.replica.session_host import SessionHost
+from serving.replica.turn_request import RequestBuilder
+from serving.replica.turn_runner import TurnRunner
+from serving.text.text import TextProcessor
+from serving.watch.metrics import ReplicaMetrics
+from serving.wire.event_feed import EventFeeds
+from serving.wire.feed_reader import FeedReaders, TurnNews
+from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
 
 VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"

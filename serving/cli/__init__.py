@@ -1,0 +1,1 @@
+"""The `kedge` command, its client and its load generator."""

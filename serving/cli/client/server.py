@@ -1,0 +1,80 @@
+"""Small blocking calls on a server, with errors that fit on one line."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from serving.cli.client.stream import error_message
+
+SESSION_HEADER = "x-session-id"
+SESSIONS_PATH = "/v1/kedge/sessions"
+
+
+class ServerError(Exception):
+    """The server is out of reach or answered with an error. The message is for the user."""
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header with the key, if there is one."""
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def server_at(url: str, api_key: str | None = None, *, timeout: httpx.Timeout | float) -> httpx.Client:
+    """For calls on one server; `timeout` in seconds."""
+    return httpx.Client(base_url=url, headers=authorization(api_key), timeout=timeout)
+
+
+def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
+    """Says that `url` does not answer, and why."""
+    reason = str(error) or type(error).__name__
+    return ServerError(f"no server at {url} ({reason}). Is it running? Start one with `make serve`.")
+
+
+def refused(response: httpx.Response) -> ServerError:
+    """Says what an error reply (already read) says."""
+    try:
+        message = error_message(response.json())
+    except ValueError:
+        message = response.text.strip()[:200]
+    return ServerError(f"{response.status_code}: {message or response.reason_phrase}")
+
+
+def request_json(client: httpx.Client, method: str, path: str, body: object = None) -> Any:
+    """The decoded reply. Raises ServerError if there is none, or an error, or it is not JSON."""
+    try:
+        response = client.request(method, path, json=body)
+    except httpx.HTTPError as error:
+        raise unreachable(str(client.base_url), error) from error
+    if response.is_error:
+        raise refused(response)
+    try:
+        return response.json() if response.content else None
+    except ValueError as error:
+        raise ServerError(f"{path} did not answer with JSON") from error
+
+
+def first_model(client: httpx.Client) -> str:
+    """The id of the first model that the server lists."""
+    models = request_json(client, "GET", "/v1/models")
+    try:
+        return str(models["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise ServerError("/v1/models lists no model; name one with --model") from error
+
+
+def fork_session(
+    client: httpx.Client, session_id: str, *, at: int | None = None, new_session_id: str | None = None
+) -> dict[str, Any]:
+    """Starts a session at the first `at` committed tokens (None: all) of another.
+
+    Gives its `session_id`, its `tokens`, and the `cached_tokens` whose KV it shares.
+    """
+    body = {"length": at, "new_session_id": new_session_id}
+    path = f"{SESSIONS_PATH}/{quote(session_id, safe='')}/fork"
+    forked: dict[str, Any] = request_json(
+        client, "POST", path, {name: value for name, value in body.items() if value is not None}
+    )
+    return forked

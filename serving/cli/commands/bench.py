@@ -1,0 +1,156 @@
+"""`kedge bench`: multi-turn load against any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from serving.cli.client.server import first_model, server_at
+from serving.cli.commands.failure import one_line_errors
+from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
+from serving.cli.load.machine import describe_machine
+from serving.cli.load.report import document, table
+from serving.cli.load.sample import LoadResult, TurnSample
+from serving.cli.load.server_processes import find_server_pids
+from serving.cli.load.settings import Endpoint, LoadError, LoadSettings, Mode, PromptKind
+from serving.cli.load.summary import Limits, summarize
+
+EXIT_REJECTED = 3
+"""Exit status of a run that went through but is not to be trusted."""
+
+SilenceTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds without a byte before a turn fails.")]
+SERVER_PID_HELP = (
+    "Process of the server, to tell its and its children's CPU use from others'; Kedge's is found."
+)
+
+
+def bench(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Send only what is new, or all history.")] = Mode.SESSION,
+    endpoint: Annotated[Endpoint, typer.Option(help="Which OpenAI endpoint.")] = Endpoint.CHAT,
+    prompt: Annotated[
+        PromptKind, typer.Option(help="ids: exact lengths, completions only.")
+    ] = PromptKind.TEXT,
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions in all.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each session.")] = 10,
+    input_tokens: Annotated[int, typer.Option(min=1, help="New tokens sent per turn.")] = 16,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per turn.")] = 16,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Sessions at a time; all if left out.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Whole sessions run before measuring.")] = 2,
+    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
+    vocab_size: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 1000,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for full-length answers.")] = True,
+    timeout: SilenceTimeout = 120.0,
+    server_pid: Annotated[list[int] | None, typer.Option(help=SERVER_PID_HELP)] = None,
+    max_burst_share: Annotated[
+        float, typer.Option(help="More bursts reject the run.")
+    ] = Limits().burst_share,
+    max_other_cores: Annotated[
+        float, typer.Option(help="More CPU use by others does.")
+    ] = Limits().other_cores,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+) -> None:
+    """Measure TTFT, time per token and throughput of multi-turn sessions.
+
+    Exit status: 0 measured; 1 the server is down or cannot carry the load; 3 measured but rejected.
+    On a small machine run `chrt -f 50 kedge bench ...`, or the client starves behind the server.
+    """
+    console = Console()
+    with one_line_errors("bench"):
+        _check_writable(json_file)
+        settings = LoadSettings(
+            url=url.rstrip("/"),
+            model=model or _ask_model(url, api_key),
+            mode=mode,
+            endpoint=endpoint,
+            prompt=prompt,
+            sessions=sessions,
+            turns=turns,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            concurrency=min(concurrency or sessions, sessions),
+            warmup=warmup,
+            seed=seed,
+            vocab_size=vocab_size,
+            ignore_eos=ignore_eos,
+            timeout_s=timeout,
+        )
+        machine = describe_machine()
+        result = _run(console, settings, api_key, server_pid)
+    if not _report(console, settings, Limits(max_burst_share, max_other_cores), result, machine, json_file):
+        raise typer.Exit(EXIT_REJECTED)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before the measurement, which would be lost."""
+    try:
+        if path is not None:
+            path.open("a").close()
+    except OSError as error:
+        raise LoadError(f"--json: {path} cannot be written: {error.strerror}") from error
+
+
+def _ask_model(url: str, api_key: str | None) -> str:
+    with server_at(url, api_key, timeout=10.0) as client:
+        return first_model(client)
+
+
+def _run(
+    console: Console, settings: LoadSettings, api_key: str | None, server_pid: list[int] | None
+) -> LoadResult:
+    """Runs the load under a progress bar that redraws seldom: drawing takes time from the client."""
+    from serving.cli.load.runner import (
+        LoadRun,  # here, because importing aiohttp would slow the other commands
+    )
+
+    server_pids = tuple(server_pid or find_server_pids(settings.url, api_key))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[last]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
+        task = progress.add_task("warming up", total=settings.sessions * settings.turns, last="")
+
+        def on_turn(sample: TurnSample) -> None:
+            last = sample.error or f"TTFT {sample.ttft_s * 1e3:.1f} ms"
+            progress.update(task, advance=1, description="turns", last=last)
+
+        load = LoadRun(settings, on_turn=on_turn, api_key=api_key, server_pids=server_pids)
+        return asyncio.run(load.run())
+
+
+def _report(
+    console: Console,
+    settings: LoadSettings,
+    limits: Limits,
+    result: LoadResult,
+    machine: dict[str, object],
+    json_file: Path | None,
+) -> bool:
+    """Prints and writes the figures. False if the run is rejected."""
+    summary = summarize(settings, result, limits)
+    if json_file is not None:
+        json_file.write_text(
+            json.dumps(document(settings, limits, summary, result, machine), indent=1) + "\n"
+        )
+    console.print(table(settings, summary, result.cpu))
+    for reason, count in summary.errors.items():
+        console.print(f"{count} × {reason}", style="red", markup=False, soft_wrap=True)
+    for note in summary.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    for reason in summary.rejected:
+        console.print(f"REJECTED: {reason}", style="bold red", markup=False, soft_wrap=True)
+    return not summary.rejected

@@ -1,0 +1,126 @@
+"""`kedge chat`: a conversation in a terminal, one session on the server."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from serving.cli.client.conversation import Conversation, TurnTiming
+from serving.cli.client.server import ServerError, first_model, server_at
+from serving.cli.commands.failure import one_line_errors
+from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
+
+HELP = """\
+/reset   close this session and start a new one
+/quit    close the session and leave (also Ctrl-D)
+/help    this list
+Ctrl-C   stop the answer; the session stands where it was before the turn"""
+
+TIMEOUT = httpx.Timeout(10.0, read=300.0)
+
+
+def chat(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    session: Annotated[str | None, typer.Option(help="Session to go on with; a new one if left out.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; the server's default if left out.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+) -> None:
+    """Talk to the model. Each turn sends only the new message; the session's KV cache stays put.
+
+    Exit status: 1 if a turn failed.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    with one_line_errors("chat"), server_at(url, api_key, timeout=TIMEOUT) as client:
+        model_id = model or first_model(client)
+
+        def start(session_id: str | None) -> Conversation:
+            session_id = session_id or f"chat-{uuid.uuid4().hex[:12]}"
+            console.print(f"session {session_id}, model {model_id}; /help lists commands", style="dim")
+            return Conversation(client, session_id, model_id, system, sampling)
+
+        if not _talk(console, start, session):
+            raise typer.Exit(1)
+
+
+def _talk(console: Console, start: Callable[[str | None], Conversation], session_id: str | None) -> bool:
+    """False if a turn failed."""
+    conversation = start(session_id)
+    all_well = True
+    for line in _lines(console):
+        if line == "/help":
+            console.print(HELP, style="dim")
+        elif line == "/reset":
+            conversation.close()
+            conversation = start(None)
+        elif line == "/quit":
+            break
+        elif line.startswith("/"):
+            console.print(f"unknown command {line}; /help lists them", style="dim", markup=False)
+        elif line:
+            all_well &= _run_turn(console, conversation, line)
+    conversation.close()
+    return all_well
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """The user's lines until end of input. In a terminal with a prompt; Ctrl-C there clears the line."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.strip()
+        return
+    import readline  # noqa: F401  (line editing and history for `input`)
+
+    while True:
+        try:
+            yield input("> ").strip()
+        except KeyboardInterrupt:
+            console.print("\n(Ctrl-D or /quit leaves)", style="dim")
+        except EOFError:
+            console.print()
+            return
+
+
+def _run_turn(console: Console, conversation: Conversation, text: str) -> bool:
+    """Streams one answer. A turn that fails (False) is reported on standard error, and the conversation goes on."""
+    try:
+        with conversation.turn(text) as stream:
+            for piece in stream:
+                console.print(piece, end="", markup=False)
+        conversation.commit()
+    except KeyboardInterrupt:
+        console.print("\n(stopped; the session stands where it was before this turn)", style="dim")
+        return True
+    except ServerError as error:
+        console.print()
+        Console(stderr=True, soft_wrap=True).print(f"kedge chat: {error}", style="red", markup=False)
+        return False
+    console.print()
+    if stream.timing is not None:
+        console.print(_summary(stream.timing), style="dim")
+    return True
+
+
+def _summary(timing: TurnTiming) -> str:
+    usage, rate = timing.usage, timing.tokens_per_s
+    cached = "?" if usage.cached_tokens is None else str(usage.cached_tokens)
+    parts = [
+        f"TTFT {timing.first_token_s * 1e3:.1f} ms",
+        f"{cached} cached + {usage.new_prompt_tokens} new prompt tokens",
+        f"{usage.completion_tokens} output tokens",
+    ]
+    if rate is not None:
+        parts.append(f"{rate:,.0f} tok/s")
+    return " · ".join(parts)

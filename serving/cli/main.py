@@ -1,0 +1,49 @@
+"""The `kedge` command. Starts fast: nothing here imports torch or Ray."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from serving.cli.commands.audit import audit
+from serving.cli.commands.bench import bench
+from serving.cli.commands.chat import chat
+from serving.cli.commands.sessions import fork, sessions
+
+app = typer.Typer(
+    name="kedge",
+    help="Talk to, look into and measure a Kedge server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kedge {version('kedge')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+sessions_app = typer.Typer(help="List sessions, or fork one.")
+sessions_app.callback(invoke_without_command=True)(sessions)
+sessions_app.command()(fork)
+app.command()(chat)
+app.add_typer(sessions_app, name="sessions")
+app.command()(audit)
+app.command()(bench)
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    app()

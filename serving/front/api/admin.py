@@ -1,0 +1,95 @@
+"""For operators: health, metrics, audits, and the sessions as the ledger knows them; forks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+
+from serving.front.api.errors import refusal
+from serving.front.api.fields import Count, CountOrZero, Name, Service, Tenant
+from serving.front.api.strict_json import StrictBody, StrictJsonRoute
+from serving.wire.turns import ServiceError
+
+Timeout = Annotated[float, Field(gt=0, le=1e9)]
+
+
+class NewSession(StrictBody):
+    """`timeout_s`: idle seconds until it ends; `capacity_tokens`: the most it may hold."""
+
+    session_id: Name | None = None
+    timeout_s: Timeout | None = None
+    capacity_tokens: Count | None = None
+
+
+class NewFork(StrictBody):
+    """`length`: how many committed tokens the fork begins with, all if left out; `timeout_s`: the parent's likewise."""
+
+    new_session_id: Name | None = None
+    length: CountOrZero | None = None
+    timeout_s: Timeout | None = None
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["operations"])
+    router.add_api_route("/health", health, methods=["GET"])
+    router.add_api_route("/metrics", metrics, methods=["GET"])
+    router.add_api_route("/v1/kedge/sessions", list_sessions, methods=["GET"])
+    router.add_api_route("/v1/kedge/sessions", create_session, methods=["POST"], status_code=201)
+    router.add_api_route("/v1/kedge/sessions/{session_id:path}", get_session, methods=["GET"])
+    router.add_api_route("/v1/kedge/sessions/{session_id:path}", delete_session, methods=["DELETE"])
+    router.add_api_route("/v1/kedge/sessions/{session_id:path}/fork", fork_session, methods=["POST"])
+    router.add_api_route("/v1/kedge/audit", audit, methods=["GET"])
+    return router
+
+
+async def health(service: Service) -> Response:
+    healthy = await service.healthy()
+    return JSONResponse({"status": "ok" if healthy else "unhealthy"}, 200 if healthy else 503)
+
+
+async def metrics(service: Service) -> Response:
+    return Response(await service.metrics_text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def list_sessions(service: Service) -> dict[str, Any]:
+    return {"sessions": [asdict(session) for session in await service.sessions()]}
+
+
+async def create_session(body: NewSession, service: Service, tenant: Tenant) -> dict[str, str]:
+    session_id = await service.open_session(
+        body.session_id, timeout_s=body.timeout_s, capacity_tokens=body.capacity_tokens, tenant=tenant
+    )
+    return {"session_id": session_id}
+
+
+async def fork_session(session_id: str, body: NewFork, service: Service, tenant: Tenant) -> dict[str, Any]:
+    forked = await service.fork_session(
+        session_id, body.new_session_id, length=body.length, timeout_s=body.timeout_s, tenant=tenant
+    )
+    return asdict(forked)
+
+
+async def get_session(session_id: str, service: Service) -> dict[str, Any]:
+    for session in await service.sessions():
+        if session.session_id == session_id:
+            return asdict(session)
+    raise _unknown()
+
+
+async def delete_session(session_id: str, service: Service, tenant: Tenant) -> Response:
+    if not await service.close_session(session_id, tenant=tenant):
+        raise _unknown()
+    return Response(status_code=204)
+
+
+async def audit(service: Service) -> Response:
+    return JSONResponse(await service.audit())
+
+
+def _unknown() -> ServiceError:
+    return refusal("This session does not exist.", "session_id", status=404, code="session_not_found")

@@ -1,0 +1,171 @@
+"""Errors as each protocol says them, and the handlers that make sure every request gets one of these shapes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.wire.errors import error_info
+from serving.wire.turns import ErrorInfo, ServiceError
+
+CLIENT_CLOSED_REQUEST = 499
+NAME_PATTERN = r"^[!-~]+$"
+"""Ids given by clients: visible ASCII, so that they can travel in a header."""
+_TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
+_ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED})
+_MAX_NAME_LEN = 120
+_NOT_THE_BODY = frozenset({"model_type", "model_attributes_type", "dict_type", "missing"})
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+def refusal(
+    message: str, param: str | None, *, status: int = 400, code: str = "invalid_request"
+) -> ServiceError:
+    """The client's error about field `param`, to be raised."""
+    return ServiceError(ErrorInfo(status, code, message, param))
+
+
+def openai_error(info: ErrorInfo) -> dict[str, Any]:
+    """The body of an OpenAI error."""
+    if info.status == _TOO_MANY:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error" if info.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    return {"error": {"message": info.message, "type": kind, "param": info.param, "code": info.code}}
+
+
+def session_error(info: ErrorInfo) -> dict[str, Any]:
+    """The body of a session protocol error; `code` and `param` are ours, clients read `message`."""
+    return {"error": {"message": info.message, "code": info.code, "param": info.param}}
+
+
+def error_response(path: str, info: ErrorInfo) -> Response:
+    """The error in the shape of the protocol that `path` belongs to.
+
+    The session protocol has one status for what is wrong with a call, 400, whatever the trouble is.
+    """
+    status = info.status
+    if not _is_openai(path) and status < HTTPStatus.INTERNAL_SERVER_ERROR and status not in _ABOUT_THE_CALLER:
+        status = HTTPStatus.BAD_REQUEST
+    return _in_shape(path, info, status)
+
+
+def _in_shape(path: str, info: ErrorInfo, status: int) -> Response:
+    headers = {}
+    if info.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(info.retry_after_s)))
+    body = openai_error(info) if _is_openai(path) else session_error(info)
+    return JSONResponse(body, status, headers)
+
+
+def _is_openai(path: str) -> bool:
+    return path.startswith("/v1/")
+
+
+def field_path(location: Sequence[int | str]) -> str | None:
+    """`messages[0].content` for where a validation error is; None for the body as a whole.
+
+    Tags of unions are written in angle brackets and dictionary keys as `[key]`: they are no fields.
+    """
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith(("<", "[")):
+            path += f".{part}" if path else part
+    return path[:_MAX_NAME_LEN] or None
+
+
+def validation_info(error: RequestValidationError) -> ErrorInfo:
+    """What is wrong with the first wrong field, and which one that is."""
+    first = error.errors()[0]
+    param = field_path(first["loc"])
+    message, code = _explain(first)
+    return ErrorInfo(400, code, message if param is None else f"{param}: {message}", param)
+
+
+def _explain(error: dict[str, Any]) -> tuple[str, str]:
+    match error["type"]:
+        case "extra_forbidden":
+            return "This field is not known here.", "unknown_field"
+        case "none_required":
+            return "This field is not supported; leave it out.", "unsupported_field"
+        case "string_pattern_mismatch" if error["ctx"]["pattern"] == NAME_PATTERN:
+            return "Use 1 to 256 visible ASCII characters, no spaces.", "invalid_request"
+        case "value_error":
+            return str(error["ctx"]["error"]), "invalid_request"
+        case kind if kind in _NOT_THE_BODY and len(error["loc"]) == 1:
+            return "Send a JSON object, with content-type application/json.", "invalid_request"
+    return str(error["msg"]) + ".", "invalid_request"
+
+
+async def _on_service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return error_response(request.url.path, error.info)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(request.url.path, validation_info(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = HTTPStatus(error.status_code).name.lower()
+    info = ErrorInfo(error.status_code, code, str(error.detail))
+    response = _in_shape(request.url.path, info, info.status)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+class UnexpectedErrors:
+    """The outermost net, as ASGI middleware: what nobody foresaw is logged and answered with a 500 in shape."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_start)
+        except Exception as error:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if started:
+                raise
+            await error_response(scope["path"], error_info(error))(scope, receive, send)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every way a request can fail, mapped to its protocol's shape."""
+    app.add_exception_handler(ServiceError, _on_service_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_middleware(UnexpectedErrors)

@@ -1,0 +1,138 @@
+"""Fields that several protocols share: their types, their ranges, and what they mean to the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+from uuid import uuid4
+
+from fastapi import Depends, Header, Request
+from pydantic import Discriminator, Field, StringConstraints, Tag
+
+from serving.front.api.errors import NAME_PATTERN, refusal
+from serving.wire.turns import ModelInfo, OutputConstraint, TurnService
+
+MAX_CALLS = 256
+"""Generations (prompts × n) that one HTTP request may start."""
+MAX_GRAMMAR_CHARS = 65_536
+"""Of JSON schemas or a regular expression: what can be compiled in a second or two."""
+_MAX_INT = 2**31 - 1
+_SEED_BITS = 2**63 - 1
+_GREEDY_BELOW = 1e-5
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=NAME_PATTERN)]
+"""An id given by a client."""
+
+Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
+CountOrZero = Annotated[int, Field(ge=0, le=_MAX_INT)]
+NumChoices = Annotated[int, Field(ge=1, le=128)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+Temperature = Annotated[float, Field(ge=0, le=1e4)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=_MAX_INT)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+"""Far smaller ones are 0 in float32: what a constraint forbids, minus infinity, becomes NaN, and token 0 is drawn."""
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+LogitBias = dict[
+    Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+]
+JsonSchema = dict[str, Any]
+Regex = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+StopTokenIds = Annotated[list[int], Field(max_length=64)]
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+def _one_or_many(value: Any) -> str:
+    return "<many>" if isinstance(value, list) else "<one>"
+
+
+StopStrings = Annotated[
+    Annotated[StopString, Tag("<one>")] | Annotated[list[StopString], Field(max_length=16), Tag("<many>")],
+    Discriminator(_one_or_many),
+]
+
+NonEmptyText = Annotated[str, StringConstraints(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+
+async def get_service(request: Request) -> TurnService:
+    """The service that the application was created around. Async: FastAPI would send a plain one to a thread."""
+    service: TurnService = request.app.state.service_provider()
+    return service
+
+
+async def get_tenant(x_tenant_id: Annotated[Name | None, Header(alias="x-tenant-id")] = None) -> str:
+    """Whose sessions and cached prefixes a call may see. Trusted: it is for a gateway in front to set it."""
+    return x_tenant_id or ""
+
+
+Service = Annotated[TurnService, Depends(get_service)]
+Tenant = Annotated[str, Depends(get_tenant)]
+SessionHeader = Annotated[Name | None, Header(alias="x-session-id")]
+IdempotencyHeader = Annotated[Name | None, Header(alias="idempotency-key")]
+
+
+def new_id(prefix: str) -> str:
+    """An id nobody has used."""
+    return f"{prefix}{uuid4().hex}"
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def engine_temperature(temperature: float) -> float:
+    """Temperatures that round to greedy are greedy: dividing by them would overflow."""
+    return temperature if temperature >= _GREEDY_BELOW else 0.0
+
+
+def engine_top_k(top_k: int) -> int:
+    """Both -1 and 0 turn it off."""
+    return max(top_k, 0)
+
+
+def nth_seed(seed: int | None, index: int) -> int | None:
+    """The seed of the index-th choice, in the engine's range; None stays None: pick one."""
+    return None if seed is None else (seed + index) & _SEED_BITS
+
+
+def checked_bias(bias: Mapping[str, float] | None, model: ModelInfo, param: str) -> Mapping[int, float]:
+    """Logit bias by token id."""
+    if not bias:
+        return MappingProxyType({})
+    checked = {int(key): value for key, value in bias.items()}
+    check_token_ids(checked, model, param)
+    return checked
+
+
+def schema_constraint(schema: JsonSchema, param: str) -> OutputConstraint:
+    """Output that fits a JSON schema. Properties come in its order."""
+    source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    check_grammar_len(source, param)
+    return OutputConstraint("json_schema", source)
+
+
+def check_grammar_len(source: str, param: str) -> None:
+    if len(source) > MAX_GRAMMAR_CHARS:
+        raise refusal(f"{param}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param)
+
+
+def check_token_ids(token_ids: Iterable[int], model: ModelInfo, param: str) -> None:
+    """Refuses ids that the model does not have."""
+    token_ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
+        return
+    wrong = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < model.vocab_size)
+    raise refusal(f"{param}: entry {wrong} is outside the vocabulary of {model.vocab_size} tokens.", param)
+
+
+def check_num_calls(count: int, param: str) -> None:
+    if count > MAX_CALLS:
+        raise refusal(f"{param}: {count} generations in one request; at most {MAX_CALLS} are allowed.", param)

@@ -1,0 +1,97 @@
+"""The answers of a chat request: their text as content and, where it has tools, calls.
+
+The text alone tells the calls, so a turn that goes on at another replica, or is told again from the log, has the same
+ones. Their ids follow from the turn, for the same reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b32encode
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from serving.front.api.openai_chat_schema import AnswerMessage, Delta
+from serving.front.api.openai_tools import ToolUse
+from serving.front.api.openai_tools_schema import CallDelta, CalledFunction, CalledTool, FunctionDelta
+from serving.front.api.turn_streams import TurnResult
+from serving.text.tool_calls.formats import FORMATS
+from serving.text.tool_calls.parser import CallParser, Piece
+from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
+
+_ID_CHARS = 9
+"""Mistral's templates take ids of nine letters and digits, and no others."""
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """What an event adds to a choice, or all of it. A call has one delta at most: clients put those of a chunk together
+    by their places in it, too."""
+
+    content: str | None = None
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add(self, piece: Piece, scope: str) -> None:
+        if isinstance(piece, str):
+            self.content = f"{self.content or ''}{piece}"
+        elif piece.name is not None:
+            function = FunctionDelta(name=piece.name, arguments=piece.arguments)
+            call_id = _call_id(scope, piece.index)
+            self.calls.append(CallDelta(index=piece.index, id=call_id, type="function", function=function))
+        elif self.calls and self.calls[-1].index == piece.index:
+            self.calls[-1].function.arguments += piece.arguments
+        else:
+            self.calls.append(CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments)))
+
+    def delta(self, role: Literal["assistant"] | None) -> Delta:
+        return Delta(role=role, content=self.content, tool_calls=self.calls or None)
+
+    def message(self) -> AnswerMessage:
+        """Of a whole answer."""
+        called = [
+            CalledTool(
+                id=call.id or "",
+                function=CalledFunction(name=call.function.name or "", arguments=call.function.arguments),
+            )
+            for call in self.calls
+        ]
+        content = self.content if called else self.content or ""
+        return AnswerMessage(content=content, tool_calls=called or None)
+
+
+class AnswerReader:
+    """Follows one choice. Without tools to read for, its text is its content."""
+
+    def __init__(self, call: TurnCall, tools: ToolUse | None) -> None:
+        self._call = call
+        self._parser = None if tools is None or not tools.reads else CallParser(FORMATS[tools.format_name])
+        self._has_calls = False
+
+    def read(self, news: TurnEvent | TurnResult) -> AnswerPart:
+        """Of the choice's next event, or of all of it."""
+        if self._parser is None:
+            return AnswerPart(news.text)
+        pieces = self._parser.push(news.text) + (self._parser.flush() if news.finish is not None else [])
+        part, scope = AnswerPart(), _scope(self._call, news.turn_index)
+        for piece in pieces:
+            part.add(piece, scope)
+        self._has_calls = self._has_calls or bool(part.calls)
+        return part
+
+    def finish(self, news: TurnEvent | TurnResult) -> TurnFinish | None:
+        """How the choice ended, once that has been read."""
+        finish = news.finish
+        if finish is None or finish.reason != "stop" or not self._has_calls:
+            return finish
+        return replace(finish, reason="tool_calls")
+
+
+def _scope(call: TurnCall, turn_index: int | None) -> str:
+    """What a choice's ids follow from: no other choice has the same. In a session it outlives the request."""
+    session = call.session
+    return call.request_id if session is None else repr((call.tenant, session.session_id, turn_index))
+
+
+def _call_id(scope: str, index: int) -> str:
+    digest = hashlib.sha256(f"{scope}/{index}".encode()).digest()
+    return b32encode(digest).decode().lower()[:_ID_CHARS]

@@ -1,0 +1,213 @@
+"""OpenAI's /v1/chat/completions. With `x-session-id` only the new messages are sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from engine.api import LogprobParams
+from serving.front.api.errors import openai_error, refusal
+from serving.front.api.fields import (
+    IdempotencyHeader,
+    Service,
+    SessionHeader,
+    Tenant,
+    new_id,
+    nth_seed,
+    stop_strings,
+)
+from serving.front.api.openai_answers import AnswerReader
+from serving.front.api.openai_chat_schema import (
+    ChatBody,
+    ChatChoice,
+    ChatChunk,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatReply,
+    ChunkChoice,
+    TokenChoice,
+)
+from serving.front.api.openai_replies import (
+    UsageCounter,
+    finite,
+    json_reply,
+    shown,
+    stop_fields,
+    token_bytes,
+    top_pairs,
+    usage_of,
+)
+from serving.front.api.openai_requests import (
+    check_model,
+    check_stream_options,
+    field_names,
+    session_turn,
+)
+from serving.front.api.openai_structured import held_answer
+from serving.front.api.openai_tools import ToolUse, tool_use
+from serving.front.api.sse import TurnEventStream
+from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.wire.turns import ChatPrompt, ErrorInfo, ModelInfo, SessionTurn, TextLogprob, TurnCall, TurnEvent
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
+    router.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    return router
+
+
+async def chat_completions(
+    body: ChatBody,
+    request: Request,
+    service: Service,
+    tenant: Tenant,
+    x_session_id: SessionHeader = None,
+    idempotency_key: IdempotencyHeader = None,
+) -> Response:
+    check_model(body, service.model)
+    check_stream_options(body)
+    session = session_turn(x_session_id, idempotency_key, body.n or 1, "n")
+    reply_id = new_id("chatcmpl-")
+    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
+    plan = _plan(body, tools, reply_id, session, service.model, tenant)
+    readers = [AnswerReader(call, tools) for call in plan.calls]
+    if body.stream:
+        return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, service.model.model_id))
+    results = await until_disconnect(request.receive, collect(service, plan))
+    return json_reply(_reply(body, readers, reply_id, service.model.model_id, results), results)
+
+
+def _plan(
+    body: ChatBody,
+    tools: ToolUse | None,
+    reply_id: str,
+    session: SessionTurn | None,
+    model: ModelInfo,
+    tenant: str,
+) -> TurnPlan:
+    prompt = ChatPrompt(
+        tuple(message.for_template() for message in body.messages),
+        body.chat_template_kwargs or {},
+        () if tools is None else tools.for_template(),
+    )
+    sampling = body.sampling(model)
+    logprobs = _logprobs(body)
+    held = held_answer(body.response_format, body.structured_outputs)
+    constraint = None if held is None else held.constraint
+    if tools is not None:
+        constraint = tools.constraint(held)
+    count = body.n or 1
+    calls = [
+        TurnCall(
+            request_id=reply_id if count == 1 else f"{reply_id}-{index}",
+            prompt=prompt,
+            sampling=sampling,
+            seed=nth_seed(body.seed, index),
+            max_new_tokens=_max_tokens(body),
+            stop=stop_strings(body.stop),
+            trim_stop=not body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            shown_tokens=() if tools is None else tools.shown_tokens,
+            logprobs=logprobs,
+            constraint=constraint,
+            session=session,
+            tenant=tenant,
+        )
+        for index in range(count)
+    ]
+    return TurnPlan(calls, field_names("messages", held))
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _logprobs(body: ChatBody) -> LogprobParams | None:
+    if body.logprobs:
+        return LogprobParams(output=True, top=body.top_logprobs or 0)
+    if body.top_logprobs:
+        raise refusal("top_logprobs: needs logprobs to be true.", "top_logprobs")
+    return None
+
+
+def _chat_logprobs(entries: Sequence[TextLogprob]) -> ChatLogprobs:
+    return ChatLogprobs(
+        content=[
+            ChatLogprob(
+                token=shown(entry.text),
+                logprob=finite(entry.token.logprob or 0.0),
+                bytes=list(token_bytes(entry.text)),
+                top_logprobs=[
+                    TokenChoice(token=shown(text), logprob=logprob, bytes=list(token_bytes(text)))
+                    for text, logprob in top_pairs(entry)
+                ],
+            )
+            for entry in entries
+        ]
+    )
+
+
+def _stop_fields(body: ChatBody, reader: AnswerReader, news: TurnEvent | TurnResult) -> dict[str, Any]:
+    return stop_fields(
+        reader.finish(news),
+        news.token_ids,
+        stop_token_ids=body.stop_token_ids,
+        with_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _reply(
+    body: ChatBody,
+    readers: Sequence[AnswerReader],
+    reply_id: str,
+    model_id: str,
+    results: Sequence[TurnResult],
+) -> ChatReply:
+    choices = [
+        ChatChoice(
+            index=index,
+            message=reader.read(result).message(),
+            logprobs=_chat_logprobs(result.logprobs) if body.logprobs else None,
+            **_stop_fields(body, reader, result),
+        )
+        for index, (reader, result) in enumerate(zip(readers, results, strict=True))
+    ]
+    usage = usage_of(results, len(results))
+    return ChatReply(id=reply_id, created=int(time.time()), model=model_id, choices=choices, usage=usage)
+
+
+class ChatEncoder:
+    """Writes the chunks of one request; the first of each choice names the role."""
+
+    def __init__(self, body: ChatBody, readers: Sequence[AnswerReader], reply_id: str, model_id: str) -> None:
+        self._body = body
+        self._readers = readers
+        self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
+        self._started: set[int] = set()
+        self._usage = UsageCounter(body.n or 1)
+
+    def chunk(self, index: int, event: TurnEvent) -> str:
+        self._usage.note(index, event)
+        role: Literal["assistant"] | None = None if index in self._started else "assistant"
+        self._started.add(index)
+        reader = self._readers[index]
+        choice = ChunkChoice(
+            index=index,
+            delta=reader.read(event).delta(role),
+            logprobs=_chat_logprobs(event.logprobs) if event.logprobs else None,
+            **_stop_fields(self._body, reader, event),
+        )
+        return ChatChunk(**self._head, choices=[choice]).model_dump_json()
+
+    def closing(self) -> Iterable[str]:
+        if self._body.wants_usage_chunk:
+            chunk = ChatChunk(**self._head, choices=[], usage=self._usage.usage())
+            yield chunk.model_dump_json()
+
+    def error(self, info: ErrorInfo) -> dict[str, Any]:
+        return openai_error(info)

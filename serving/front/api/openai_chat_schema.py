@@ -1,0 +1,172 @@
+"""Bodies of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
+
+from serving.front.api.fields import Count, NonEmptyText, TopLogprobs
+from serving.front.api.openai_replies import Reply, StopDetails, Usage
+from serving.front.api.openai_requests import OpenAiBody
+from serving.front.api.openai_tools_schema import CallDelta, CalledTool, ToolCall, ToolChoice, Tools
+from serving.front.api.strict_json import NotSupported, StrictBody
+
+
+class TextPart(StrictBody):
+    type: Literal["text"]
+    text: str
+
+
+def _kind_of_content(value: Any) -> str:
+    if value is None:
+        return "<none>"
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")]
+    | Annotated[None, Tag("<none>")],
+    Discriminator(_kind_of_content),
+]
+
+
+class Message(StrictBody):
+    """A message as clients send it, or send back what they were answered."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[NonEmptyText | None, Field(validate_default=True)] = None
+    content: Annotated[Content, Field(validate_default=True)] = None
+    name: str | None = None
+    parsed: Any = Field(None, description="What a client made of the content. Without effect.")
+
+    annotations: NotSupported = None
+    audio: NotSupported = None
+    function_call: NotSupported = None
+    reasoning: NotSupported = None
+    reasoning_content: NotSupported = None
+    refusal: NotSupported = None
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _by_the_assistant(cls, calls: Any, info: ValidationInfo) -> Any:
+        if calls and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("Only the assistant's messages have tool calls.")
+        return calls
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_a_result(cls, call_id: str | None, info: ValidationInfo) -> str | None:
+        role = info.data.get("role")
+        if role == "tool" and call_id is None:
+            raise ValueError("A message of role tool needs the id of the call that it answers.")
+        if role != "tool" and call_id is not None and role is not None:
+            raise ValueError("Only messages of role tool answer a call.")
+        return call_id
+
+    @field_validator("content")
+    @classmethod
+    def _says_something(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and not info.data.get("tool_calls"):
+            raise ValueError("Give a text; only an assistant's message with tool calls does without.")
+        return content
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: text parts are joined, one per line; no content is an empty one."""
+        parts = [] if self.content is None else self.content
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        message: dict[str, Any] = {"role": str(self.role), "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class ChatBody(OpenAiBody):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: Literal[True, None] = None
+
+    add_special_tokens: NotSupported = None
+    audio: NotSupported = None
+    chat_template: NotSupported = None
+    continue_final_message: NotSupported = None
+    documents: NotSupported = None
+    echo: NotSupported = None
+    function_call: NotSupported = None
+    functions: NotSupported = None
+    mm_processor_kwargs: NotSupported = None
+    prediction: NotSupported = None
+    prompt_cache_retention: NotSupported = None
+    reasoning_effort: NotSupported = None
+    store: NotSupported = None
+    verbosity: NotSupported = None
+    web_search_options: NotSupported = None
+
+
+class TokenChoice(Reply):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TokenChoice):
+    top_logprobs: list[TokenChoice]
+
+
+class ChatLogprobs(Reply):
+    content: list[ChatLogprob]
+
+
+class AnswerMessage(Reply):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    tool_calls: list[CalledTool] | None = Field(None, exclude_if=lambda calls: calls is None)
+
+
+class ChatChoice(StopDetails):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatReply(Reply):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(Reply):
+    role: Literal["assistant"] | None = Field(None, exclude_if=lambda role: role is None)
+    content: str | None = Field(None, exclude_if=lambda content: content is None)
+    tool_calls: list[CallDelta] | None = Field(None, exclude_if=lambda calls: calls is None)
+
+
+class ChunkChoice(StopDetails):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(Reply):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = Field(None, exclude_if=lambda usage: usage is None)

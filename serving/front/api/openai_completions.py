@@ -1,0 +1,228 @@
+"""OpenAI's /v1/completions: one or many prompts, as text or token ids."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from engine.api import LogprobParams
+from serving.front.api.errors import openai_error, refusal
+from serving.front.api.fields import (
+    IdempotencyHeader,
+    Service,
+    SessionHeader,
+    Tenant,
+    check_num_calls,
+    check_token_ids,
+    new_id,
+    nth_seed,
+    stop_strings,
+)
+from serving.front.api.openai_completions_schema import (
+    CompletionBody,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+)
+from serving.front.api.openai_replies import (
+    UsageCounter,
+    finite,
+    json_reply,
+    shown,
+    stop_fields,
+    token_bytes,
+    top_pairs,
+)
+from serving.front.api.openai_requests import (
+    check_model,
+    check_stream_options,
+    field_names,
+    session_turn,
+)
+from serving.front.api.openai_structured import held_answer
+from serving.front.api.sse import TurnEventStream
+from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.wire.turns import (
+    ErrorInfo,
+    ModelInfo,
+    SessionTurn,
+    TextLogprob,
+    TextPrompt,
+    TokenPrompt,
+    TurnCall,
+    TurnEvent,
+)
+
+_DEFAULT_MAX_TOKENS = 16
+Prompts = Sequence[TextPrompt | TokenPrompt]
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
+    router.add_api_route("/v1/completions", completions, methods=["POST"])
+    return router
+
+
+async def completions(
+    body: CompletionBody,
+    request: Request,
+    service: Service,
+    tenant: Tenant,
+    x_session_id: SessionHeader = None,
+    idempotency_key: IdempotencyHeader = None,
+) -> Response:
+    prompts = body.prompts()
+    _check(body, prompts, service.model)
+    num_calls = len(prompts) * (body.n or 1)
+    session = session_turn(x_session_id, idempotency_key, num_calls, "n" if body.n else "prompt")
+    if session is not None and body.echo:
+        raise refusal("echo: not possible in a session, which holds more than this prompt.", "echo")
+    reply_id = new_id("cmpl-")
+    plan = _plan(body, prompts, reply_id, session, service.model, tenant)
+    encoder = CompletionEncoder(body, prompts, reply_id, service.model.model_id)
+    if body.stream:
+        return TurnEventStream(service, plan, encoder)
+    results = await until_disconnect(request.receive, collect(service, plan))
+    return json_reply(encoder.whole(results), results)
+
+
+def _check(body: CompletionBody, prompts: Prompts, model: ModelInfo) -> None:
+    check_model(body, model)
+    check_stream_options(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise refusal("best_of: only the value of n is supported.", "best_of")
+    check_num_calls(len(prompts) * (body.n or 1), "prompt" if len(prompts) > 1 else "n")
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, TokenPrompt):
+            check_token_ids(prompt.token_ids, model, "prompt" if len(prompts) == 1 else f"prompt[{index}]")
+
+
+def _plan(
+    body: CompletionBody,
+    prompts: Prompts,
+    reply_id: str,
+    session: SessionTurn | None,
+    model: ModelInfo,
+    tenant: str,
+) -> TurnPlan:
+    sampling = body.sampling(model)
+    held = held_answer(body.response_format, body.structured_outputs)
+    choices = range(body.n or 1)
+    calls = [
+        TurnCall(
+            request_id=f"{reply_id}-{index}" if len(prompts) * len(choices) > 1 else reply_id,
+            prompt=prompt,
+            sampling=sampling,
+            seed=nth_seed(body.seed, choice),
+            max_new_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+            stop=stop_strings(body.stop),
+            trim_stop=not body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            logprobs=_logprobs(body, prompt),
+            constraint=None if held is None else held.constraint,
+            session=session,
+            tenant=tenant,
+        )
+        for index, (prompt, choice) in enumerate(product(prompts, choices))
+    ]
+    return TurnPlan(calls, field_names("prompt", held))
+
+
+def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> LogprobParams | None:
+    """Echoed token ids become text only where the tokenizer is: they come back as input log-probabilities."""
+    if body.logprobs is not None:
+        return LogprobParams(output=True, top=body.logprobs, input_start=0 if body.echo else None)
+    if body.echo and isinstance(prompt, TokenPrompt):
+        return LogprobParams(output=False, input_start=0)
+    return None
+
+
+def _text_of(entries: Iterable[TextLogprob]) -> str:
+    return b"".join(token_bytes(entry.text) for entry in entries).decode("utf-8", "replace")
+
+
+class TextPlace:
+    """Where in a choice's text a token begins, in characters: its bytes may be a part of one only."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def pass_by(self, token_text: str) -> int:
+        """The token's offset; the next one begins behind it."""
+        begin = self._offset
+        self._offset += len(self._decoder.decode(token_bytes(token_text)))
+        return begin
+
+
+class CompletionEncoder:
+    """Writes the reply of one request, in chunks or whole; knows where in each choice's text it stands."""
+
+    def __init__(self, body: CompletionBody, prompts: Prompts, reply_id: str, model_id: str) -> None:
+        self._body = body
+        self._prompts = prompts
+        self._num_choices = body.n or 1
+        self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
+        self._usage = UsageCounter(self._num_choices)
+        self._started: set[int] = set()
+        self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
+
+    def chunk(self, index: int, event: TurnEvent) -> str:
+        return CompletionReply(**self._head, choices=[self._choice(index, event)]).model_dump_json()
+
+    def closing(self) -> Iterable[str]:
+        if self._body.wants_usage_chunk:
+            yield CompletionReply(**self._head, choices=[], usage=self._usage.usage()).model_dump_json()
+
+    def error(self, info: ErrorInfo) -> dict[str, Any]:
+        return openai_error(info)
+
+    def whole(self, results: Sequence[TurnResult]) -> CompletionReply:
+        """The reply to a request that is not streamed."""
+        choices = [self._choice(index, result) for index, result in enumerate(results)]
+        return CompletionReply(**self._head, choices=choices, usage=self._usage.usage())
+
+    def _choice(self, index: int, news: TurnEvent | TurnResult) -> CompletionChoice:
+        self._usage.note(index, news)
+        text = news.text
+        if self._body.echo and index not in self._started:
+            text = self._echoed(index, news) + text
+        self._started.add(index)
+        entries = (*news.input_logprobs, *news.logprobs)
+        wants_logprobs = self._body.logprobs is not None and entries
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=self._logprobs(index, entries) if wants_logprobs else None,
+            **stop_fields(
+                news.finish,
+                news.token_ids,
+                stop_token_ids=self._body.stop_token_ids,
+                with_token_ids=bool(self._body.return_token_ids),
+            ),
+        )
+
+    def _echoed(self, index: int, news: TurnEvent | TurnResult) -> str:
+        prompt = self._prompts[index // self._num_choices]
+        return prompt.text if isinstance(prompt, TextPrompt) else _text_of(news.input_logprobs)
+
+    def _logprobs(self, index: int, entries: Sequence[TextLogprob]) -> CompletionLogprobs:
+        place = self._places[index]
+        return CompletionLogprobs(
+            tokens=[shown(entry.text) for entry in entries],
+            token_logprobs=[
+                None if entry.token.logprob is None else finite(entry.token.logprob) for entry in entries
+            ],
+            top_logprobs=[
+                {shown(text): logprob for text, logprob in top_pairs(entry)} or None for entry in entries
+            ],
+            text_offset=[place.pass_by(entry.text) for entry in entries],
+        )

@@ -1,0 +1,52 @@
+"""OpenAI's /v1/models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter
+
+from serving.front.api.errors import refusal
+from serving.front.api.fields import Service
+from serving.front.api.openai_replies import Reply
+from serving.wire.turns import ModelInfo
+
+
+class ModelCard(Reply):
+    """A served model; `max_model_len` (tokens) and `root` are vLLM's."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "kedge"
+    root: str
+    max_model_len: int
+
+
+class ModelList(Reply):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def routes() -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+    router.add_api_route("/v1/models", list_models, methods=["GET"])
+    router.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
+    return router
+
+
+async def list_models(service: Service) -> ModelList:
+    return ModelList(data=[_card(service.model)])
+
+
+async def get_model(model_id: str, service: Service) -> ModelCard:
+    if model_id != service.model.model_id:
+        name = model_id[:120]
+        raise refusal(f"The model {name!r} does not exist.", "model", status=404, code="model_not_found")
+    return _card(service.model)
+
+
+def _card(model: ModelInfo) -> ModelCard:
+    return ModelCard(
+        id=model.model_id, created=model.created, root=model.model_path, max_model_len=model.max_context_len
+    )

@@ -1,0 +1,140 @@
+"""What chat and text completions have in common on the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from serving.front.api.turn_headers import turn_headers
+from serving.front.api.turn_streams import TurnResult
+from serving.wire.turns import TextLogprob, TurnEvent, TurnFinish
+
+_LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+class Reply(BaseModel):
+    """Base of reply bodies."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+
+class CachedTokens(Reply):
+    cached_tokens: int
+
+
+class PredictedTokens(Reply):
+    """OpenAI's names for what was proposed ahead of the model: drafts that it agreed with, and that it did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: PredictedTokens | None = Field(None, exclude_if=_is_none)
+
+
+class StopDetails(Reply):
+    """The end of a choice: vLLM's `stop_reason` says which of the request's stop strings or token ids it was."""
+
+    finish_reason: str | None = None
+    stop_reason: int | str | None = Field(None, exclude_if=_is_none)
+    token_ids: tuple[int, ...] | None = Field(None, exclude_if=_is_none)
+
+
+class UsageCounter:
+    """Tokens of a request with several choices: a prompt counts once, however often it is continued."""
+
+    def __init__(self, choices_per_prompt: int) -> None:
+        self._choices_per_prompt = choices_per_prompt
+        self._latest: dict[int, TurnEvent | TurnResult] = {}
+
+    def note(self, index: int, totals: TurnEvent | TurnResult) -> None:
+        self._latest[index] = totals
+
+    def usage(self) -> Usage:
+        first = [latest for i, latest in self._latest.items() if i % self._choices_per_prompt == 0]
+        prompt_tokens = sum(totals.prompt_tokens for totals in first)
+        completion_tokens = sum(totals.completion_tokens for totals in self._latest.values())
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=CachedTokens(cached_tokens=sum(totals.cached_tokens for totals in first)),
+            completion_tokens_details=_predicted(self._latest.values()),
+        )
+
+
+def _predicted(totals: Iterable[TurnEvent | TurnResult]) -> PredictedTokens | None:
+    """None if nothing was proposed."""
+    drafts = [(each.draft_tokens, each.accepted_draft_tokens) for each in totals]
+    proposed, accepted = (sum(counts) for counts in zip(*drafts, strict=True)) if drafts else (0, 0)
+    if proposed == 0:
+        return None
+    return PredictedTokens(
+        accepted_prediction_tokens=accepted, rejected_prediction_tokens=proposed - accepted
+    )
+
+
+def usage_of(results: Iterable[TurnResult], choices_per_prompt: int) -> Usage:
+    """The usage of whole turns."""
+    counter = UsageCounter(choices_per_prompt)
+    for index, result in enumerate(results):
+        counter.note(index, result)
+    return counter.usage()
+
+
+def stop_fields(
+    finish: TurnFinish | None,
+    token_ids: Sequence[int],
+    *,
+    stop_token_ids: Sequence[int] | None,
+    with_token_ids: bool,
+) -> dict[str, Any]:
+    """The fields of StopDetails. `stop_token_ids` are the request's: the model's own end is no stop reason."""
+    matched = None if finish is None else finish.matched
+    asked_for = isinstance(matched, str) or matched in (stop_token_ids or ())
+    return {
+        "finish_reason": None if finish is None else finish.reason,
+        "stop_reason": matched if asked_for else None,
+        "token_ids": tuple(token_ids) if with_token_ids else None,
+    }
+
+
+def token_bytes(text: str) -> bytes:
+    """A token's own bytes: those that are no whole character come as surrogate escapes."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def shown(text: str) -> str:
+    """A token's text for display: broken characters become U+FFFD."""
+    return token_bytes(text).decode("utf-8", "replace")
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
+
+
+def top_pairs(entry: TextLogprob) -> list[tuple[str, float]]:
+    """The most likely tokens: text (may hold surrogate escapes) and log-probability."""
+    return [
+        (text, finite(logprob)) for text, (_, logprob) in zip(entry.top_texts, entry.token.top, strict=True)
+    ]
+
+
+def json_reply(reply: BaseModel, results: Sequence[TurnResult] = ()) -> Response:
+    """Serialized once. What a session's turn, of which a reply has one at most, says of itself is in the headers."""
+    headers = turn_headers(results[0]) if results else {}
+    return Response(reply.model_dump_json(), media_type="application/json", headers=headers)

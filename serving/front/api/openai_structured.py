@@ -1,0 +1,102 @@
+"""What OpenAI's `response_format`, and vLLM's `structured_outputs`, hold an answer to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from serving.front.api.errors import refusal
+from serving.front.api.fields import JsonSchema, NonEmptyText, Regex, check_grammar_len, schema_constraint
+from serving.front.api.strict_json import NotSupported, StrictBody
+from serving.wire.turns import OutputConstraint
+
+ANY_OBJECT = {"type": "object"}
+
+
+class JsonSchemaFormat(StrictBody):
+    """`strict` has no effect: a schema is enforced, or the request is refused."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    json_schema: JsonSchema = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(StrictBody):
+    """One of them says what an answer is."""
+
+    json_schema: JsonSchema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Regex | None = None
+    choice: Annotated[list[NonEmptyText], Field(min_length=1)] | None = None
+
+    disable_additional_properties: NotSupported = None
+    disable_any_whitespace: NotSupported = None
+    disable_fallback: bool | None = Field(None, description="There is none. Without effect.")
+    grammar: NotSupported = None
+    structural_tag: NotSupported = None
+    whitespace_pattern: NotSupported = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAnswer:
+    """What an answer is held to, and the field that says so."""
+
+    constraint: OutputConstraint
+    field: str
+
+
+def held_answer(wanted: ResponseFormat | None, others: StructuredOutputs | None) -> HeldAnswer | None:
+    """None if nothing holds it. Raises ServiceError, which names the field."""
+    by_format = None if wanted is None else _by_format(wanted)
+    by_others = None if others is None else _by_others(others)
+    if by_format is not None and by_others is not None:
+        raise refusal(
+            "structured_outputs: response_format already says what the answer must be.", "structured_outputs"
+        )
+    return by_format or by_others
+
+
+def _by_format(wanted: ResponseFormat) -> HeldAnswer | None:
+    if (wanted.json_schema is not None) != (wanted.type == "json_schema"):
+        param = "response_format.json_schema"
+        raise refusal(f"{param}: goes with the type json_schema, and only with it.", param)
+    if wanted.type == "json_object":
+        return _by_schema(ANY_OBJECT, "response_format")
+    if wanted.json_schema is not None:
+        return _by_schema(wanted.json_schema.json_schema, "response_format.json_schema.schema")
+    return None
+
+
+def _by_others(wanted: StructuredOutputs) -> HeldAnswer | None:
+    held: list[HeldAnswer] = []
+    if wanted.json_schema is not None:
+        held.append(_by_schema(wanted.json_schema, "structured_outputs.json"))
+    if wanted.json_object:
+        held.append(_by_schema(ANY_OBJECT, "structured_outputs.json_object"))
+    if wanted.regex is not None:
+        held.append(_by_regex(wanted.regex, "structured_outputs.regex"))
+    if wanted.choice is not None:
+        held.append(_by_regex("|".join(map(re.escape, wanted.choice)), "structured_outputs.choice"))
+    if len(held) > 1:
+        raise refusal(
+            f"{held[1].field}: {held[0].field} already says what the answer must be.", held[1].field
+        )
+    return held[0] if held else None
+
+
+def _by_schema(schema: JsonSchema, field: str) -> HeldAnswer:
+    return HeldAnswer(schema_constraint(schema, field), field)
+
+
+def _by_regex(regex: str, field: str) -> HeldAnswer:
+    check_grammar_len(regex, field)
+    return HeldAnswer(OutputConstraint("regex", regex), field)

@@ -1,0 +1,123 @@
+"""Tools of /v1/chat/completions: as clients offer them, as they send calls back, and as they are told of calls."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
+from pydantic_core import from_json
+
+from serving.front.api.fields import JsonSchema, NonEmptyText
+from serving.front.api.openai_replies import Reply
+from serving.front.api.strict_json import StrictBody
+
+ToolName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
+
+
+class Function(StrictBody):
+    """`strict` has no effect: where calls are held to the functions, their schemas are enforced."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, schema: JsonSchema | None) -> JsonSchema | None:
+        if schema is not None and schema.get("type", "object") != "object":
+            raise ValueError("The schema of a function's parameters has the type object.")
+        return schema
+
+    @property
+    def arguments_schema(self) -> JsonSchema:
+        """OpenAI's rule: without parameters there are no arguments."""
+        if self.parameters is None:
+            return {"type": "object", "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+
+class Tool(StrictBody):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: what was given, without what concerns the server alone."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class ChosenFunction(StrictBody):
+    name: str
+
+
+class NamedTool(StrictBody):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+def _word_or_function(value: Any) -> str:
+    return "<function>" if isinstance(value, dict) else "<word>"
+
+
+Tools = list[Tool]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<function>")],
+    Discriminator(_word_or_function),
+]
+
+
+class FunctionCall(StrictBody):
+    name: NonEmptyText
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(StrictBody):
+    """A call of an earlier answer. `index` and `parsed_arguments` are what clients made of it; they have no effect."""
+
+    id: NonEmptyText
+    type: Literal["function"]
+    function: FunctionCall
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates write the arguments as JSON themselves. What is none, as of a call that was cut off, stays text."""
+        arguments = self.function.arguments
+        try:
+            parsed = from_json(arguments or "{}")
+        except ValueError:
+            parsed = None
+        function = {
+            "name": self.function.name,
+            "arguments": parsed if isinstance(parsed, dict) else arguments,
+        }
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+
+
+class CalledTool(Reply):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+class FunctionDelta(Reply):
+    name: str | None = Field(default=None, exclude_if=_is_none)
+    arguments: str
+
+
+class CallDelta(Reply):
+    """The first of a call has its id, type and name."""
+
+    index: int
+    id: str | None = Field(default=None, exclude_if=_is_none)
+    type: Literal["function"] | None = Field(default=None, exclude_if=_is_none)
+    function: FunctionDelta

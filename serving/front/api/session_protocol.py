@@ -1,0 +1,308 @@
+"""The session protocol: SGLang's native API, so that its clients can be pointed here unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import TypeAdapter
+
+from engine.api import LogprobParams, SamplingParams
+from serving.front.api.errors import refusal, session_error
+from serving.front.api.fields import (
+    IdempotencyHeader,
+    Service,
+    Tenant,
+    check_num_calls,
+    check_token_ids,
+    new_id,
+    nth_seed,
+    stop_strings,
+)
+from serving.front.api.openai_replies import json_reply, shown
+from serving.front.api.session_schema import (
+    AbortBody,
+    CloseSessionBody,
+    GenerateBody,
+    GenerateReply,
+    LogprobEntry,
+    MetaInfo,
+    OpenSessionBody,
+)
+from serving.front.api.sse import TurnEventStream
+from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.turn_headers import turn_headers
+from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.wire.turns import (
+    ErrorInfo,
+    ModelInfo,
+    SessionTurn,
+    TextLogprob,
+    TextPrompt,
+    TokenPrompt,
+    TurnCall,
+    TurnEvent,
+    TurnFinish,
+)
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["sessions"])
+    router.add_api_route("/open_session", open_session, methods=["POST"])
+    router.add_api_route("/close_session", close_session, methods=["POST"])
+    router.add_api_route("/generate", generate, methods=["POST"])
+    router.add_api_route("/abort_request", abort_request, methods=["POST"])
+    router.add_api_route("/flush_cache", flush_cache, methods=["GET"])
+    router.add_api_route("/flush_cache", flush_cache, methods=["POST"], operation_id="flush_cache_post")
+    router.add_api_route("/get_model_info", get_model_info, methods=["GET"])
+    router.add_api_route("/get_server_info", get_server_info, methods=["GET"])
+    router.add_api_route("/health_generate", health_generate, methods=["GET"])
+    return router
+
+
+async def open_session(body: OpenSessionBody, service: Service, tenant: Tenant) -> str:
+    return await service.open_session(
+        body.session_id, timeout_s=body.timeout, capacity_tokens=None, tenant=tenant
+    )
+
+
+async def close_session(body: CloseSessionBody, service: Service, tenant: Tenant) -> Response:
+    await service.close_session(body.session_id, tenant=tenant)
+    return Response()
+
+
+async def abort_request(body: AbortBody, service: Service, tenant: Tenant) -> Response:
+    if not body.rid and not body.abort_all:
+        raise refusal("rid: name a request, or set abort_all.", "rid")
+    await service.abort(body.rid or None, all_requests=body.abort_all, tenant=tenant)
+    return Response()
+
+
+async def flush_cache(service: Service) -> Response:
+    if await service.flush():
+        return PlainTextResponse("Cache flushed.")
+    raise refusal("The cache is not flushed while requests run.", None, code="busy")
+
+
+async def get_model_info(service: Service) -> dict[str, Any]:
+    model = service.model
+    return {
+        "model_path": model.model_path,
+        "tokenizer_path": model.tokenizer_path,
+        "is_generation": True,
+        "max_context_len": model.max_context_len,
+    }
+
+
+async def get_server_info(service: Service) -> Response:
+    return JSONResponse(await service.server_info())
+
+
+async def health_generate(request: Request, service: Service) -> Response:
+    """Healthy if a token comes out."""
+    call = TurnCall(
+        new_id("health-"),
+        TokenPrompt((0,)),
+        SamplingParams(temperature=0.0, ignore_eos=True),
+        max_new_tokens=1,
+    )
+    await until_disconnect(request.receive, collect(service, TurnPlan([call])))
+    return Response()
+
+
+async def generate(
+    body: GenerateBody,
+    request: Request,
+    service: Service,
+    tenant: Tenant,
+    idempotency_key: IdempotencyHeader = None,
+) -> Response:
+    plan = _plan(body, service.model, idempotency_key, tenant)
+    as_list = body.batched or body.sampling.n > 1
+    if body.stream:
+        return TurnEventStream(service, plan, GenerateEncoder(body, plan, numbered=as_list))
+    results = await until_disconnect(request.receive, collect(service, plan))
+    replies = [_reply(body, call, result, None) for call, result in zip(plan.calls, results, strict=True)]
+    if as_list:
+        body_json = TypeAdapter(list[GenerateReply]).dump_json(replies)
+        return Response(body_json, media_type="application/json", headers=turn_headers(results[0]))
+    return json_reply(replies[0], results)
+
+
+def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None, tenant: str) -> TurnPlan:
+    prompts = _prompts(body, model)
+    asked = body.sampling
+    num_calls = len(prompts) * asked.n
+    many = "sampling_params.n" if asked.n > 1 else body.prompt_field
+    check_num_calls(num_calls, many)
+    session = _session(body, idempotency_key)
+    if session is not None and num_calls > 1:
+        raise refusal(f"{many}: a session takes one generation at a time.", many)
+    sampling = asked.sampling(model)
+    constraint = asked.constraint()
+    calls = [
+        TurnCall(
+            request_id=request_id,
+            prompt=prompts[index // asked.n],
+            sampling=sampling,
+            seed=nth_seed(asked.seed_given, index % asked.n),
+            max_new_tokens=asked.max_new_tokens,
+            stop=stop_strings(asked.stop),
+            trim_stop=not asked.no_stop_trim,
+            skip_special_tokens=asked.skip_special_tokens,
+            logprobs=_logprobs(body),
+            constraint=constraint,
+            session=session,
+            tenant=tenant,
+        )
+        for index, request_id in enumerate(_request_ids(body, len(prompts)))
+    ]
+    return TurnPlan(calls, _field_names(body.prompt_field))
+
+
+def _prompts(body: GenerateBody, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
+    given = body.text if body.text is not None else body.input_ids
+    assert given is not None
+    many: Sequence[Any] = given if body.batched else [given]
+    prompts: list[TextPrompt | TokenPrompt] = []
+    for index, prompt in enumerate(many):
+        if isinstance(prompt, str):
+            prompts.append(TextPrompt(prompt))
+            continue
+        check_token_ids(prompt, model, f"input_ids[{index}]" if body.batched else "input_ids")
+        prompts.append(TokenPrompt(tuple(prompt)))
+    return prompts
+
+
+def _request_ids(body: GenerateBody, num_prompts: int) -> list[str]:
+    """One for each call: those of the client for its prompts, numbered where a prompt has several choices."""
+    count = body.sampling.n
+    rids = body.rid
+    if isinstance(rids, list):
+        if len(rids) != num_prompts or len(set(rids)) != len(rids):
+            raise refusal(f"rid: give {num_prompts} different ids, one for each prompt.", "rid")
+    else:
+        rid = rids or new_id("")
+        rids = [rid] if num_prompts == 1 else [f"{rid}_{index}" for index in range(num_prompts)]
+    return rids if count == 1 else [f"{rid}_{choice}" for rid in rids for choice in range(count)]
+
+
+def _session(body: GenerateBody, idempotency_key: str | None) -> SessionTurn | None:
+    params = body.session_params
+    if params is None:
+        return None
+    return SessionTurn(
+        params.id, rewind_to=params.offset or None, idempotency_key=idempotency_key, create=False
+    )
+
+
+def _logprobs(body: GenerateBody) -> LogprobParams | None:
+    if not body.return_logprob:
+        return None
+    start = body.logprob_start_len
+    return LogprobParams(
+        output=True, top=body.top_logprobs_num or 0, input_start=None if start is None or start < 0 else start
+    )
+
+
+def _field_names(prompt_field: str) -> dict[str, str]:
+    """What this protocol calls the fields that the service names in its errors."""
+    sampling = {name: f"sampling_params.{name}" for name in SamplingParams.__dataclass_fields__}
+    return {
+        **sampling,
+        "prompt": prompt_field,
+        "input_ids": prompt_field,
+        "stop": "sampling_params.stop",
+        "json_schema": "sampling_params.json_schema",
+        "regex": "sampling_params.regex",
+        "offset": "session_params.offset",
+        "session_id": "session_params.id",
+        "idempotency_key": "idempotency-key",
+    }
+
+
+def _reply(body: GenerateBody, call: TurnCall, result: TurnResult, index: int | None) -> GenerateReply:
+    finish = result.finish
+    meta = MetaInfo(
+        id=call.request_id,
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=result.completion_tokens,
+        cached_tokens=result.cached_tokens,
+        finish_reason=None if finish is None else _finish_reason(finish, result.completion_tokens),
+        e2e_latency=result.elapsed_s,
+        replayed=result.replayed,
+        **_draft_fields(result),
+        **(_logprob_fields(body, result) if body.return_logprob else {}),
+    )
+    return GenerateReply(text=result.text, output_ids=result.token_ids, meta_info=meta, index=index)
+
+
+def _finish_reason(finish: TurnFinish, completion_tokens: int) -> dict[str, Any]:
+    match finish.reason:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": completion_tokens}
+        case _:
+            return {"type": finish.reason, "message": finish.message or "Aborted"}
+
+
+def _draft_fields(result: TurnResult) -> dict[str, Any]:
+    if not result.draft_tokens:
+        return {}
+    return {
+        "spec_accept_token_num": result.accepted_draft_tokens,
+        "spec_draft_token_num": result.draft_tokens,
+        "spec_accept_rate": result.accepted_draft_tokens / result.draft_tokens,
+    }
+
+
+def _logprob_fields(body: GenerateBody, result: TurnResult) -> dict[str, Any]:
+    with_text = bool(body.return_text_in_logprobs)
+    fields = {
+        "output_token_logprobs": _entries(result.logprobs, with_text),
+        "input_token_logprobs": _entries(result.input_logprobs, with_text),
+    }
+    if body.top_logprobs_num:
+        fields["output_top_logprobs"] = _top_entries(result.logprobs, with_text)
+        fields["input_top_logprobs"] = _top_entries(result.input_logprobs, with_text)
+    return fields
+
+
+def _entries(logprobs: Iterable[TextLogprob], with_text: bool) -> list[LogprobEntry]:
+    return [(e.token.logprob, e.token.token_id, shown(e.text) if with_text else None) for e in logprobs]
+
+
+def _top_entries(logprobs: Iterable[TextLogprob], with_text: bool) -> list[Any]:
+    return [
+        [
+            (logprob, token_id, shown(text) if with_text else None)
+            for (token_id, logprob), text in zip(entry.token.top, entry.top_texts, strict=True)
+        ]
+        or None
+        for entry in logprobs
+    ]
+
+
+class GenerateEncoder:
+    """Writes the events of one request: each tells the whole text and all token ids so far."""
+
+    def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool) -> None:
+        self._body = body
+        self._calls = plan.calls
+        self._numbered = numbered
+        self._results = [TurnResult() for _ in plan.calls]
+
+    def chunk(self, index: int, event: TurnEvent) -> str:
+        result = self._results[index]
+        result.add(event)
+        number = index if self._numbered else None
+        return _reply(self._body, self._calls[index], result, number).model_dump_json()
+
+    def closing(self) -> Iterable[str]:
+        return ()
+
+    def error(self, info: ErrorInfo) -> dict[str, Any]:
+        return session_error(info)

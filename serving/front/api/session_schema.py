@@ -1,0 +1,257 @@
+"""Bodies of the session protocol, named as SGLang names them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic_core import from_json
+
+from engine.api import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from serving.front.api.errors import refusal
+from serving.front.api.fields import (
+    MAX_CALLS,
+    AdditivePenalty,
+    CountOrZero,
+    JsonSchema,
+    LogitBias,
+    MinP,
+    Name,
+    NonEmptyText,
+    NumChoices,
+    Regex,
+    RepetitionPenalty,
+    Seed,
+    StopStrings,
+    StopTokenIds,
+    Temperature,
+    TokenIds,
+    TopK,
+    TopLogprobs,
+    TopP,
+    check_token_ids,
+    checked_bias,
+    engine_temperature,
+    engine_top_k,
+    schema_constraint,
+)
+from serving.front.api.openai_replies import Reply
+from serving.front.api.strict_json import NotSupported, StrictBody
+from serving.wire.turns import ModelInfo, OutputConstraint
+
+
+def _schema_kind(value: Any) -> str:
+    return "<schema>" if isinstance(value, dict) else "<text>"
+
+
+SchemaOrText = Annotated[
+    Annotated[JsonSchema, Tag("<schema>")] | Annotated[str, Tag("<text>")], Discriminator(_schema_kind)
+]
+
+
+class SamplingBody(StrictBody):
+    """`max_new_tokens` null means: as many as the context allows."""
+
+    max_new_tokens: CountOrZero | None = DEFAULT_MAX_NEW_TOKENS
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    min_p: MinP = 0.0
+    stop: StopStrings | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    frequency_penalty: AdditivePenalty = 0.0
+    presence_penalty: AdditivePenalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    sampling_seed: Seed | None = None
+    n: NumChoices = 1
+    json_schema: SchemaOrText | None = None
+    regex: Regex | None = None
+
+    custom_params: NotSupported = None
+    ebnf: NotSupported = None
+    min_new_tokens: NotSupported = None
+    spaces_between_special_tokens: Literal[True, None] = None
+    stop_regex: NotSupported = None
+    structural_tag: NotSupported = None
+
+    @property
+    def seed_given(self) -> int | None:
+        return self.seed if self.sampling_seed is None else self.sampling_seed
+
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        """The engine's parameters; the seed and the token limit travel beside them."""
+        stop_ids = self.stop_token_ids or []
+        check_token_ids(stop_ids, model, "sampling_params.stop_token_ids")
+        return SamplingParams(
+            temperature=engine_temperature(self.temperature),
+            top_p=self.top_p,
+            top_k=engine_top_k(self.top_k),
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=checked_bias(self.logit_bias, model, "sampling_params.logit_bias"),
+            stop_token_ids=frozenset(stop_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+    def constraint(self) -> OutputConstraint | None:
+        """What the output is held to."""
+        if self.json_schema is None:
+            return None if self.regex is None else OutputConstraint("regex", self.regex)
+        param = "sampling_params.json_schema"
+        if self.regex is not None:
+            raise refusal("sampling_params.regex: give either json_schema or regex.", "sampling_params.regex")
+        schema = self.json_schema
+        if isinstance(schema, str):
+            try:
+                schema = from_json(schema, allow_inf_nan=False)
+            except ValueError as error:
+                raise refusal(f"{param}: not valid JSON: {error}", param) from error
+        if not isinstance(schema, dict):
+            raise refusal(f"{param}: a schema is a JSON object.", param)
+        return schema_constraint(schema, param)
+
+
+class SessionParams(StrictBody):
+    """Which session, and from where. Sessions are append-only but for `offset`: it keeps that many committed tokens.
+
+    As with SGLang an offset of 0 appends, and `rid` is taken and not needed.
+    """
+
+    id: Name
+    rid: str | None = None
+    offset: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    replace: Annotated[NotSupported, Field(description="Sessions are append-only.")] = None
+    drop_previous_output: Annotated[NotSupported, Field(description="Sessions are append-only.")] = None
+
+
+def _text_kind(value: Any) -> str:
+    return "<many>" if isinstance(value, list) else "<one>"
+
+
+def _ids_kind(value: Any) -> str:
+    return "<many>" if isinstance(value, list) and value and isinstance(value[0], list) else "<one>"
+
+
+Texts = Annotated[
+    Annotated[NonEmptyText, Tag("<one>")]
+    | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CALLS), Tag("<many>")],
+    Discriminator(_text_kind),
+]
+InputIds = Annotated[
+    Annotated[TokenIds, Tag("<one>")] | Annotated[list[TokenIds], Field(max_length=MAX_CALLS), Tag("<many>")],
+    Discriminator(_ids_kind),
+]
+RequestIds = Annotated[
+    Annotated[Name, Tag("<one>")] | Annotated[list[Name], Tag("<many>")], Discriminator(_text_kind)
+]
+
+
+class GenerateBody(StrictBody):
+    """One prompt or a batch of them, as `text` or `input_ids`."""
+
+    text: Texts | None = None
+    input_ids: Annotated[InputIds | None, Field(validate_default=True)] = None
+    sampling_params: SamplingBody | None = None
+    stream: bool | None = None
+    rid: RequestIds | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_logprobs_num: TopLogprobs | None = None
+    return_text_in_logprobs: bool | None = None
+    session_params: SessionParams | None = None
+    log_metrics: bool | None = Field(None, description="Taken, and without effect.")
+
+    audio_data: NotSupported = None
+    background: NotSupported = None
+    custom_logit_processor: NotSupported = None
+    image_data: NotSupported = None
+    input_embeds: NotSupported = None
+    lora_path: NotSupported = None
+    modalities: NotSupported = None
+    priority: NotSupported = None
+    return_hidden_states: NotSupported = None
+    token_ids_logprob: NotSupported = None
+    video_data: NotSupported = None
+
+    @field_validator("input_ids")
+    @classmethod
+    def _one_input(cls, input_ids: Any, info: ValidationInfo) -> Any:
+        """A text that is wrong itself is told first."""
+        if (info.data.get("text") is None) == (input_ids is None):
+            raise ValueError("Give either text or input_ids.")
+        return input_ids
+
+    @property
+    def prompt_field(self) -> str:
+        return "text" if self.text is not None else "input_ids"
+
+    @property
+    def batched(self) -> bool:
+        """True if the reply is a list: several prompts, or one in a list."""
+        given = self.text if self.text is not None else self.input_ids
+        return isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+
+    @property
+    def sampling(self) -> SamplingBody:
+        return self.sampling_params or SamplingBody()
+
+
+class OpenSessionBody(StrictBody):
+    """`capacity_of_str_len` (characters) is a hint; sessions may take what memory allows. `timeout`: idle seconds."""
+
+    capacity_of_str_len: CountOrZero
+    session_id: Name | None = None
+    streaming: bool | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+
+class CloseSessionBody(StrictBody):
+    session_id: Name
+
+
+class AbortBody(StrictBody):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+def _empty(value: Any) -> bool:
+    return not value
+
+
+LogprobEntry = tuple[float | None, int, str | None]
+
+
+class MetaInfo(Reply):
+    """`e2e_latency` in seconds; token counts as the protocol defines them.
+
+    The `spec_` fields are there if tokens were proposed ahead of the model; the rate is accepted by proposed.
+    """
+
+    id: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish_reason: dict[str, Any] | None
+    e2e_latency: float
+    output_token_logprobs: list[LogprobEntry] | None = Field(None, exclude_if=lambda v: v is None)
+    input_token_logprobs: list[LogprobEntry] | None = Field(None, exclude_if=lambda v: v is None)
+    output_top_logprobs: list[list[LogprobEntry] | None] | None = Field(None, exclude_if=lambda v: v is None)
+    input_top_logprobs: list[list[LogprobEntry] | None] | None = Field(None, exclude_if=lambda v: v is None)
+    spec_accept_token_num: int | None = Field(None, exclude_if=lambda v: v is None)
+    spec_draft_token_num: int | None = Field(None, exclude_if=lambda v: v is None)
+    spec_accept_rate: float | None = Field(None, exclude_if=lambda v: v is None)
+    replayed: bool = Field(False, exclude_if=_empty)
+
+
+class GenerateReply(Reply):
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | None = Field(None, exclude_if=lambda v: v is None)

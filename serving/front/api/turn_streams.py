@@ -1,0 +1,173 @@
+"""Runs the turns of one HTTP request: alone or side by side, streamed or collected, and only while someone listens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from serving.front.api.errors import ClientGone
+from serving.wire.turns import (
+    ErrorInfo,
+    ServiceError,
+    TextLogprob,
+    TurnCall,
+    TurnEvent,
+    TurnFinish,
+    TurnService,
+)
+
+T = TypeVar("T")
+IndexedEvent = tuple[int, TurnEvent]
+_MAX_QUEUED_EVENTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """The calls of one request, and what the protocol calls the fields that the service names in errors."""
+
+    calls: Sequence[TurnCall]
+    field_names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TurnResult:
+    """A whole turn. Token counts are those of its last event; `elapsed_s` counts from its submission."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    input_logprobs: list[TextLogprob] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    finish: TurnFinish | None = None
+    turn_index: int | None = None
+    replayed: bool = False
+    started_s: float = field(default_factory=time.perf_counter)
+    elapsed_s: float = 0.0
+
+    def add(self, event: TurnEvent) -> None:
+        """Takes in the next event."""
+        self.text += event.text
+        self.token_ids.extend(event.token_ids)
+        self.logprobs.extend(event.logprobs)
+        self.input_logprobs.extend(event.input_logprobs)
+        self.prompt_tokens = event.prompt_tokens
+        self.cached_tokens = event.cached_tokens
+        self.completion_tokens = event.completion_tokens
+        self.draft_tokens = event.draft_tokens
+        self.accepted_draft_tokens = event.accepted_draft_tokens
+        self.finish = event.finish
+        self.turn_index = event.turn_index
+        self.replayed = event.replayed
+        self.elapsed_s = time.perf_counter() - self.started_s
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, but cancels it, waits for it to clean up and raises ClientGone when the client leaves.
+
+    Call it once the request's body is read: it owns `receive` from then on.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _stop((task, watch))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stop(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels, and waits until the contexts that the tasks hold are left."""
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def open_turns(service: TurnService, plan: TurnPlan) -> AsyncIterator[AsyncIterator[IndexedEvent]]:
+    """Runs the plan's calls at once and gives their events, numbered by call, until each has finished.
+
+    A turn that fails raises its ServiceError and ends the others. Leaving the context aborts what still runs.
+    """
+    with _fields_renamed(plan.field_names):
+        if len(plan.calls) == 1:
+            async with service.run(plan.calls[0]) as events:
+                yield _until_finished(events)
+            return
+        queue: asyncio.Queue[IndexedEvent | Exception] = asyncio.Queue(_MAX_QUEUED_EVENTS)
+        feeders = [
+            asyncio.create_task(_feed(service, index, call, queue)) for index, call in enumerate(plan.calls)
+        ]
+        try:
+            yield _merged(queue, len(plan.calls))
+        finally:
+            await _stop(feeders)
+
+
+async def collect(service: TurnService, plan: TurnPlan) -> list[TurnResult]:
+    """The whole turns, in the order of the plan's calls."""
+    results = [TurnResult() for _ in plan.calls]
+    async with open_turns(service, plan) as events:
+        async for index, event in events:
+            results[index].add(event)
+    return results
+
+
+@contextmanager
+def _fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except ServiceError as error:
+        param = error.info.param
+        raise ServiceError(replace(error.info, param=names.get(param or "", param))) from error
+
+
+async def _until_finished(events: AsyncIterator[TurnEvent]) -> AsyncIterator[IndexedEvent]:
+    async for event in events:
+        if event.error is not None:
+            raise ServiceError(event.error)
+        yield 0, event
+        if event.finish is not None:
+            return
+    raise ServiceError(ErrorInfo(500, "turn_broken_off", "The turn ended without a result."))
+
+
+async def _feed(
+    service: TurnService, index: int, call: TurnCall, queue: asyncio.Queue[IndexedEvent | Exception]
+) -> None:
+    try:
+        async with service.run(call) as events:
+            async for _, event in _until_finished(events):
+                await queue.put((index, event))
+    except Exception as error:  # handed to the one who reads the queue
+        await queue.put(error)
+
+
+async def _merged(
+    queue: asyncio.Queue[IndexedEvent | Exception], num_calls: int
+) -> AsyncIterator[IndexedEvent]:
+    running = num_calls
+    while running:
+        item = await queue.get()
+        if isinstance(item, Exception):
+            raise item
+        if item[1].finish is not None:
+            running -= 1
+        yield item

@@ -1,0 +1,229 @@
+"""The cluster as the protocols see it (TurnService): finds a session's owner, pins the call there, and fails over.
+
+Ownership is the controller's; this end only remembers it. A call is repeated under one idempotency key, so that a turn
+that did commit is answered, not run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+from typing import Any
+
+from controllers.errors import ControllerError, NoReplica, SessionNotFound
+from controllers.records import ForkOrder, LedgerEntry
+from serving.front.ownership_cache import Owner
+from serving.front.replica_calls import ReplicaCalls
+from serving.front.siblings import Siblings
+from serving.front.turn_dispatch import NEWCOMER_GRACE_S, RETRY_PAUSE_S, TurnDispatcher
+from serving.watch.audit_reply import cluster_audit
+from serving.watch.metrics import IngressMetrics, merge_expositions, render_gauges
+from serving.wire.controller_calls import ControllerCalls
+from serving.wire.errors import STALE_EPOCH, error_info, unavailable
+from serving.wire.routing_errors import ReplicaGone
+from serving.wire.turns import (
+    ErrorInfo,
+    ForkedSession,
+    ModelInfo,
+    ServiceError,
+    SessionInfo,
+    TurnCall,
+    TurnEvent,
+)
+
+OWNERSHIP_METRICS = MappingProxyType(
+    {
+        "transfers_total": "kedge_ownership_transfers_total",
+        "rebalanced_total": "kedge_ownership_rebalanced_total",
+    }
+)
+FIGURES_TIMEOUT_S = 3.0
+"""For figures and the health check: those who ask wait no longer than some seconds for all of them."""
+
+
+class ClusterClient:
+    """Implements TurnService (serving/wire/turns.py). One per ingress process; used on its event loop.
+
+    A replica that has made itself known to the controller is given `newcomer_grace_s` to appear here, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        replicas: ReplicaCalls,
+        siblings: Siblings,
+        controller: ControllerCalls,
+        dispatcher: TurnDispatcher,
+        metrics: IngressMetrics,
+        settings: dict[str, Any],
+        newcomer_grace_s: float = NEWCOMER_GRACE_S,
+    ) -> None:
+        self._model = model
+        self._replicas = replicas
+        self._siblings = siblings
+        self._controller = controller
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._settings = settings
+        self._newcomer_grace_s = newcomer_grace_s
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @asynccontextmanager
+    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        async with self._dispatcher.dispatch(call) as events:
+            yield events
+
+    async def open_session(
+        self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
+    ) -> str:
+        return await self._dispatcher.open_session(session_id, tenant, timeout_s, capacity_tokens)
+
+    async def fork_session(
+        self,
+        session_id: str,
+        new_session_id: str | None,
+        *,
+        length: int | None,
+        timeout_s: float | None,
+        tenant: str,
+    ) -> ForkedSession:
+        order = ForkOrder(new_session_id or uuid.uuid4().hex, uuid.uuid4().hex, length, timeout_s)
+        answer = await self._dispatcher.ask_owner(session_id, tenant, "fork_session", order)
+        assert isinstance(answer, ForkedSession)
+        return answer
+
+    async def close_session(self, session_id: str, *, tenant: str) -> bool:
+        try:
+            return await self._close(session_id, tenant)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
+        if not all_requests and request_id is None:
+            return
+        named = None if all_requests else request_id
+        # A turn that no replica has is its ingress's, and so is one on its way to a replica: first these.
+        self._dispatcher.abort(named, tenant)
+        await self._siblings.ask("abort", named, tenant)
+        await self._replicas.broadcast("abort", named, tenant)
+
+    async def flush(self) -> bool:
+        answers = await self._replicas.broadcast("flush")
+        if not answers:
+            raise ServiceError(unavailable("no replica answers"))
+        return all(answers)
+
+    async def sessions(self) -> list[SessionInfo]:
+        try:
+            entries = await self._controller.sessions()
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+        now_s = time.time()
+        return [_session_info(entry, now_s) for entry in entries]
+
+    async def audit(self) -> dict[str, Any]:
+        expected: set[str] = set()
+        trouble = None
+        try:
+            expected = {status.replica_id for status in await self._controller.replicas()}
+        except ControllerError as error:
+            trouble = f"who should have answered is not known: {error.message}"
+        names = expected.union(await self._replicas.running())
+        answers = await asyncio.gather(*map(self._audit_of, names))
+        return cluster_audit([answer for answer in answers if answer is not None], expected, trouble)
+
+    async def server_info(self) -> dict[str, Any]:
+        return {
+            "settings": self._settings,
+            "replicas": await self._replicas.broadcast("describe", timeout_s=FIGURES_TIMEOUT_S),
+            "controller": await self._controller_stats(),
+        }
+
+    async def metrics_text(self) -> str:
+        replicas, ingresses, stats = await asyncio.gather(
+            self._replicas.broadcast("metrics_text", timeout_s=FIGURES_TIMEOUT_S),
+            self._siblings.ask("metrics_text"),
+            self._controller_stats(),
+        )
+        figures = [
+            (_metric_name(name), f"Cluster controller: {name.replace('_', ' ')}.", value)
+            for name, value in stats.items()
+        ]
+        # An ingress that runs shows at least its own.
+        by_ingress = dict(ingresses) | {self._metrics.ingress_id: self._metrics.render()}
+        return merge_expositions([*replicas, render_gauges(figures), *by_ingress.values()])
+
+    async def healthy(self) -> bool:
+        return await self._replicas.any_answers(FIGURES_TIMEOUT_S)
+
+    async def _audit_of(self, replica_id: str) -> dict[str, Any] | None:
+        """None if it does not answer in time, or is still unknown here once newcomers are known."""
+        deadline_s = time.monotonic() + self._newcomer_grace_s
+        while True:
+            try:
+                answer: dict[str, Any] = await self._replicas.call(replica_id, "audit")
+            except ReplicaGone:
+                if time.monotonic() + RETRY_PAUSE_S > deadline_s:
+                    return None
+                await asyncio.sleep(RETRY_PAUSE_S)
+            else:
+                return answer
+
+    async def _controller_stats(self) -> dict[str, float]:
+        try:
+            async with asyncio.timeout(FIGURES_TIMEOUT_S):
+                return await self._controller.stats()
+        except (ControllerError, TimeoutError):
+            return {}
+
+    async def _close(self, session_id: str, tenant: str) -> bool:
+        """The owner closes, so that nothing of the session outlives it there and its turn comes to its end; without an
+        owner, the controller."""
+        try:
+            remembered = await self._dispatcher.owner_of(session_id, tenant)
+            if await self._close_at(remembered, session_id, tenant):
+                return True
+            owner = await self._dispatcher.owner_of(session_id, tenant)
+            if owner != remembered and await self._close_at(owner, session_id, tenant):
+                return True
+        except SessionNotFound:
+            return False
+        except (NoReplica, ReplicaGone):
+            pass
+        finally:
+            self._dispatcher.forget(session_id, tenant)
+        return await self._controller.close_session(session_id, tenant)
+
+    async def _close_at(self, owner: Owner, session_id: str, tenant: str) -> bool:
+        """False if it does not hold the session, or does not own it any more."""
+        self._dispatcher.forget(session_id, tenant)
+        answer = await self._replicas.call(owner.replica_id, "close_session", session_id)
+        if isinstance(answer, ErrorInfo) and answer.code != STALE_EPOCH:
+            raise ServiceError(answer)
+        return answer is True
+
+
+def _session_info(entry: LedgerEntry, now_s: float) -> SessionInfo:
+    return SessionInfo(
+        session_id=entry.session_id,
+        replica_id=entry.replica_id,
+        epoch=entry.epoch,
+        tokens=entry.tokens,
+        size_bytes=entry.size_bytes,
+        turns=entry.turns,
+        idle_s=0.0 if entry.in_turn else max(0.0, now_s - entry.last_used_s),
+        in_turn=entry.in_turn,
+        tenant=entry.tenant,
+    )
+
+
+def _metric_name(figure: str) -> str:
+    return OWNERSHIP_METRICS.get(figure, f"kedge_controller_{figure}")

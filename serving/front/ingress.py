@@ -1,0 +1,98 @@
+"""The HTTP front end as a Ray Serve deployment: any number of them, each with its clients' turns and its own counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serving.background import BackgroundTasks
+from serving.front.api.access import keys_in
+from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
+from serving.front.http import create_http_app
+from serving.front.ownership_cache import OwnershipCache
+from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
+from serving.front.siblings import Siblings
+from serving.front.turn_dispatch import TurnDispatcher
+from serving.settings.config import AppArgs
+from serving.watch.metrics import IngressMetrics
+from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
+from serving.wire.routing_errors import ReplicaGone
+from serving.wire.turns import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+SILENCE_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 900.0
+EXPIRE_INTERVAL_S = 15.0
+CACHED_OWNERS = 100_000
+
+
+class Ingress:
+    """Wires the HTTP application to the cluster. Ready once a replica has answered."""
+
+    async def __init__(self, args: AppArgs, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
+        self._tasks = BackgroundTasks()
+        controller = connect_controller(args)
+        calls = self._replicas = ReplicaCalls(
+            replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
+        )
+        itself = serve.get_replica_context()
+        metrics = self._metrics = IngressMetrics(itself.replica_id.unique_id)
+        dispatcher = self._dispatcher = TurnDispatcher(
+            calls,
+            controller,
+            OwnershipCache(CACHED_OWNERS),
+            metrics,
+            failover_timeout_s=args.ingress.failover_timeout_s,
+        )
+        self._service = ClusterClient(
+            model=await _model_info(calls),
+            replicas=calls,
+            siblings=Siblings(serve.get_deployment_handle(itself.deployment), FIGURES_TIMEOUT_S),
+            controller=controller,
+            dispatcher=dispatcher,
+            metrics=metrics,
+            settings=args.model_dump(mode="json"),
+        )
+
+        async def expire_idle() -> None:
+            await controller.expire_idle()
+
+        # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
+        self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
+
+    async def abort(self, request_id: str | None, tenant: str) -> None:
+        """Of turns whose clients are here, see TurnDispatcher.abort."""
+        self._dispatcher.abort(request_id, tenant)
+
+    async def metrics_text(self) -> tuple[str, str]:
+        """This ingress's id and what it has counted."""
+        return self._metrics.ingress_id, self._metrics.render()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app: FastAPI = create_http_app(lambda: self._service, api_keys=keys_in(os.environ))
+        return app
+
+    async def __del__(self) -> None:
+        await self._tasks.stop(timeout_s=1.0)
+        await self._replicas.stop()
+
+
+async def _model_info(calls: ReplicaCalls) -> ModelInfo:
+    """Asks until a replica answers: models may take minutes to load."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            try:
+                answer = await calls.call(ANY_REPLICA, "model_info")
+            except ReplicaGone:
+                logger.info("waiting for a replica")
+                await asyncio.sleep(0.5)
+            else:
+                assert isinstance(answer, ModelInfo)
+                return answer

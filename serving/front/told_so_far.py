@@ -1,0 +1,83 @@
+"""What a client has been told of its turn: another replica can go on behind it, and nothing is told twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from serving.wire.turn_events import end_behind
+from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
+
+
+class ToldSoFar:
+    """Owned by whoever passes a turn's events on. Each attempt at the turn tells it from its beginning."""
+
+    def __init__(self) -> None:
+        self._text_len = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[TextLogprob] = []
+        self._input_logprobs: list[TextLogprob] = []
+        self._turn_index: int | None = None
+        self._replayed: bool | None = None
+        """None until something has been told."""
+        self._again: dict[str, int] = {}
+        """How much this attempt will still tell once more, by the field of TurnEvent that tells it."""
+        self._last = TurnEvent()
+
+    def news(self, event: TurnEvent) -> TurnEvent | None:
+        """What of the attempt's next event the client has not been told; None if that is nothing."""
+        if self._again:
+            event = self._cut(event)
+            if not _says_something(event):
+                return None
+        if self._replayed is None:
+            self._replayed = event.replayed
+        elif event.replayed and not self._replayed:
+            # The log may answer what a lost replica ran for this very call: nobody asked twice.
+            event = replace(event, replayed=False)
+        self._text_len += len(event.text)
+        self._token_ids += event.token_ids
+        self._logprobs += event.logprobs
+        self._input_logprobs += event.input_logprobs
+        if event.turn_index is not None:
+            self._turn_index = event.turn_index
+        self._last = event
+        return event
+
+    def aborted(self) -> TurnEvent:
+        """The end of a turn that was aborted while nobody had it: the totals are those told last."""
+        return end_behind(self._last, TurnFinish("abort"))
+
+    def begin_again(self) -> ResumedTurn:
+        """Another attempt follows, at a replica that is handed this.
+
+        Log-probabilities may travel ahead of their tokens: then they name tokens that are as good as told. Without
+        any token the attempt begins anew, and computes those of the input once more.
+        """
+        self._again = {
+            "text": self._text_len,
+            "token_ids": len(self._token_ids),
+            "logprobs": len(self._logprobs),
+            "input_logprobs": len(self._input_logprobs),
+        }
+        ahead = self._logprobs[len(self._token_ids) :]
+        token_ids = (*self._token_ids, *(entry.token.token_id for entry in ahead))
+        return ResumedTurn(
+            token_ids=token_ids,
+            logprobs=tuple(self._logprobs),
+            input_logprobs=tuple(self._input_logprobs) if token_ids else (),
+            turn_index=self._turn_index,
+        )
+
+    def _cut(self, event: TurnEvent) -> TurnEvent:
+        news: dict[str, Any] = {}
+        for part, known in self._again.items():
+            whole = getattr(event, part)
+            news[part] = whole[known:]
+            self._again[part] = max(0, known - len(whole))
+        return replace(event, **news)
+
+
+def _says_something(event: TurnEvent) -> bool:
+    parts = (event.text, event.token_ids, event.logprobs, event.input_logprobs, event.finish, event.error)
+    return any(map(bool, parts))

@@ -1,0 +1,335 @@
+"""Gets a call to the replica that owns its session, and to the next one when that is lost, also in mid-stream.
+
+An attempt that the client has heard nothing of is repeated. Behind one that it has heard of the next goes on with the
+very tokens that were told, so that nobody has to hope that two replicas round alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from controllers.errors import ControllerError, NoReplica
+from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
+from serving.front.ownership_cache import Owner, OwnershipCache
+from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
+from serving.watch.metrics import IngressMetrics
+from serving.wire.controller_calls import ControllerCalls
+from serving.wire.errors import (
+    REPLICA_LOST,
+    SESSION_MOVED,
+    SESSION_NOT_FOUND,
+    STALE_EPOCH,
+    error_info,
+    unavailable,
+)
+from serving.wire.routing_errors import ReplicaGone
+from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 0.05
+NEWCOMER_GRACE_S = 5.0
+"""A replica makes itself known to the controller a moment before this ingress's router hears of it."""
+GONE = unavailable("the session's replica is gone and no other could take over in time")
+LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
+BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
+MOST_TAKEOVERS = 3
+"""Replicas that one turn may lose in mid-stream and go on: it may be what kills them."""
+RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, "engine_stopped"})
+LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
+"""A replica that had the session says so: the first time nothing is wrong but who was asked."""
+RETRIED_AFTER_FAILURE = frozenset({"turn_in_flight", SESSION_NOT_FOUND})
+CLIENTS_FAULTS = frozenset({400, 413})
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A call at a replica that has begun to answer it."""
+
+    replica_id: str
+    first: TurnEvent
+    rest: AsyncIterator[TurnEvent]
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        yield self.first
+        async for event in self.rest:
+            yield event
+
+
+class TurnDispatcher:
+    """`failover_timeout_s` bounds how long a call looks for a replica that takes it."""
+
+    def __init__(
+        self,
+        replicas: ReplicaCalls,
+        controller: ControllerCalls,
+        owners: OwnershipCache,
+        metrics: IngressMetrics,
+        *,
+        failover_timeout_s: float,
+    ) -> None:
+        self._replicas = replicas
+        self._controller = controller
+        self._owners = owners
+        self._metrics = metrics
+        self._failover_timeout_s = failover_timeout_s
+        self._seen: set[str] = set()
+        self._missing_since_s: dict[str, float] = {}
+        self._turns: set[DispatchedTurn] = set()
+
+    @asynccontextmanager
+    async def dispatch(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        """The turn's events; the first is there. Raises ServiceError if the turn was refused."""
+        turn = DispatchedTurn(_with_key(call))
+        self._turns.add(turn)
+        try:
+            async with AsyncExitStack() as stack:
+                attempt = await self._start(turn, turn.call, stack)
+                async with aclosing(self._events(turn, attempt, stack)) as events:
+                    yield events
+        finally:
+            self._turns.remove(turn)
+
+    def abort(self, request_id: str | None, tenant: str) -> None:
+        """Aborts the tenant's turns of that name, or all of them, that no replica has. The replicas are to be told
+        afterwards: whoever answers a turn from now on is told again."""
+        for turn in self._turns:
+            if turn.call.named(request_id, tenant):
+                turn.abort()
+
+    async def open_session(
+        self, session_id: str | None, tenant: str, timeout_s: float | None, capacity_tokens: int | None
+    ) -> str:
+        """Registers and places a session, waiting for a replica if there is none yet. Raises ServiceError."""
+        open_key = uuid.uuid4().hex
+        deadline_s = time.monotonic() + self._failover_timeout_s
+        while True:
+            try:
+                assignment = await self._controller.open_session(
+                    session_id, tenant, timeout_s, capacity_tokens, open_key
+                )
+            except NoReplica as error:
+                await self._pause(deadline_s, error_info(error))
+            except ControllerError as error:
+                raise ServiceError(error_info(error)) from error
+            else:
+                owner = Owner(assignment.replica_id, assignment.epoch)
+                self._owners.put(tenant, assignment.session_id, owner)
+                return assignment.session_id
+
+    async def ask_owner(self, session_id: str, tenant: str, method: str, *args: Any) -> Any:
+        """`method(session_id, epoch, *args)` of the session's owner, wherever that is by then. Must bear repetition.
+
+        Raises ServiceError, also for the ErrorInfo that it answers with.
+        """
+        deadline_s = time.monotonic() + self._failover_timeout_s
+        failed = asked_anew = False
+        while True:
+            owner = await self._find(session_id, tenant, deadline_s, create=False)
+            try:
+                answer = await self._replicas.call(owner.replica_id, method, session_id, owner.epoch, *args)
+            except ReplicaGone:
+                answer = GONE
+                await self._lost(owner.replica_id)
+                failed = True
+            if not isinstance(answer, ErrorInfo):
+                self._saw(owner.replica_id)
+                return answer
+            self.forget(session_id, tenant)
+            if answer.code in LET_GO and not asked_anew:
+                asked_anew = True
+                continue
+            if not _retried(answer, failed):
+                raise ServiceError(answer)
+            self._metrics.failed_over()
+            await self._pause(deadline_s, answer)
+
+    async def owner_of(self, session_id: str, tenant: str = "", *, create: bool = False) -> Owner:
+        """From the cache or the controller. Raises ControllerError."""
+        owner = self._owners.get(tenant, session_id)
+        if owner is None:
+            self._metrics.looked_up()
+            assignment = await self._controller.resolve(session_id, create, tenant)
+            owner = Owner(assignment.replica_id, assignment.epoch)
+            self._owners.put(tenant, session_id, owner)
+        return owner
+
+    def forget(self, session_id: str, tenant: str = "") -> None:
+        self._owners.forget(tenant, session_id)
+
+    async def _start(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt | None:
+        """The first replica that answers `call`; None if the turn was aborted before. Raises ServiceError."""
+        try:
+            async with turn.search():
+                attempt = await self._find_taker(call, stack)
+        except TurnAborted:
+            return None
+        if turn.aborted:
+            # The abort may have been at the replica before the call was.
+            await self._replicas.broadcast("abort", call.request_id, call.tenant, timeout_s=ABORT_TIMEOUT_S)
+        return attempt
+
+    async def _find_taker(self, call: TurnCall, stack: AsyncExitStack) -> Attempt:
+        """Tries until a replica answers; `stack` then holds the stream. Raises ServiceError."""
+        deadline_s = time.monotonic() + self._failover_timeout_s
+        failed, asked_anew = call.resumed is not None, False
+        while True:
+            owner = await self._owner_for(call, deadline_s)
+            replica_id = ANY_REPLICA if owner is None else owner.replica_id
+            epoch = None if owner is None else owner.epoch
+            entered = AsyncExitStack()
+            try:
+                stream = await entered.enter_async_context(self._replicas.turn(replica_id, call, epoch))
+                first = await anext(stream)
+                refusal = first.error
+                if refusal is None:
+                    stack.push_async_exit(entered.pop_all())
+                    self._saw(replica_id)
+                    return Attempt(replica_id, first, stream)
+            except ReplicaGone:
+                refusal = GONE
+                await self._lost(replica_id)
+                failed = True
+            except StopAsyncIteration:
+                raise ServiceError(
+                    ErrorInfo(500, "internal_error", "the turn ended without an answer")
+                ) from None
+            finally:
+                await entered.aclose()
+            if refusal.code in LET_GO and call.session is not None and not asked_anew:
+                # The remembered owner let it go (moved, timed out, closed elsewhere): the controller has the last word.
+                self._owners.forget(call.tenant, call.session.session_id)
+                asked_anew = True
+                continue
+            if not _retried(refusal, failed, in_mid_stream=call.resumed is not None):
+                raise ServiceError(refusal)
+            if call.session is not None:
+                self._owners.forget(call.tenant, call.session.session_id)
+            self._metrics.failed_over()
+            await self._pause(deadline_s, refusal)
+
+    async def _owner_for(self, call: TurnCall, deadline_s: float) -> Owner | None:
+        """None for a call without a session."""
+        session = call.session
+        if session is None:
+            return None
+        return await self._find(session.session_id, call.tenant, deadline_s, create=session.create)
+
+    async def _find(self, session_id: str, tenant: str, deadline_s: float, *, create: bool) -> Owner:
+        """The session's owner; waits while no replica can take it."""
+        while True:
+            try:
+                return await self.owner_of(session_id, tenant, create=create)
+            except NoReplica as error:
+                await self._pause(deadline_s, error_info(error))
+            except ControllerError as error:
+                raise ServiceError(error_info(error)) from error
+
+    async def _events(
+        self, turn: DispatchedTurn, attempt: Attempt | None, stack: AsyncExitStack
+    ) -> AsyncGenerator[TurnEvent, None]:
+        """The whole turn, at however many replicas. `stack` holds the stream of the present one."""
+        for takeovers_left in range(MOST_TAKEOVERS, -1, -1):
+            if attempt is None:
+                yield turn.told.aborted()
+                return
+            failure = BROKEN_OFF
+            try:
+                async with aclosing(attempt.events()) as events:
+                    async for event in events:
+                        if event.error is not None and event.error.code in RETRIED_CODES:
+                            failure = event.error
+                            break
+                        news = turn.told.news(event)
+                        if news is not None:
+                            yield news
+                        if event.finish is not None or event.error is not None:
+                            return
+            except ReplicaGone:
+                failure = LOST
+                await self._lost(attempt.replica_id)
+            await stack.aclose()
+            if failure is BROKEN_OFF or not takeovers_left:
+                yield TurnEvent(error=failure)
+                return
+            try:
+                attempt = await self._take_over(turn, stack)
+            except ServiceError as error:
+                yield TurnEvent(error=error.info)
+                return
+
+    async def _take_over(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
+        """The turn goes on behind what the client knows; None if it was aborted. Raises ServiceError."""
+        self._metrics.failed_over()
+        call, session = turn.call, turn.call.session
+        if session is not None:
+            self.forget(session.session_id, call.tenant)
+            # Closed meanwhile, it is not to begin anew.
+            session = replace(session, create=False)
+        resumed = replace(call, session=session, resumed=turn.told.begin_again())
+        try:
+            attempt = await self._start(turn, resumed, stack)
+        except ServiceError as error:
+            # The call was good when it began: what is wrong with it now is nothing that its client could mend.
+            if error.info.status in CLIENTS_FAULTS:
+                logger.warning("request %s cannot go on elsewhere: %s", call.request_id, error.info.message)
+                raise ServiceError(LOST) from error
+            raise
+        if attempt is not None:
+            self._metrics.taken_over()
+        return attempt
+
+    def _saw(self, replica_id: str) -> None:
+        self._seen.add(replica_id)
+        self._missing_since_s.pop(replica_id, None)
+
+    async def _lost(self, replica_id: str) -> None:
+        """Tells the controller, so that the sessions move; a replica never seen is first given time to appear."""
+        if replica_id == ANY_REPLICA:
+            return
+        since_s = self._missing_since_s.setdefault(replica_id, time.monotonic())
+        if replica_id not in self._seen and time.monotonic() - since_s < NEWCOMER_GRACE_S:
+            return
+        self._seen.discard(replica_id)
+        self._missing_since_s.pop(replica_id, None)
+        self._owners.forget_replica(replica_id)
+        try:
+            count = await self._controller.report_lost(replica_id)
+        except asyncio.CancelledError:
+            self._seen.add(replica_id)  # who notices next tells
+            raise
+        except ControllerError as error:
+            self._seen.add(replica_id)
+            logger.warning("replica %s is lost; the controller was not told: %s", replica_id, error)
+        else:
+            logger.warning("replica %s is lost; %d sessions move when they are next used", replica_id, count)
+
+    async def _pause(self, deadline_s: float, reason: ErrorInfo) -> None:
+        if time.monotonic() + RETRY_PAUSE_S > deadline_s:
+            raise ServiceError(reason)
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+
+def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:
+    """After a failed attempt its remains may still be in the way; before, such refusals are the client's affair. Who
+    is in mid-stream waits for room, too."""
+    if refusal.code in RETRIED_CODES or refusal.code == "replica_unavailable":
+        return True
+    if in_mid_stream and refusal.code == "overloaded":
+        return True
+    return failed and refusal.code in RETRIED_AFTER_FAILURE
+
+
+def _with_key(call: TurnCall) -> TurnCall:
+    """A turn without an idempotency key gets one of its own: this very call may be repeated, no other."""
+    session = call.session
+    if session is None or session.idempotency_key is not None:
+        return call
+    return replace(call, session=replace(session, idempotency_key=f"call-{uuid.uuid4().hex}"))

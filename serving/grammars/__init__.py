@@ -1,0 +1,1 @@
+"""Constraints on what a model may say, and their compiler."""

@@ -1,0 +1,76 @@
+"""The process behind serving/grammars/grammar_trial.py: compiles what it is given, a line each, within its limits.
+
+Where the limits end it, the process dies: that is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.api import ConstraintFailed
+from serving.grammars.grammar_trial import CPU_S, MEMORY_BYTES, STACK_BYTES
+from serving.grammars.grammars import Grammars, reason_of
+from serving.wire.turns import OutputConstraint
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its input
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+def _serve() -> None:
+    head = json.loads(sys.stdin.readline())
+    grammars = Grammars(Tokenizer.from_str(head["tokenizer"]), head["vocab_size"])
+    _refusal(grammars, OutputConstraint("regex", "a"))
+    _bound_memory()
+    _say({"ready": True})
+    for line in sys.stdin:
+        _bound_time()
+        _say({"reason": _refusal(grammars, OutputConstraint(**json.loads(line)))})
+
+
+def _refusal(grammars: Grammars, constraint: OutputConstraint) -> str | None:
+    try:
+        grammars.begin(grammars.compile(constraint))
+    except (ValueError, ConstraintFailed) as error:
+        return reason_of(str(error))
+    except BaseException as error:  # a panic of llguidance's is no Exception
+        return f"the compiler failed: {reason_of(str(error))}"
+    return None
+
+
+def _bound_memory() -> None:
+    """Beyond what is taken now. Only Linux says how much that is."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _bound_time() -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + CPU_S, hard))
+
+
+def _say(answer: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""JSON schemas, regular expressions and function calls to grammars, and to constraints that the engine follows.
+
+llguidance reads the grammar and keeps the masks; here are its bounds, and what its errors mean to a client.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from engine.api import ConstraintFailed
+from serving.text.tool_calls.grammar import NOTHING_FORCED, calls_grammar
+from serving.wire.turns import OutputConstraint
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_REASON_CHARS = 200
+LIMITS = LLParserLimits(
+    max_lexer_states=30_000, max_grammar_size=200_000, initial_lexer_fuel=200_000, verbose_errors=False
+)
+"""A lexer state is about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at most."""
+JSON_OPTIONS: JsonCompileOptions = {
+    # A blank, or a line's end with the indent behind it: a small model would go on with blanks for ever.
+    "whitespace_pattern": r" |\n {0,32}",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""They come last, so that a schema cannot say otherwise."""
+EXACT_INTEGERS = 2**53
+
+
+class Grammars:
+    """Compiles, for as long as that takes, and keeps nothing but the vocabulary. Used on one thread.
+
+    `tokenizer` is None if the model has none; `vocab_size` is the model's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_mask_bytes = -(-vocab_size // 8)
+
+    def compile(self, constraint: OutputConstraint) -> LLMatcher:
+        """Raises ValueError, which says what is wrong."""
+        vocabulary, _ = self._vocabulary
+        match constraint.kind:
+            case "regex":
+                grammar = _unforced(LLMatcher.grammar_from_regex(constraint.source))
+            case "json_schema":
+                check_integers(constraint.source)
+                grammar = _unforced(
+                    LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
+                )
+            case "tool_calls":
+                check_integers(constraint.source)
+                grammar = LLMatcher.grammar_from_lark(
+                    calls_grammar(json.loads(constraint.source), self._special_ids(), JSON_OPTIONS)
+                )
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+    def begin(self, grammar: LLMatcher) -> GrammarConstraint:
+        """A constraint at its beginning. Raises ConstraintFailed."""
+        _, end_id = self._vocabulary
+        copy = GrammarConstraint(grammar.deep_copy(), end_id, self._num_mask_bytes)
+        copy.allowed()
+        return copy
+
+    @cached_property
+    def _vocabulary(self) -> tuple[LLTokenizer, int]:
+        """Also the token that llguidance takes for the end of output: one that is no text. No mask has it, since the
+        engine allows the model's own."""
+        if self._tokenizer is None:
+            raise ValueError("this model has no tokenizer")
+        end_id = min(self._special_ids().values(), default=0)
+        return LLTokenizer(self._tokenizer.to_str(), eos_token=end_id), end_id
+
+    def _special_ids(self) -> dict[str, int]:
+        assert self._tokenizer is not None
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
+
+
+class GrammarConstraint:
+    """A TokenConstraint."""
+
+    def __init__(self, matcher: LLMatcher, end_id: int, num_mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._end_id = end_id
+        self._num_mask_bytes = num_mask_bytes
+
+    @property
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def complete(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> bytes:
+        mask = bytearray(self._matcher.compute_bitmask())
+        self._check()
+        mask[self._end_id >> 3] &= ~(1 << (self._end_id & 7))
+        # The model may have more tokens than the tokenizer.
+        return bytes(mask[: self._num_mask_bytes]).ljust(self._num_mask_bytes, b"\0")
+
+    def accept(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintFailed(f"the output cannot be followed: {reason_of(self._matcher.get_error())}")
+
+
+def _unforced(grammar: str) -> str:
+    """What llguidance made of a regular expression or a schema, as a grammar that has this option."""
+    (made,) = json.loads(grammar)["grammars"]
+    rule = made["lark_grammar"] or f"start: %json {json.dumps(made['json_schema'], ensure_ascii=False)}"
+    return f"{NOTHING_FORCED}\n{rule}"
+
+
+def check_integers(source: str) -> None:
+    """llguidance reads integers as floats, and would hold the output to another number. Raises ValueError."""
+    try:
+        json.loads(source, parse_int=_exact)
+    except json.JSONDecodeError:
+        return  # the compiler says what is wrong
+    except RecursionError:
+        raise ValueError("the schema's recursion is too deep") from None
+
+
+def _exact(digits: str) -> int:
+    value = int(digits)
+    if abs(value) > EXACT_INTEGERS:
+        raise ValueError(f"{digits[:40]} is beyond 2**53")
+    return value
+
+
+def reason_of(problem: str) -> str:
+    """llguidance's message, without where in the grammar it is."""
+    problem = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", problem)
+    lines = [line.strip() for line in problem.splitlines()]
+    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (named or lines)[0][:MAX_REASON_CHARS]

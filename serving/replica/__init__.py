@@ -1,0 +1,1 @@
+"""The replica: its deployment, its turns and the sessions that it holds."""

@@ -1,0 +1,95 @@
+"""One turn in flight on a replica: what was asked, what has come, and the events that tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from controllers.session import Turn
+from engine.api import Finish, FinishReason, TokenDelta
+from serving.replica.mailbox import Inbox
+from serving.text.text import OutputText, TextProcessor
+from serving.watch.metrics import ReplicaMetrics
+from serving.wire.turn_events import end_behind, merge_events
+from serving.wire.turns import ResumedTurn, TurnCall, TurnEvent, TurnFinish
+
+NOTHING = ResumedTurn(())
+
+
+@dataclass(slots=True, eq=False)
+class LiveTurn:
+    """Owned by the coroutine that streams it. `request_id` is the engine's, unique on this replica.
+
+    `turn` is None outside a session. `finish` is set once the engine has sent its final delta; `settled` once the
+    turn has been committed or rolled back (or will be, by a task of its own). `resumed` is what the engine's first
+    delta tells again: no time is counted for it, and the log-probabilities in it are added to what is told.
+    """
+
+    call: TurnCall
+    request_id: str
+    turn: Turn | None
+    new_tokens: list[int]
+    inbox: Inbox
+    output: OutputText
+    started_s: float
+    output_tokens: list[int] = field(default_factory=list)
+    told: list[TurnEvent] = field(default_factory=list)
+    resumed: ResumedTurn = NOTHING
+    last_token_s: float | None = None
+    finish: Finish | None = None
+    settled: bool = False
+
+    def final_event(self) -> TurnEvent:
+        """The event that ends a turn which did not fail; totals are those of the last delta."""
+        assert self.finish is not None
+        last = self.told[-1] if self.told else TurnEvent(prompt_tokens=len(self.new_tokens))
+        finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
+        return end_behind(last, finish)
+
+
+class TurnTeller:
+    """Turns deltas into events, and counts what users feel."""
+
+    def __init__(self, text: TextProcessor, metrics: ReplicaMetrics, clock: Callable[[], float]) -> None:
+        self._text = text
+        self._metrics = metrics
+        self._clock = clock
+
+    def tell(self, live: LiveTurn, deltas: list[TokenDelta]) -> list[TurnEvent]:
+        """What all deltas that wait say, as one event if there is anything to say: under load an event costs more than
+        a token. Notes the finish, if it is there."""
+        if not deltas:
+            return []
+        self._time(live, sum(len(delta.token_ids) for delta in deltas) - len(live.resumed.token_ids))
+        *earlier, last = [self._event(live, delta) for delta in deltas]
+        event = merge_events(earlier, last) if earlier else last
+        live.told.append(event)
+        return [event] if event.token_ids or event.text or event.input_logprobs else []
+
+    def _event(self, live: LiveTurn, delta: TokenDelta) -> TurnEvent:
+        known, live.resumed = live.resumed, NOTHING
+        live.output_tokens.extend(delta.token_ids)
+        live.finish = delta.finish
+        failed = delta.finish is not None and delta.finish.reason is FinishReason.ERROR
+        return TurnEvent(
+            text="" if failed else live.output.push(delta.token_ids, delta.finish),
+            token_ids=delta.token_ids,
+            prompt_tokens=delta.prompt_tokens,
+            cached_tokens=delta.cached_tokens,
+            completion_tokens=delta.completion_tokens,
+            logprobs=known.logprobs + self._text.text_logprobs(delta.logprobs),
+            input_logprobs=known.input_logprobs + self._text.text_logprobs(delta.input_logprobs),
+            draft_tokens=delta.draft_tokens,
+            accepted_draft_tokens=delta.accepted_draft_tokens,
+            turn_index=None if live.turn is None else live.turn.turn_index,
+        )
+
+    def _time(self, live: LiveTurn, count: int) -> None:
+        if count <= 0:
+            return
+        now_s = self._clock()
+        if live.last_token_s is None:
+            self._metrics.first_token(now_s - live.started_s)
+        else:
+            self._metrics.next_tokens(count, now_s - live.last_token_s)
+        live.last_token_s = now_s

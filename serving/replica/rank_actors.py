@@ -1,0 +1,101 @@
+"""A replica over several GPUs: rank 0's engine in the replica's own actor, the other ranks in actors beside it.
+
+Ray places the processes, one in each bundle of the replica's placement group, and ends them with the replica. What the
+ranks tell each other at every step goes over their own sockets (engine/parallel/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util import get_current_placement_group, get_node_ip_address
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.api import DeltaSink, Engine
+from engine.build import build_parallel_engine
+from engine.build_rank import make_runner
+from engine.parallel.errors import RanksNotStarted
+from engine.parallel.follow import run_rank
+from engine.parallel.team import RankProcess
+from engine.parallel.ticket import Ticket
+from engine.settings import EngineSettings
+from serving.settings.config import AppArgs
+
+PLACEMENT_STRATEGY = "STRICT_PACK"
+"""Ranks exchange results twice a layer: on one node."""
+
+
+def placement_options(args: AppArgs) -> dict[str, Any]:
+    """Options of the replicas' deployment: a bundle for each rank, the replica itself in the first."""
+    if args.execution.tensor_parallel == 1:
+        return {}
+    demand = {"CPU": args.replicas.num_cpus, "GPU": args.replicas.num_gpus}
+    bundle = {name: amount for name, amount in demand.items() if amount}
+    return {
+        "placement_group_bundles": [dict(bundle) for _ in range(args.execution.tensor_parallel)],
+        "placement_group_strategy": PLACEMENT_STRATEGY,
+    }
+
+
+class ParallelEngineFactory:
+    """Builds a replica's engine, in the replica's actor. `num_cpus` and `num_gpus` are a rank's."""
+
+    def __init__(self, num_cpus: float, num_gpus: float) -> None:
+        self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
+
+    def __call__(self, settings: EngineSettings, sink: DeltaSink) -> Engine:
+        def start(tickets: Sequence[Ticket]) -> Sequence[RankProcess]:
+            return start_ranks(tickets, settings, self._num_cpus, self._num_gpus)
+
+        return build_parallel_engine(settings, sink, start, get_node_ip_address())
+
+
+class RankActor:
+    """The process of a rank. Its one call lasts as long as it serves."""
+
+    def run(self, ticket: Ticket, settings: EngineSettings) -> None:
+        run_rank(ticket, settings, make_runner)
+
+
+class ActorRank:
+    """A RankProcess."""
+
+    def __init__(self, actor: ActorHandle, run: Any) -> None:
+        self._actor = actor
+        self._run = run
+
+    def ended(self) -> str | None:
+        if not ray.wait([self._run], timeout=0)[0]:
+            return None
+        try:
+            ray.get(self._run)
+        except Exception as error:
+            return str(error)
+        return "it ended by itself"
+
+    def kill(self) -> None:
+        with suppress(Exception):  # whatever Ray says of an actor that is gone already
+            ray.kill(self._actor)
+
+
+def start_ranks(
+    tickets: Sequence[Ticket], settings: EngineSettings, num_cpus: float, num_gpus: float
+) -> list[RankProcess]:
+    """Called in a replica's actor: puts the rank of each ticket into its bundle of the replica's placement group."""
+    group = get_current_placement_group()
+    if group is None:
+        raise RanksNotStarted("the replica has no placement group for its ranks")
+    ranks: list[RankProcess] = []
+    for ticket in tickets:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=ticket.rank)
+        actor_class = ray.remote(RankActor).options(
+            num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, scheduling_strategy=strategy
+        )
+        actor = actor_class.remote()
+        ranks.append(ActorRank(actor, actor.run.remote(ticket, settings)))
+    return ranks

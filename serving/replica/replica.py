@@ -1,0 +1,221 @@
+"""LLMReplica: one engine with its sessions, as a Ray Serve deployment. Puts the parts together and keeps them running.
+
+The engine runs on its own thread; everything else on the deployment's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
+from typing import Any
+
+from ray import serve
+
+from cache.audit import PageAccounts
+from controllers.errors import ControllerError
+from controllers.records import ForkOrder
+from controllers.session import SessionController
+from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
+from engine.settings import EngineSettings
+from serving.background import BackgroundTasks
+from serving.replica.live_turn import TurnTeller
+from serving.replica.mailbox import Mailbox
+from serving.replica.session_host import SessionHost
+from serving.replica.turn_request import RequestBuilder
+from serving.replica.turn_runner import TurnRunner
+from serving.settings.config import AppArgs
+from serving.text.text import TextProcessor
+from serving.watch.audit_reply import failed_audit, replica_audit
+from serving.watch.metrics import ReplicaMetrics
+from serving.watch.ray_gauges import RayGauges
+from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
+from serving.wire.errors import error_info
+from serving.wire.event_feed import EventFeeds, FeedBatch
+from serving.wire.turns import ChatPrompt, ErrorInfo, FeedLine, ForkedSession, ModelInfo, TurnCall, TurnReply
+
+logger = logging.getLogger(__name__)
+serve_logger = logging.getLogger("ray.serve")  # what it is told at level INFO reaches the replica's log
+
+ENGINE_CALL_TIMEOUT_S = 10.0
+ENGINE_STOP_TIMEOUT_S = 5.0
+GAUGE_INTERVAL_S = 5.0
+START_TIMEOUT_S = 60.0
+
+EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
+
+
+class LLMReplica:
+    """Actor methods of a replica. Errors cross as data (ErrorInfo), never as pickled exceptions."""
+
+    async def __init__(self, args: AppArgs, build_engine: EngineFactory) -> None:  # type: ignore[misc]
+        self._replica_id: str = serve.get_replica_context().replica_id.unique_id
+        self._args = args
+        self._tasks = BackgroundTasks()
+        mailbox = Mailbox(asyncio.get_running_loop())
+        settings = args.engine_settings()
+        self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
+        self._text = await asyncio.to_thread(_load_text, settings.model.path, self._engine)
+        self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
+        self._gauges = RayGauges()
+        self._feeds = EventFeeds()
+        self._controller = connect_controller(args)
+        sessions = SessionController(time.monotonic, args.sessions.idle_timeout_s)
+        self._host = SessionHost(
+            self._replica_id,
+            self._engine,
+            sessions,
+            self._controller,
+            self._tasks,
+            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
+        )
+        self._turns = TurnRunner(
+            engine=self._engine,
+            sessions=sessions,
+            host=self._host,
+            controller=self._controller,
+            builder=RequestBuilder(self._engine, self._text),
+            teller=TurnTeller(self._text, self._metrics, time.perf_counter),
+            mailbox=mailbox,
+            metrics=self._metrics,
+            tasks=self._tasks,
+            clock=time.perf_counter,
+        )
+        self._created = int(time.time())
+        await self._start()
+
+    async def name(self) -> str:
+        """Which replica this is: calls that go to any ask first, and are then pinned to the one that answered."""
+        return self._replica_id
+
+    async def turn(self, call: TurnCall, epoch: int | None, line: FeedLine) -> TurnReply:
+        """Runs a turn, see TurnRunner.run. News go ahead over the feed; cancelling the call aborts the turn."""
+        with self._feeds.line(line) as told:
+            last = await self._turns.run(call, epoch, told.put)
+            return await told.reply(last)
+
+    async def feed(self, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
+        """News of every turn that names this feed, see EventFeeds.stream."""
+        async for batch in self._feeds.stream(feed_id):
+            yield batch
+
+    async def close_session(self, session_id: str) -> bool | ErrorInfo:
+        """True if the session was held here; it is closed now or when its turn ends."""
+        try:
+            return await self._host.close(session_id)
+        except ControllerError as error:
+            return error_info(error)
+
+    async def fork_session(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession | ErrorInfo:
+        """Starts a session at the first tokens of one that is owned here, see SessionHost.fork."""
+        try:
+            return await self._host.fork(parent_id, epoch, order)
+        except (ControllerError, EngineError) as error:
+            return error_info(error)
+
+    async def abort(self, request_id: str | None, tenant: str) -> int:
+        """Aborts the tenant's requests of that name, or all of them; returns how many."""
+        return self._turns.abort(request_id, tenant)
+
+    async def flush(self) -> bool:
+        """Drops every cached prefix; False while requests run."""
+        async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
+            return await asyncio.wrap_future(self._engine.flush())
+
+    async def audit(self) -> dict[str, Any]:
+        """The deep audit, JSON ready."""
+        try:
+            async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
+                report = await asyncio.wrap_future(self._engine.audit())
+        except (EngineError, TimeoutError) as error:
+            return failed_audit(self._replica_id, str(error) or "the engine did not answer")
+        return replica_audit(self._replica_id, report)
+
+    async def metrics_text(self) -> str:
+        return self._metrics.render()
+
+    async def model_info(self) -> ModelInfo:
+        return ModelInfo(
+            model_id=self._args.model.model_id,
+            model_path=self._args.model.path,
+            tokenizer_path=self._args.model.path,
+            max_context_len=self._engine.max_context_len,
+            vocab_size=self._engine.vocab_size,
+            created=self._created,
+            tool_calls=self._text.tool_format(self._args.model.tool_calls),
+        )
+
+    async def describe(self) -> dict[str, Any]:
+        """Figures for /get_server_info, JSON ready."""
+        return replica_figures(self._replica_id, self._turns.num_live, len(self._feeds), self._engine)
+
+    async def check_health(self) -> None:
+        """Ray Serve replaces the replica when this raises."""
+        if not self._engine.alive:
+            raise RuntimeError("the engine's thread has ended")
+
+    async def __del__(self) -> None:
+        """Serve calls it also where `__init__` raised, whose error is the one to be seen."""
+        engine: Engine | None = getattr(self, "_engine", None)
+        if engine is None:
+            return
+        await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
+        try:
+            await asyncio.to_thread(engine.stop, ENGINE_STOP_TIMEOUT_S)
+        except (EngineError, TimeoutError) as error:
+            logger.error("the engine did not stop: %s", error)
+
+    async def _start(self) -> None:
+        await asyncio.to_thread(_warm, self._text)
+        self._engine.start()
+        serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await self._controller.register_replica(self._host.status())
+        controller, sessions = self._args.controller, self._args.sessions
+        self._tasks.every(
+            controller.heartbeat_interval_s, self._host.heartbeat, timeout_s=controller.replica_timeout_s
+        )
+        self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
+
+    async def _publish_gauges(self) -> None:
+        self._gauges.publish(self._engine.stats())
+
+
+def replica_figures(replica_id: str, num_live: int, num_feeds: int, engine: Engine) -> dict[str, Any]:
+    """JSON ready; `feeds` are the ingresses that listen, under `execution` is what the engine runs on and how."""
+    stats = engine.stats()
+    return {
+        "replica_id": replica_id,
+        "pid": os.getpid(),
+        "live_turns": num_live,
+        "feeds": num_feeds,
+        **asdict(stats),
+        "pages": _pages(stats.pages),
+        "window_pages": None if stats.window_pages is None else _pages(stats.window_pages),
+        "execution": engine.describe(),
+    }
+
+
+def execution_line(engine: Engine) -> str:
+    """The same for the log."""
+    return ", ".join(f"{name} {value}" for name, value in engine.describe().items())
+
+
+def _pages(pages: PageAccounts) -> dict[str, int]:
+    return asdict(pages) | {"leaked": pages.leaked}
+
+
+def _load_text(path: str, engine: Engine) -> TextProcessor:
+    return TextProcessor.load(path, vocab_size=engine.vocab_size, max_context_len=engine.max_context_len)
+
+
+def _warm(text: TextProcessor) -> None:
+    """Compiles the chat template now rather than at the first request."""
+    try:
+        text.encode_prompt(ChatPrompt(({"role": "user", "content": "hello"},)))
+    except InvalidRequest as error:
+        logger.info("no chat: %s", error.message)

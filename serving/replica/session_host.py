@@ -1,0 +1,249 @@
+"""The sessions that live on this replica: taken over from the log, forked, ended, reported to the cluster controller.
+
+Keeps three parties in step: SessionController (turns), the engine (KV) and the controller's ledger (ownership).
+Used on the replica's event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+from controllers.errors import ControllerError, SessionClosing, SessionMoved, StaleEpoch, TurnInFlight
+from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
+from controllers.session import Fork, SessionController, Turn
+from engine.api import Engine, EngineError, EngineOverloaded, SessionBusy
+from serving.background import BackgroundTasks
+from serving.wire.controller_calls import ControllerCalls
+from serving.wire.turns import ForkedSession
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class SessionHost:
+    """`engine_timeout_s` bounds every wait for the engine to do something between two steps."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        engine: Engine,
+        sessions: SessionController,
+        controller: ControllerCalls,
+        tasks: BackgroundTasks,
+        *,
+        engine_timeout_s: float,
+    ) -> None:
+        self._replica_id = replica_id
+        self._engine = engine
+        self._sessions = sessions
+        self._controller = controller
+        self._tasks = tasks
+        self._engine_timeout_s = engine_timeout_s
+        self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
+        self._crowded = False
+
+    async def hold(self, session_id: str, epoch: int) -> None:
+        """Makes sure that the session is held at `epoch`, loading its committed history if need be.
+
+        Raises StaleEpoch if this replica does not own it (any more), SessionNotFound if it has ended.
+        """
+        await self._forked(session_id)
+        if self._sessions.knows(session_id, epoch):
+            return
+        held = self._sessions.epoch(session_id)
+        if held is not None and held > epoch:
+            raise StaleEpoch(f"session {session_id!r} is held at epoch {held}, not {epoch}")
+        key = (session_id, epoch)
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = self._tasks.start(self._load(session_id, epoch))
+            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+        await self._tasks.outcome(loading)
+
+    async def fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
+        """Starts a session at the parent's first tokens. Once begun it comes to its end whoever still waits.
+
+        Raises ControllerError; the child does not exist then, unless the log's answer was lost.
+        """
+        await self.hold(parent_id, epoch)
+        await self._forked(order.child_id)
+        forking = self._forking[order.child_id] = self._tasks.start(self._fork(parent_id, epoch, order))
+        forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))
+        return await self._tasks.outcome(forking)
+
+    async def offer(self, session_id: str, epoch: int) -> None:
+        """Lets a less busy replica have the session, if this one is crowded. For a turn that begins, which keeps
+        others away meanwhile. Raises SessionMoved: the turn is to end, and the session to be `let_go`."""
+        if not self._crowded:
+            return
+        try:
+            moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
+        except StaleEpoch:  # by an earlier try of this call
+            moved = True
+        except ControllerError as error:
+            logger.warning("session %s: not offered to others: %s", session_id, error)
+            return
+        if moved:
+            raise SessionMoved(f"session {session_id!r} has moved to a less busy replica")
+
+    async def let_go(self, turn: Turn) -> None:
+        """Ends a turn without a trace, and leaves nothing here of its session, which has moved, or may have. Raises
+        SessionClosing if a close waited for the turn, which is then carried out."""
+        self._sessions.abort_turn(turn)
+        closing = self._sessions.take_closing(turn.session_id)
+        await self.release(turn.session_id)
+        if closing:
+            await self._controller.close_session(turn.session_id)
+            raise SessionClosing(f"session {turn.session_id!r} is closing")
+
+    async def release(self, session_id: str) -> None:
+        """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""
+        self._sessions.drop(session_id)
+        await self._free_kv(session_id)
+
+    async def close(self, session_id: str) -> bool:
+        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here.
+
+        Raises ControllerError if the ledger could not be told.
+        """
+        epoch = self._sessions.epoch(session_id)
+        if epoch is None:
+            return False
+        if self._sessions.close(session_id):
+            await self._end(session_id, epoch)
+        return True
+
+    async def turn_ended(self, session_id: str) -> None:
+        """Carries out a close that waited for the turn which has just ended, whoever owns the session by now."""
+        if self._sessions.take_closing(session_id):
+            await self._end_quietly(session_id, None)
+
+    async def rewind_kv(self, session_id: str, length: int) -> None:
+        """Cuts the session's KV to `length` tokens. Raises EngineError."""
+        try:
+            await self._from_engine(self._engine.rewind_session(session_id, length))
+        except TimeoutError:
+            raise EngineOverloaded("the engine did not rewind the session in time") from None
+
+    async def expire_idle(self) -> None:
+        """Ends the sessions past their idle timeout, never one with a turn in flight."""
+        for session_id in self._sessions.expired():
+            epoch = self._sessions.epoch(session_id)
+            # It may have been used while another was ended.
+            if epoch is not None and self._sessions.is_expired(session_id):
+                logger.info("session %s: idle timeout", session_id)
+                await self._end_quietly(session_id, epoch)
+
+    async def heartbeat(self) -> None:
+        """Reports load and sessions; drops the sessions that turn out to be closed or owned elsewhere."""
+        kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
+        load, held = self.status(), self._statuses(kv_tokens)
+        reply = await self._controller.heartbeat(load, held)
+        self._crowded = reply.crowded
+        if not reply.known:
+            await self._controller.register_replica(load)
+        epochs = {status.session_id: status.epoch for status in held}
+        for session_id in reply.stale_sessions:
+            if self._sessions.epoch(session_id) == epochs[session_id]:
+                await self._drop_stale(session_id)
+
+    def status(self) -> ReplicaStatus:
+        """This replica's load. Cached pages count as free: they give way."""
+        stats = self._engine.stats()
+        return ReplicaStatus(
+            replica_id=self._replica_id,
+            free_tokens=(stats.pages.free + stats.pages.cached) * stats.page_size,
+            total_tokens=stats.pages.total * stats.page_size,
+            sessions=stats.sessions,
+            running=stats.running,
+            waiting=stats.waiting,
+        )
+
+    def _statuses(self, kv_tokens: dict[str, int]) -> list[SessionStatus]:
+        stats = self._engine.stats()
+
+        def size_bytes(num_tokens: int) -> int:
+            windowed = min(num_tokens, stats.window_len or 0)
+            total = num_tokens * stats.page_size_bytes + windowed * stats.window_page_size_bytes
+            return total // stats.page_size
+
+        return [
+            replace(status, size_bytes=size_bytes(kv_tokens.get(status.session_id, 0)))
+            for status in self._sessions.snapshot()
+        ]
+
+    async def _forked(self, session_id: str) -> None:
+        """Waits until no fork is making this session: its KV and its history come together."""
+        while (forking := self._forking.get(session_id)) is not None:
+            await asyncio.wait([forking])
+
+    async def _fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
+        """Log first: a child that this replica does not live to hold is loaded by another one."""
+        fork = self._sessions.begin_fork(parent_id, epoch, order.length)
+        try:
+            length = fork.history_len
+            order = replace(order, length=length)
+            child = await self._controller.fork_session(parent_id, epoch, self._replica_id, order)
+            kv_tokens = await self._share_kv(fork, child)
+        except BaseException:
+            self._sessions.abort_fork(fork)
+            raise
+        else:
+            self._sessions.finish_fork(fork, child)
+        finally:
+            await self.turn_ended(parent_id)
+        return ForkedSession(child.session_id, length, min(kv_tokens, length))
+
+    async def _share_kv(self, fork: Fork, child: SessionRecord) -> int:
+        """Tokens of KV that the child has. It can do with none: its first turn computes what is missing."""
+        try:
+            if self._sessions.knows(child.session_id, child.epoch):
+                kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
+                return kv_tokens.get(child.session_id, 0)
+            return await self._from_engine(
+                self._engine.fork_session(fork.session_id, child.session_id, fork.history, fork.history_len)
+            )
+        except (EngineError, TimeoutError) as error:
+            logger.warning("session %s: forked without KV: %r", child.session_id, error)
+            return 0
+
+    async def _load(self, session_id: str, epoch: int) -> None:
+        record = await self._controller.load_session(session_id, epoch, self._replica_id)
+        # KV left from an earlier ownership may not be a prefix of the history any more.
+        await self._free_kv(session_id)
+        self._sessions.adopt(record)
+
+    async def _end(self, session_id: str, epoch: int | None) -> None:
+        self._sessions.drop(session_id)
+        await self._free_kv(session_id)
+        await self._controller.close_session(session_id, None, epoch)
+
+    async def _end_quietly(self, session_id: str, epoch: int | None) -> None:
+        try:
+            await self._end(session_id, epoch)
+        except ControllerError as error:
+            logger.warning("session %s: not closed in the ledger: %s", session_id, error)
+
+    async def _drop_stale(self, session_id: str) -> None:
+        try:
+            await self.release(session_id)
+        except TurnInFlight:
+            logger.warning("session %s moved during a turn; the turn will fail to commit", session_id)
+
+    async def _free_kv(self, session_id: str) -> None:
+        try:
+            await self._from_engine(self._engine.close_session(session_id))
+        except SessionBusy:
+            logger.warning("session %s: KV still in use", session_id)
+        except (EngineError, TimeoutError) as error:
+            logger.warning("session %s: KV not freed: %r", session_id, error)
+
+    async def _from_engine(self, future: Future[T]) -> T:
+        async with asyncio.timeout(self._engine_timeout_s):
+            return await asyncio.wrap_future(future)

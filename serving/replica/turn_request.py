@@ -1,0 +1,126 @@
+"""From a protocol's TurnCall to the engine's GenerateRequest: text to tokens, defaults filled in, limits applied."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from controllers.errors import CapacityExceeded
+from controllers.session import Turn
+from engine.api import Engine, GenerateRequest, SamplingParams, TokenConstraint
+from serving.grammars.constraints import ConstraintCompiler
+from serving.text.text import OutputText, TextProcessor
+from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TurnCall
+
+LONG_TEXT_CHARS = 20_000
+"""Longer prompts are tokenized on a thread, so that the event loop keeps serving others."""
+SEED_LIMIT = 2**63
+
+
+class RequestBuilder:
+    """Safe to use for any number of calls at once."""
+
+    def __init__(self, engine: Engine, text: TextProcessor) -> None:
+        self._engine = engine
+        self._text = text
+        self._constraints = ConstraintCompiler(text.tokenizer, engine.vocab_size)
+
+    async def constraint(self, call: TurnCall) -> TokenConstraint | None:
+        """What the call's output must be, from its beginning. Raises InvalidRequest."""
+        return None if call.constraint is None else await self._constraints.compile(call.constraint)
+
+    async def build(
+        self, call: TurnCall, turn: Turn | None, engine_id: str, constraint: TokenConstraint | None = None
+    ) -> GenerateRequest:
+        """Raises InvalidRequest, ContextLengthExceeded and CapacityExceeded."""
+        history_len = 0 if turn is None else turn.history_len
+        last_token = turn.history[history_len - 1] if turn is not None and history_len else None
+        if _num_chars(call.prompt) > LONG_TEXT_CHARS:
+            new_tokens = await asyncio.to_thread(
+                self._text.encode_prompt, call.prompt, history_len=history_len, last_token=last_token
+            )
+        else:
+            new_tokens = self._text.encode_prompt(call.prompt, history_len=history_len, last_token=last_token)
+        return GenerateRequest(
+            request_id=engine_id,
+            new_tokens=new_tokens,
+            sampling=self._sampling(call, turn, history_len + len(new_tokens)),
+            history=() if turn is None else turn.history,
+            history_len=history_len,
+            session_id=None if turn is None else turn.session_id,
+            namespace=call.tenant,
+            logprobs=call.logprobs,
+            watcher=self._text.watcher(
+                call.stop, skip_special_tokens=call.skip_special_tokens, shown=call.shown_tokens
+            ),
+            constraint=constraint,
+            resumed_tokens=() if call.resumed is None else call.resumed.token_ids,
+        )
+
+    def output_text(self, call: TurnCall) -> OutputText:
+        return self._text.output_text(
+            call.stop,
+            trim_stop=call.trim_stop,
+            skip_special_tokens=call.skip_special_tokens,
+            shown=call.shown_tokens,
+        )
+
+    def digest(self, call: TurnCall) -> str:
+        """Tells apart different requests under one idempotency key."""
+        shown = (call.stop, call.trim_stop, call.skip_special_tokens, call.shown_tokens, call.logprobs)
+        rewind_to = None if call.session is None else call.session.rewind_to
+        asked = (
+            call.prompt,
+            rewind_to,
+            call.sampling,
+            call.seed,
+            call.max_new_tokens,
+            call.constraint,
+            *shown,
+        )
+        return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def tools(self, call: TurnCall) -> str | None:
+        """Tells apart different tools, in whatever order they come. None if the call names none."""
+        tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else ()
+        if not tools:
+            return None
+        return hashlib.sha256("\n".join(sorted(map(_canonical, tools))).encode()).hexdigest()
+
+    def _sampling(self, call: TurnCall, turn: Turn | None, prompt_len: int) -> SamplingParams:
+        room = max(0, self._engine.max_context_len - prompt_len)
+        if turn is not None and turn.room_tokens is not None:
+            capacity_room = turn.history_len + turn.room_tokens - prompt_len
+            if capacity_room < 1:
+                raise CapacityExceeded(
+                    f"session {turn.session_id!r} has room for {turn.room_tokens} more tokens; the turn needs more"
+                )
+            room = min(room, capacity_room)
+        asked = call.max_new_tokens
+        if asked is None:
+            # Who asks for no length is not refused for what the KV pool cannot hold.
+            asked = max(0, self._engine.pool_len - prompt_len)
+        return replace(
+            call.sampling,
+            max_new_tokens=min(asked, room),
+            seed=secrets.randbelow(SEED_LIMIT) if call.seed is None else call.seed,
+        )
+
+
+def _num_chars(prompt: Prompt) -> int:
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text)
+        case ChatPrompt():
+            return sum(len(str(each)) for each in (*prompt.messages, *prompt.tools))
+        case _:
+            return 0
+
+
+def _canonical(tool: Mapping[str, Any]) -> str:
+    return json.dumps(tool, sort_keys=True)

@@ -1,0 +1,270 @@
+"""Runs turns on one replica: begin, submit, tell, then commit whole or leave no trace.
+
+A turn may be cancelled at any moment (a client that goes away): whatever it still owes is then done by a background
+task, so that no history stays lent out and no KV is left over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+
+from controllers.errors import ControllerError, SessionMoved, SessionNotFound, StaleEpoch
+from controllers.session import Replay, SessionController, Turn
+from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
+from serving.background import BackgroundTasks
+from serving.replica.live_turn import NOTHING, LiveTurn, TurnTeller
+from serving.replica.mailbox import Mailbox
+from serving.replica.replay import decode_result, encode_result
+from serving.replica.session_host import SessionHost
+from serving.replica.turn_request import RequestBuilder
+from serving.watch.metrics import ReplicaMetrics
+from serving.wire.controller_calls import ControllerCalls
+from serving.wire.errors import REPLICA_LOST, error_event, unavailable
+from serving.wire.turn_events import merge_events
+from serving.wire.turns import ServiceError, TurnCall, TurnEvent
+
+logger = logging.getLogger(__name__)
+
+LOOK_UP_S = 2.0
+ABORT_TIMEOUT_S = 30.0
+OVERTAKEN = unavailable(
+    "the replica was lost during the answer, and the session has gone on without this turn", REPLICA_LOST
+)
+
+
+class TurnRunner:
+    """Used on the replica's event loop only. `clock` returns monotonic seconds."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        sessions: SessionController,
+        host: SessionHost,
+        controller: ControllerCalls,
+        builder: RequestBuilder,
+        teller: TurnTeller,
+        mailbox: Mailbox,
+        metrics: ReplicaMetrics,
+        tasks: BackgroundTasks,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._host = host
+        self._controller = controller
+        self._builder = builder
+        self._teller = teller
+        self._mailbox = mailbox
+        self._metrics = metrics
+        self._tasks = tasks
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._live: dict[str, LiveTurn] = {}
+
+    async def run(self, call: TurnCall, epoch: int | None, tell: Callable[[TurnEvent], None]) -> TurnEvent:
+        """Tells news as they come; returns the last event, which has a finish or an error."""
+        try:
+            begun = await self._begin(call, epoch)
+        except (EngineError, ControllerError, ServiceError) as error:
+            self._metrics.turn_ended(_outcome_of(error))
+            return error_event(error)
+        if isinstance(begun, Replay):
+            self._metrics.turn_ended("replayed")
+            return decode_result(begun.result)
+        try:
+            await self._follow(begun, tell)
+            begun.settled = True
+            return await self._tasks.outcome(self._tasks.start(self._settle(begun)))
+        finally:
+            if not begun.settled:
+                begun.settled = True
+                await self._tasks.outcome(self._tasks.start(self._abandon(begun)))
+
+    def abort(self, request_id: str | None, tenant: str) -> int:
+        """Aborts the tenant's requests of that name, or all of them; returns how many. They end with reason "abort"."""
+        chosen = [live.request_id for live in self._live.values() if live.call.named(request_id, tenant)]
+        try:
+            for engine_id in chosen:
+                self._engine.abort(engine_id)
+        except EngineStopped:
+            logger.warning("abort: the engine has stopped, which ends every request")
+        return len(chosen)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def _begin(self, call: TurnCall, epoch: int | None) -> LiveTurn | Replay:
+        """Lends the history, builds the request and submits it. On any error nothing is changed."""
+        started_s = self._clock()
+        constraint = await self._builder.constraint(call)
+        if call.session is None:
+            return await self._submit(call, None, started_s, constraint)
+        if epoch is None:
+            raise StaleEpoch("a session's turn needs the owner's epoch")
+        session = call.session
+        await self._host.hold(session.session_id, epoch)
+        begun = self._sessions.begin_turn(
+            session.session_id,
+            epoch,
+            rewind_to=session.rewind_to,
+            idempotency_key=session.idempotency_key,
+            digest=self._builder.digest(call),
+            tools=self._builder.tools(call),
+        )
+        if isinstance(begun, Replay):
+            return begun
+        try:
+            if call.resumed is None:
+                await self._host.offer(session.session_id, epoch)
+            elif call.resumed.turn_index != begun.turn_index:
+                raise ServiceError(OVERTAKEN)
+            if begun.rewound:
+                await self._host.rewind_kv(session.session_id, begun.history_len)
+            return await self._submit(call, begun, started_s, constraint)
+        except SessionMoved:
+            await self._tasks.outcome(self._tasks.start(self._host.let_go(begun)))
+            raise
+        except BaseException:
+            self._sessions.abort_turn(begun)
+            self._tasks.start(self._host.turn_ended(session.session_id))
+            raise
+
+    async def _submit(
+        self, call: TurnCall, turn: Turn | None, started_s: float, constraint: TokenConstraint | None
+    ) -> LiveTurn:
+        engine_id = f"{call.request_id}#{next(self._numbers)}"
+        request = await self._builder.build(call, turn, engine_id, constraint)
+        live = LiveTurn(
+            call=call,
+            request_id=engine_id,
+            turn=turn,
+            new_tokens=list(request.new_tokens),
+            inbox=self._mailbox.open(engine_id),
+            output=self._builder.output_text(call),
+            started_s=started_s,
+            resumed=call.resumed or NOTHING,
+            last_token_s=None if call.resumed is None else started_s,
+        )
+        try:
+            self._engine.submit(request)
+        except EngineError:
+            self._mailbox.close(engine_id)
+            raise
+        self._live[engine_id] = live
+        return live
+
+    async def _follow(self, live: LiveTurn, tell: Callable[[TurnEvent], None]) -> None:
+        """Until the engine has sent the final delta, or cannot send it any more."""
+        while live.finish is None:
+            deltas = await live.inbox.take(LOOK_UP_S)
+            if not deltas and not self._engine.alive:
+                error = EngineStopped("the engine stopped during the request")
+                live.finish = Finish(FinishReason.ERROR, error=error)
+            for event in self._teller.tell(live, deltas):
+                tell(event)
+
+    async def _settle(self, live: LiveTurn) -> TurnEvent:
+        """Ends a turn whose final delta is there; returns its last event."""
+        assert live.finish is not None
+        try:
+            if live.finish.reason is FinishReason.ERROR:
+                self._roll_back(live)
+                self._metrics.turn_ended("error")
+                return error_event(
+                    live.finish.error or EngineError(live.finish.message or "the request failed")
+                )
+            if live.finish.reason is FinishReason.ABORT:
+                self._roll_back(live)
+                self._metrics.turn_ended("aborted")
+                return live.final_event()
+            return await self._commit(live)
+        finally:
+            await self._finish(live)
+
+    async def _commit(self, live: LiveTurn) -> TurnEvent:
+        final, turn = live.final_event(), live.turn
+        if turn is not None:
+            result = b""
+            if turn.idempotency_key is not None:
+                result = encode_result(merge_events(live.told, final))
+            try:
+                record = self._sessions.prepare_commit(turn, live.new_tokens, live.output_tokens, result)
+            except ControllerError as error:
+                self._metrics.turn_ended("refused")
+                await self._take_back(turn)
+                return error_event(error)
+            try:
+                await self._controller.commit_turn(record)
+            except Exception as error:
+                # Fenced, or the reply was lost: only the log knows. The next turn starts from it, KV and all.
+                stale = isinstance(error, StaleEpoch | SessionNotFound)
+                logger.warning("session %s: turn not committed: %r", turn.session_id, error)
+                self._metrics.turn_ended("stale" if stale else "store_failed")
+                try:
+                    await self._host.let_go(turn)
+                except ControllerError as closed:
+                    return error_event(closed)
+                return error_event(error)
+            self._sessions.commit_turn(turn, record)
+        self._metrics.turn_ended("committed")
+        return final
+
+    async def _abandon(self, live: LiveTurn) -> None:
+        """Ends a turn that nobody listens to any more: no trace of it stays."""
+        try:
+            if live.finish is None:
+                await self._abort_and_wait(live)
+            completed = live.finish is not None and live.finish.reason in (
+                FinishReason.STOP,
+                FinishReason.LENGTH,
+            )
+            if completed and live.turn is not None:
+                await self._take_back(live.turn)
+            else:
+                self._roll_back(live)
+            self._metrics.turn_ended("aborted")
+        finally:
+            await self._finish(live)
+
+    async def _abort_and_wait(self, live: LiveTurn) -> None:
+        deadline_s = self._clock() + ABORT_TIMEOUT_S
+        try:
+            self._engine.abort(live.request_id)
+        except EngineStopped:
+            return
+        while live.finish is None and self._clock() < deadline_s and self._engine.alive:
+            for delta in await live.inbox.take(LOOK_UP_S):
+                live.finish = delta.finish
+        if live.finish is None:
+            logger.error("request %s: the engine did not confirm the abort", live.request_id)
+
+    async def _take_back(self, turn: Turn) -> None:
+        """Undoes a turn that the engine has finished: its KV is cut back to the history."""
+        try:
+            await self._host.rewind_kv(turn.session_id, turn.history_len)
+        except EngineError as error:
+            logger.error("session %s: KV not rewound: %s", turn.session_id, error.message)
+            self._sessions.abort_turn(turn)
+            await self._host.release(turn.session_id)
+            return
+        self._sessions.abort_turn(turn)
+
+    def _roll_back(self, live: LiveTurn) -> None:
+        if live.turn is not None:
+            self._sessions.abort_turn(live.turn)
+
+    async def _finish(self, live: LiveTurn) -> None:
+        self._mailbox.close(live.request_id)
+        self._live.pop(live.request_id, None)
+        if live.turn is not None:
+            await self._host.turn_ended(live.turn.session_id)
+
+
+def _outcome_of(refusal: Exception) -> str:
+    if isinstance(refusal, SessionMoved):
+        return "moved"
+    return "stale" if isinstance(refusal, StaleEpoch) else "refused"

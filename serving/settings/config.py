@@ -1,0 +1,228 @@
+"""Settings of an application, as `args` of configs/cluster.yaml: validated once at start, never changed.
+
+Unknown keys are refused with the key's name and the nearest valid one; Ray Serve itself would accept them silently.
+Models convert to the frozen dataclasses that the engine and the controller take.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+
+from controllers.settings import (
+    REDIS_PASSWORD,
+    ClusterSettings,
+    LogSettings,
+    RebalancingSettings,
+    RedisLogSettings,
+    SqliteLogSettings,
+)
+from engine.settings import EngineSettings, ExecutionSettings, SchedulerSettings
+from serving.settings.engine_args import CacheArgs, ExecutionArgs, ModelArgs, SchedulerArgs, SpeculationArgs
+from serving.settings.settings_file import read_args
+from serving.settings.settings_paths import state_path
+from serving.settings.strict_settings import (
+    NotEmpty,
+    PositiveInt,
+    Seconds,
+    SettingsError,
+    StrictModel,
+    faults,
+)
+
+REBALANCING = RebalancingSettings()
+
+HEARTBEATS_PER_TIMEOUT = 3
+"""One that is late, or lost, does not make a replica dead."""
+
+
+class ReplicaArgs(StrictModel):
+    """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine, and the feed of
+    each ingress is one of them.
+
+    With `execution.tensor_parallel` the CPUs and GPUs are those of each rank.
+    """
+
+    count: PositiveInt = 2
+    num_cpus: Annotated[float, Field(ge=0)] = 0.5
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    max_ongoing_requests: Annotated[int, Field(ge=64)] = 4096
+    graceful_shutdown_timeout_s: Seconds = 20.0
+
+
+class IngressArgs(StrictModel):
+    """HTTP front ends; any number of them agree, because ownership lives in the controller."""
+
+    count: PositiveInt = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    max_ongoing_requests: PositiveInt = 4096
+    failover_timeout_s: Seconds = 30.0
+
+
+class SessionArgs(StrictModel):
+    """Sessions end `idle_timeout_s` after their last turn, unless opened with a timeout of their own."""
+
+    idle_timeout_s: Seconds = 3600.0
+    sweep_interval_s: Seconds = 1.0
+
+
+class RebalancingArgs(StrictModel):
+    """When sessions move to a less busy replica, see controllers.settings.RebalancingSettings. `min_gap` in turns."""
+
+    enabled: bool = True
+    min_gap: Annotated[float, Field(ge=2)] = REBALANCING.min_gap
+    tokens_per_s: Annotated[float, Field(gt=0)] = REBALANCING.tokens_per_s
+
+    def settings(self) -> RebalancingSettings | None:
+        return RebalancingSettings(self.min_gap, self.tokens_per_s) if self.enabled else None
+
+
+class ControllerArgs(StrictModel):
+    """The ownership ledger and the durable session log: `state_dir`/sessions.sqlite3, or in place of it Redis at
+    `redis_url`, under keys that begin with `name`.
+
+    `full_sync` flushes the disk at every commit: it survives a loss of power, and costs milliseconds. A replica
+    unheard of for `replica_timeout_s` is dead.
+    """
+
+    name: NotEmpty = "kedge-controller"
+    state_dir: NotEmpty = ".kedge"
+    full_sync: bool = False
+    redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://.")] | None = None
+    heartbeat_interval_s: Seconds = 1.0
+    replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
+    max_sessions: PositiveInt = 100_000
+
+    @field_validator("redis_url")
+    @classmethod
+    def _holds_no_secret(cls, redis_url: str | None, info: ValidationInfo) -> str | None:
+        if redis_url is None:
+            return None
+        parts = urlsplit(redis_url)
+        if parts.password is not None or "password" in parse_qs(parts.query):
+            raise ValueError(
+                f"Ray would log the password; it belongs in the environment variable {REDIS_PASSWORD}"
+            )
+        if info.data.get("full_sync"):
+            raise ValueError("full_sync is for the log in state_dir; Redis has its own appendfsync")
+        return redis_url
+
+    @field_validator("replica_timeout_s")
+    @classmethod
+    def _longer_than_heartbeats(cls, timeout_s: float, info: ValidationInfo) -> float:
+        heartbeat_s = info.data.get("heartbeat_interval_s")
+        if heartbeat_s is not None and timeout_s < HEARTBEATS_PER_TIMEOUT * heartbeat_s:
+            raise ValueError(
+                f"{timeout_s:g} is less than {HEARTBEATS_PER_TIMEOUT} × heartbeat_interval_s, {heartbeat_s:g}"
+            )
+        return timeout_s
+
+    def log_settings(self) -> LogSettings:
+        """Where the session log is."""
+        if self.redis_url is not None:
+            return RedisLogSettings(self.redis_url, self.name)
+        return SqliteLogSettings(str(state_path(self.state_dir) / "sessions.sqlite3"), self.full_sync)
+
+
+class AppArgs(StrictModel):
+    """Everything `serving.app:build` takes."""
+
+    model: ModelArgs
+    cache: CacheArgs = CacheArgs()
+    scheduler: SchedulerArgs = SchedulerArgs()
+    speculation: SpeculationArgs = SpeculationArgs()
+    execution: Annotated[ExecutionArgs, Field(validate_default=True)] = ExecutionArgs()
+    replicas: Annotated[ReplicaArgs, Field(validate_default=True)] = ReplicaArgs()
+    ingress: IngressArgs = IngressArgs()
+    sessions: SessionArgs = SessionArgs()
+    rebalancing: RebalancingArgs = RebalancingArgs()
+    controller: ControllerArgs = ControllerArgs()
+
+    @field_validator("execution")
+    @classmethod
+    def _fits_the_others(cls, execution: ExecutionArgs, info: ValidationInfo) -> ExecutionArgs:
+        """Sections that are at fault themselves are not in `info`, and told apart."""
+        reasons = execution.conflicts(info.data.get("model"), info.data.get("cache"))
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        return execution
+
+    @field_validator("replicas")
+    @classmethod
+    def _room_for_ranks(cls, replicas: ReplicaArgs, info: ValidationInfo) -> ReplicaArgs:
+        """A rank is a process of its own, and on GPUs each needs one."""
+        execution, model = info.data.get("execution"), info.data.get("model")
+        if execution is None or model is None or execution.tensor_parallel == 1:
+            return replicas
+        if model.device == "cuda" and replicas.num_gpus != 1:
+            raise ValueError(
+                f"execution.tensor_parallel takes num_gpus 1, for each rank, not {replicas.num_gpus:g}"
+            )
+        if replicas.num_cpus == replicas.num_gpus == 0:
+            raise ValueError("execution.tensor_parallel needs num_cpus or num_gpus, for each rank")
+        return replicas
+
+    def engine_settings(self) -> EngineSettings:
+        """The frozen settings of one replica's engine."""
+        return EngineSettings(
+            model=self.model.settings(),
+            cache=self.cache.settings(),
+            scheduler=SchedulerSettings(**self.scheduler.model_dump()),
+            speculation=self.speculation.settings(),
+            execution=ExecutionSettings(**self.execution.model_dump()),
+        )
+
+    def cluster_settings(self) -> ClusterSettings:
+        """The frozen settings of the cluster controller."""
+        controller = self.controller
+        return ClusterSettings(
+            replica_timeout_s=controller.replica_timeout_s,
+            session_timeout_s=self.sessions.idle_timeout_s,
+            max_sessions=controller.max_sessions,
+            rebalancing=self.rebalancing.settings(),
+        )
+
+
+def parse_args(values: Any) -> AppArgs:
+    """Validates application args; raises SettingsError that names every key at fault on a line of its own."""
+    try:
+        return AppArgs.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError("\n  ".join(["bad application settings:", *faults(error, "args")])) from None
+
+
+def check_file(path: str) -> list[AppArgs]:
+    """Validates the args of every application in a `serve run` config file, and that none has another's sessions."""
+    applications = [parse_args(args) for args in read_args(path)]
+    controllers = [application.controller for application in applications]
+    in_files = [controller for controller in controllers if controller.redis_url is None]
+    for key, some in (("name", controllers), ("state_dir", in_files)):
+        values = [getattr(controller, key) for controller in some]
+        shared = next((value for value in values if values.count(value) > 1), None)
+        if shared is not None:
+            raise SettingsError(
+                f"two applications have the args.controller.{key} {shared!r}; each needs its own"
+            )
+    return applications
+
+
+def main(paths: list[str]) -> int:
+    """`python -m serving.settings.config FILE...`: 0 if all files are good, else 2 and the reasons on stderr."""
+    if not paths:
+        sys.stderr.write("usage: python -m serving.settings.config FILE...\n")
+        return 2
+    for path in paths:
+        try:
+            check_file(path)
+        except (SettingsError, OSError, yaml.YAMLError) as error:
+            sys.stderr.write(f"{path}: {error}\n")
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

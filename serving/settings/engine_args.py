@@ -1,0 +1,215 @@
+"""Settings of one replica's engine, the sections of application args that become `engine.settings.EngineSettings`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from engine.settings import (
+    AttentionName,
+    BooksCheck,
+    CacheSettings,
+    DeviceName,
+    DTypeName,
+    KVDType,
+    LinearName,
+    LoadFormat,
+    ModelSettings,
+    SpeculationMethod,
+    SpeculationSettings,
+)
+from serving.settings.settings_paths import resolve_path, state_path
+from serving.settings.strict_settings import NotEmpty, NotNegative, PositiveInt, StrictModel
+from serving.text.tool_calls.formats import ToolCallsSetting
+
+SPECULATION = SpeculationSettings()
+
+_MIB = 1024 * 1024
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def _yaml_off(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+class ModelArgs(StrictModel):
+    """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id. `tool_calls` is the
+    format of its function calls; `auto` is what its chat template teaches."""
+
+    path: NotEmpty
+    name: str | None = None
+    load_format: LoadFormat = "auto"
+    dtype: DTypeName = "auto"
+    device: DeviceName = "auto"
+    seed: int = 0
+    num_threads: PositiveInt | None = None
+    tool_calls: Annotated[ToolCallsSetting, BeforeValidator(_yaml_off)] = "auto"
+
+    @field_validator("path")
+    @classmethod
+    def _is_a_model(cls, path: str) -> str:
+        """A directory that is not there is not asked for at the hub, unless it may be an id there."""
+        directory = Path(resolve_path(path))
+        if directory.exists():
+            if not (directory / "config.json").is_file():
+                raise ValueError(f"{str(directory)!r} is no model's directory: it has no config.json")
+        elif not _HUB_ID.fullmatch(path):
+            raise ValueError(f"there is no directory {path!r}")
+        return path
+
+    @property
+    def model_id(self) -> str:
+        return self.name or Path(self.path).name
+
+    def settings(self) -> ModelSettings:
+        return ModelSettings(
+            path=resolve_path(self.path),
+            load_format=self.load_format,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            num_threads=self.num_threads,
+        )
+
+
+class CacheArgs(StrictModel):
+    """The KV pool of each replica, in pages of `page_size` tokens or, without `num_pages`, in MiB.
+
+    With neither a GPU gives `memory_share` of its memory to weights, activations and KV together, a CPU 256 MiB to KV.
+    Layers with a sliding window have a pool of their own, of `window_ratio` times as many pages. `host_mib` of host
+    memory take idle sessions' KV that the pool has no room for, `disk_mib` of files under `disk_path` what host memory
+    has no room for. `books` says how the books are checked each step.
+    """
+
+    page_size: Annotated[int, Field(ge=1, le=256)] = 16
+    num_pages: PositiveInt | None = None
+    size_mib: PositiveInt | None = None
+    memory_share: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    kv_dtype: KVDType = "auto"
+    prefix_cache: bool = True
+    window_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5
+    host_mib: NotNegative = 512
+    disk_mib: NotNegative = 0
+    disk_path: Annotated[str | None, Field(min_length=1, validate_default=True)] = None
+    books: Annotated[BooksCheck, BeforeValidator(_yaml_off)] = "balance"
+
+    @field_validator("disk_mib")
+    @classmethod
+    def _by_way_of_the_host(cls, disk_mib: int, info: ValidationInfo) -> int:
+        if disk_mib and info.data.get("host_mib") == 0:
+            raise ValueError("KV gets to disk by way of host memory: disk_mib needs a host_mib above 0")
+        return disk_mib
+
+    @field_validator("disk_path")
+    @classmethod
+    def _needed_by_the_disk(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is None and info.data.get("disk_mib"):
+            raise ValueError("disk_mib needs a disk_path, the folder that KV is kept in")
+        return path
+
+    def settings(self) -> CacheSettings:
+        return CacheSettings(
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            size_bytes=None if self.size_mib is None else self.size_mib * _MIB,
+            memory_share=self.memory_share,
+            kv_dtype=self.kv_dtype,
+            prefix_cache=self.prefix_cache,
+            window_ratio=self.window_ratio,
+            host_size_bytes=self.host_mib * _MIB,
+            disk_size_bytes=self.disk_mib * _MIB,
+            disk_path=None if self.disk_path is None else str(state_path(self.disk_path)),
+            books=self.books,
+        )
+
+
+class SchedulerArgs(StrictModel):
+    """Limits of one step and of the queue, in tokens and requests."""
+
+    max_batch_tokens: PositiveInt = 2048
+    chunk_size: PositiveInt = 512
+    max_running: PositiveInt = 64
+    max_waiting: PositiveInt = 1024
+    max_context_len: PositiveInt | None = None
+
+    @field_validator("chunk_size")
+    @classmethod
+    def _within_a_step(cls, chunk_size: int, info: ValidationInfo) -> int:
+        """The default is cut to the step; who names a size is to get it."""
+        step_tokens = info.data.get("max_batch_tokens")
+        if step_tokens is not None and chunk_size > step_tokens:
+            raise ValueError(f"{chunk_size} is above max_batch_tokens, {step_tokens}")
+        return chunk_size
+
+
+class SpeculationArgs(StrictModel):
+    """Who proposes tokens ahead of the model: nobody, the text so far (`ngram`), or a smaller model (`draft`).
+
+    At most `max_draft_tokens` a step. `ngram_size` tokens that occurred before make the n-gram proposer speak.
+    `row_cost` is what one more token in a step costs, `draft_cost` what a pass of the draft model costs, as shares of a
+    step of one token. Defaults are the engine's.
+    """
+
+    method: Annotated[SpeculationMethod, BeforeValidator(_yaml_off)] = "off"
+    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = SPECULATION.max_draft_tokens
+    ngram_size: Annotated[int, Field(ge=1, le=16)] = SPECULATION.ngram_size
+    draft_model: Annotated[ModelArgs | None, Field(validate_default=True)] = None
+    row_cost: Annotated[float, Field(ge=0, lt=1)] = SPECULATION.row_cost
+    draft_cost: Annotated[float, Field(ge=0)] = SPECULATION.draft_cost
+
+    @field_validator("draft_model")
+    @classmethod
+    def _needed_by_draft(cls, model: ModelArgs | None, info: ValidationInfo) -> ModelArgs | None:
+        if model is None and info.data.get("method") == "draft":
+            raise ValueError("method 'draft' needs a draft_model with a path")
+        return model
+
+    def settings(self) -> SpeculationSettings:
+        return SpeculationSettings(
+            method=self.method,
+            max_draft_tokens=self.max_draft_tokens,
+            ngram_size=self.ngram_size,
+            draft_model=None if self.draft_model is None else self.draft_model.settings(),
+            row_cost=self.row_cost,
+            draft_cost=self.draft_cost,
+        )
+
+
+class ExecutionArgs(StrictModel):
+    """How a replica runs its steps, see engine.settings.ExecutionSettings. `tensor_parallel` GPUs (or, on a CPU,
+    processes) hold one model between them."""
+
+    attention: AttentionName = "auto"
+    graphs: bool = True
+    max_graph_tokens: PositiveInt = 256
+    overlap: bool = True
+    decode_steps: Annotated[int, Field(ge=1, le=64)] = 1
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    linear: LinearName = "auto"
+
+    def conflicts(self, model: ModelArgs | None, cache: CacheArgs | None) -> list[str]:
+        """What these settings cannot do with those of other sections, each by the names of its keys."""
+        on_cpu = model is not None and model.device == "cpu"
+        in_float32 = model is not None and model.dtype == "float32"
+        reasons = []
+        if cache is not None and cache.kv_dtype == "fp8":
+            if self.attention in ("flash", "torch"):
+                reasons.append(
+                    f"attention {self.attention!r} has no fp8: cache.kv_dtype 'fp8' needs 'triton'"
+                )
+            elif on_cpu and self.attention == "auto":
+                reasons.append("cache.kv_dtype 'fp8' needs a GPU, model.device is 'cpu'")
+        if self.attention == "flash":
+            if on_cpu:
+                reasons.append("attention 'flash' needs a GPU, model.device is 'cpu'")
+            if in_float32:
+                reasons.append("attention 'flash' takes bfloat16 and float16, model.dtype is 'float32'")
+            if cache is not None and cache.page_size % 16:
+                reasons.append(
+                    f"attention 'flash' needs a cache.page_size that is a multiple of 16, not {cache.page_size}"
+                )
+        return reasons

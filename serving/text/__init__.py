@@ -1,0 +1,1 @@
+"""Templates, tokens to text and back, stop strings, control tokens, tool calls."""

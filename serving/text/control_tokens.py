@@ -1,0 +1,65 @@
+"""Keeps what users write from being read as the control tokens of a chat template.
+
+A tokenizer takes `<|im_end|>` in a message for the token that ends one. So each such place in a message is broken
+after its first character with a mark that nobody can guess; the rendered text is cut at the marks, and its pieces are
+tokenized one by one. They read the same, but hold no control token that the template did not write.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from serving.wire.turns import ChatPrompt
+
+_MARK_BYTES = 12
+
+
+class ControlTokens:
+    """The special tokens of one tokenizer. Ones of a single character cannot be broken and stay what they are."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder().values()
+        texts = sorted(
+            re.escape(token.content) for token in added if token.special and len(token.content) > 1
+        )
+        self._any = re.compile("|".join(texts)) if texts else None
+        self._starts = re.compile(f"(?=(?:{'|'.join(texts)})).", re.DOTALL)
+
+    def guard(self, prompt: ChatPrompt) -> tuple[ChatPrompt, str | None]:
+        """The prompt with the mark in every control token that a message holds, and the mark; None if there is none.
+
+        Template arguments and tools are the client's words too.
+        """
+        mark = f"Kedge{secrets.token_hex(_MARK_BYTES)}"
+        found = False
+
+        def broken(text: str) -> str:
+            nonlocal found
+            if self._any is None or self._any.search(text) is None:
+                return text
+            found = True
+            return self._starts.sub(rf"\g<0>{mark}", text)
+
+        messages, tools = (
+            tuple(_with_strings(each, broken) for each in some) for some in (prompt.messages, prompt.tools)
+        )
+        template_kwargs = _with_strings(prompt.template_kwargs, broken)
+        guarded = replace(prompt, messages=messages, tools=tools, template_kwargs=template_kwargs)
+        return (guarded, mark) if found else (prompt, None)
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """The same structure with every string in it changed, keys too: templates write out whole schemas."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _with_strings(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_strings(inner, change) for inner in value]
+    return value

@@ -1,0 +1,227 @@
+"""Text on the replica's side: prompts to token ids, token ids to text.
+
+Everything that a turn costs here depends on the turn alone, never on the session's history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from engine.api import (
+    ContextLengthExceeded,
+    Finish,
+    FinishReason,
+    InvalidRequest,
+    TextWatcher,
+    TokenLogprob,
+)
+from serving.text.chat_template import ChatTemplate
+from serving.text.control_tokens import ControlTokens
+from serving.text.detokenizer import Detokenizer, NoText, TokenBytes
+from serving.text.stop_strings import StopMatcher
+from serving.text.tool_calls.formats import FormatName, ToolCallsSetting, format_of
+from serving.wire.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, TokenPrompt
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+class TextProcessor:
+    """The tokenizer and chat template of one model; shared by all requests, safe to use from any thread.
+
+    Without a tokenizer only token ids go in and out. `vocab_size` is the model's, which may be larger than the
+    tokenizer's; `max_context_len` (tokens) lets absurdly long texts be refused before they are tokenized.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, *, vocab_size: int, max_context_len: int
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._max_context_len = max_context_len
+        self._bos_id: int | None = None
+        self._backend: Tokenizer | None = None
+        self._token_bytes: TokenBytes | None = None
+        self._chat_template: ChatTemplate | None = None
+        self._control_tokens: ControlTokens | None = None
+        if tokenizer is not None:
+            self._bos_id = tokenizer.bos_token_id
+            self._backend = _backend_of(tokenizer)
+            self._token_bytes = TokenBytes(self._backend)
+            self._control_tokens = ControlTokens(self._backend)
+            if tokenizer.chat_template is not None:
+                self._chat_template = ChatTemplate(tokenizer)
+
+    @classmethod
+    def load(cls, path: str, *, vocab_size: int, max_context_len: int) -> TextProcessor:
+        """From a Hugging Face directory (which may lack a tokenizer) or a hub id."""
+        directory = Path(path)
+        tokenizer = None
+        if not directory.is_dir() or any((directory / name).exists() for name in _TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        return cls(tokenizer, vocab_size=vocab_size, max_context_len=max_context_len)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Not to be changed."""
+        return self._backend
+
+    def encode_prompt(
+        self, prompt: Prompt, *, history_len: int = 0, last_token: int | None = None
+    ) -> list[int]:
+        """The token ids that a turn adds to `history_len` committed tokens, the last of which is `last_token`.
+
+        Raises InvalidRequest or ContextLengthExceeded, naming `prompt` or `messages`.
+        """
+        match prompt:
+            case TokenPrompt():
+                token_ids = self._checked_ids(prompt.token_ids)
+            case TextPrompt():
+                token_ids = self._encode(prompt.text, "prompt", add_special_tokens=history_len == 0)
+            case ChatPrompt():
+                token_ids = self._encode_chat(prompt, history_len > 0, last_token)
+        if history_len > 0 and token_ids and token_ids[0] == self._bos_id:
+            del token_ids[0]
+        if not token_ids:
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            raise InvalidRequest("The prompt has no tokens.", param)
+        return token_ids
+
+    def tool_format(self, setting: ToolCallsSetting) -> FormatName | None:
+        """How the model writes function calls. `auto` asks its chat template."""
+        if setting != "auto":
+            return None if setting == "off" else setting
+        return None if self._chat_template is None else format_of(self._chat_template.text_with_tools)
+
+    def watcher(
+        self, stops: Sequence[str], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
+    ) -> TextWatcher | None:
+        """Finds stop strings on the engine's thread; None if there are none to find."""
+        if not stops:
+            return None
+        if self._token_bytes is None:
+            raise InvalidRequest("This model has no tokenizer, so stop strings cannot be found.", "stop")
+        detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
+        return StopWatcher(detokenizer, StopMatcher(stops))
+
+    def output_text(
+        self,
+        stops: Sequence[str] = (),
+        *,
+        trim_stop: bool = True,
+        skip_special_tokens: bool = True,
+        shown: Sequence[str] = (),
+    ) -> OutputText:
+        """Follows one request's output. `shown` are special tokens that are part of its text in any case."""
+        detokenizer: Detokenizer = NoText()
+        if self._token_bytes is not None:
+            detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
+        return OutputText(detokenizer, StopMatcher(stops, keep_stop=not trim_stop), trim_stop=trim_stop)
+
+    def token_text(self, token_id: int) -> str:
+        """A token by itself. Bytes that are no whole character are kept as surrogate escapes."""
+        if self._token_bytes is None:
+            return ""
+        return self._token_bytes[token_id].decode("utf-8", "surrogateescape")
+
+    def text_logprobs(self, logprobs: Sequence[TokenLogprob]) -> tuple[TextLogprob, ...]:
+        """Log-probabilities with their tokens' texts."""
+        text = self.token_text
+        return tuple(
+            TextLogprob(entry, text(entry.token_id), tuple(text(token_id) for token_id, _ in entry.top))
+            for entry in logprobs
+        )
+
+    def _encode_chat(self, prompt: ChatPrompt, continues: bool, last_token: int | None) -> list[int]:
+        if self._token_bytes is None or self._control_tokens is None:
+            raise InvalidRequest("This model has no tokenizer; send token ids.", "messages")
+        if self._chat_template is None:
+            raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
+        prompt, mark = self._control_tokens.guard(prompt)
+        if not continues:
+            text = self._chat_template.render(prompt.messages, prompt.template_kwargs, prompt.tools)
+            return self._encode(text, "messages", cut_at=mark)
+        text = self._chat_template.render_continuation(prompt.messages, prompt.template_kwargs)
+        token_ids = self._encode(text, "messages", cut_at=mark)
+        # The model usually ends its answer with the very token that closes it in the template.
+        if token_ids and token_ids[0] == last_token and last_token in self._token_bytes.special_ids:
+            del token_ids[0]
+        return token_ids
+
+    def _encode(
+        self, text: str, param: str, *, add_special_tokens: bool = False, cut_at: str | None = None
+    ) -> list[int]:
+        """`cut_at` is a mark: what lies between two of them is tokenized by itself."""
+        if self._backend is None or self._token_bytes is None:
+            raise InvalidRequest("This model has no tokenizer; send token ids.", param)
+        if len(text) > self._max_context_len * self._token_bytes.longest:
+            raise ContextLengthExceeded(
+                f"The text of {len(text)} characters is longer than the maximum context length of "
+                f"{self._max_context_len} tokens allows.",
+                param,
+            )
+        try:
+            # Unlike encode, the batch call lets other threads run meanwhile: a long text takes seconds.
+            pieces = [text] if cut_at is None else text.split(cut_at)
+            encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest("The text is not valid Unicode.", param) from error
+        return [token_id for encoding in encodings for token_id in encoding.ids]
+
+    def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
+            raise InvalidRequest(
+                f"Token id {wrong} is outside the vocabulary of {self._vocab_size} tokens.", "prompt"
+            )
+        return list(token_ids)
+
+
+class StopWatcher:
+    """A TextWatcher: called on the engine's thread, one accepted token at a time."""
+
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+
+    def push(self, token_id: int) -> str | None:
+        self._matcher.feed(self._detokenizer.push((token_id,)))
+        return self._matcher.matched
+
+
+class OutputText:
+    """The text of one request as the client sees it: the same however the tokens are batched into events."""
+
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher, *, trim_stop: bool) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self._trim_stop = trim_stop
+
+    def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> str:
+        """The text that these tokens add. Give `finish` with the last ones (there may be none)."""
+        if finish is None:
+            return self._matcher.feed(self._detokenizer.push(token_ids))
+        if self._trim_stop and _stopped_by_token(finish) and token_ids:
+            token_ids = token_ids[:-1]
+        text = self._detokenizer.push(token_ids) + self._detokenizer.flush()
+        return self._matcher.feed(text) + self._matcher.flush()
+
+
+def _stopped_by_token(finish: Finish) -> bool:
+    return finish.reason is FinishReason.STOP and isinstance(finish.matched, int)
+
+
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """The fast tokenizer inside, with any truncation or padding of the checkpoint turned off."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no fast tokenizer (tokenizer.json), which serving needs."
+        )
+    copy: Tokenizer = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy

@@ -1,0 +1,141 @@
+"""Calls to the cluster controller actor: bounded in time, repeated while the actor restarts, typed errors unwrapped.
+
+The actor's methods are safe to repeat (see controllers/cluster_actor.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+
+from controllers.cluster_actor import get_or_create_controller
+from controllers.errors import ControllerError, StoreError
+from controllers.records import (
+    Assignment,
+    ForkOrder,
+    HeartbeatReply,
+    LedgerEntry,
+    ReplicaStatus,
+    SessionRecord,
+    SessionStatus,
+    TurnRecord,
+)
+from serving.settings.config import AppArgs
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER_TIMEOUT_S = 15.0
+NAMESPACE = "kedge"
+RETRY_PAUSE_S = 0.2
+
+
+class ControllerCalls:
+    """Raises the controller's own ControllerErrors; StoreError if it does not answer within `timeout_s`.
+
+    `connect` gives the actor's handle and creates the actor if there is none: one that died for good (its log could
+    not be opened) is tried again.
+    """
+
+    def __init__(self, connect: Callable[[], ActorHandle], *, timeout_s: float) -> None:
+        self._connect = connect
+        self._actor = connect()
+        self._timeout_s = timeout_s
+
+    async def register_replica(self, status: ReplicaStatus) -> None:
+        await self._call("register_replica", status)
+
+    async def heartbeat(self, status: ReplicaStatus, sessions: Sequence[SessionStatus]) -> HeartbeatReply:
+        return cast(HeartbeatReply, await self._call("heartbeat", status, sessions))
+
+    async def report_lost(self, replica_id: str) -> int:
+        return int(await self._call("report_lost", replica_id))
+
+    async def open_session(
+        self,
+        session_id: str | None,
+        tenant: str,
+        timeout_s: float | None,
+        capacity_tokens: int | None,
+        open_key: str,
+    ) -> Assignment:
+        reply = await self._call("open_session", session_id, tenant, timeout_s, capacity_tokens, open_key)
+        return cast(Assignment, reply)
+
+    async def fork_session(
+        self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder
+    ) -> SessionRecord:
+        return cast(SessionRecord, await self._call("fork_session", parent_id, epoch, replica_id, order))
+
+    async def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+        return cast(Assignment, await self._call("resolve", session_id, create, tenant))
+
+    async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
+        return cast(SessionRecord, await self._call("load_session", session_id, epoch, replica_id))
+
+    async def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
+        return bool(await self._call("offer_session", session_id, epoch, replica_id))
+
+    async def commit_turn(self, record: TurnRecord) -> None:
+        await self._call("commit_turn", record)
+
+    async def close_session(
+        self, session_id: str, tenant: str | None = None, epoch: int | None = None
+    ) -> bool:
+        return bool(await self._call("close_session", session_id, tenant, epoch))
+
+    async def expire_idle(self) -> list[str]:
+        return cast(list[str], await self._call("expire_idle"))
+
+    async def sessions(self) -> list[LedgerEntry]:
+        return cast(list[LedgerEntry], await self._call("sessions"))
+
+    async def replicas(self) -> list[ReplicaStatus]:
+        return cast(list[ReplicaStatus], await self._call("replicas"))
+
+    async def stats(self) -> dict[str, float]:
+        return cast(dict[str, float], await self._call("stats"))
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        last: list[RayActorError] = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._until_up(method, args, last)
+        except TimeoutError:
+            reason = f": {_cause(last[-1])}" if last else ""
+            raise StoreError(
+                f"the cluster controller did not answer {method} in {self._timeout_s} s{reason}"
+            ) from None
+
+    async def _until_up(self, method: str, args: tuple[Any, ...], last: list[RayActorError]) -> Any:
+        while True:
+            try:
+                return await getattr(self._actor, method).remote(*args)
+            except RayTaskError as error:
+                if isinstance(error.cause, ControllerError):
+                    raise error.cause from None
+                raise
+            except RayActorError as error:
+                last[:] = [error]
+                await asyncio.sleep(RETRY_PAUSE_S)
+                if isinstance(error, ActorDiedError):
+                    logger.warning("the cluster controller died; starting it again: %s", error)
+                    self._actor = self._connect()
+
+
+def _cause(error: RayActorError) -> str:
+    """The end of what Ray tells of it, which may be a whole traceback: that is for the log, not for clients."""
+    return str(error).rstrip().rpartition("\n")[2]
+
+
+def connect_controller(args: AppArgs) -> ControllerCalls:
+    """Calls to the application's cluster controller, which is created if there is none."""
+    settings, log = args.cluster_settings(), args.controller.log_settings()
+    return ControllerCalls(
+        lambda: get_or_create_controller(args.controller.name, NAMESPACE, settings, log),
+        timeout_s=CONTROLLER_TIMEOUT_S,
+    )

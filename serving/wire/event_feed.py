@@ -1,0 +1,151 @@
+"""News of turns on their way out of a replica: one stream for each ingress, whatever number of turns it has here.
+
+A remote message for every token of every turn would cost more than the model does. So what an engine step brings to all
+turns of one ingress leaves in one batch, and what is late is joined to what comes after it.
+
+The stream is only the fast way. What it has not taken when a turn ends goes with the turn's own reply, so that neither
+a stream that opens late nor one that ends early loses or reorders anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
+
+from serving.wire.turn_events import event_weight, merge_events, split_event
+from serving.wire.turns import FeedLine, TurnEvent, TurnReply
+
+FeedBatch = dict[int, TurnEvent]
+"""By number of the turn; an empty batch is a sign of life."""
+
+SIGN_OF_LIFE_S = 2.0
+DRAIN_TIMEOUT_S = 10.0
+EVENT_WEIGHT = 1024
+"""Log-probabilities of one event at most, up to 0.7 MB. Messages between replicas and ingresses are limited."""
+
+BATCH_WEIGHT = 2048
+
+
+class ToldTurn:
+    """One turn's end of a feed. `told` counts what the stream has taken."""
+
+    def __init__(self, feed: EventFeed) -> None:
+        self._feed = feed
+        self._waiting: deque[TurnEvent] = deque()
+        self._taken = asyncio.Event()
+        self.told = 0
+
+    def put(self, event: TurnEvent) -> None:
+        """News for the next batch, joined to those that still wait for it."""
+        for piece in split_event(event, EVENT_WEIGHT):
+            if self._waiting and event_weight(self._waiting[-1]) + event_weight(piece) <= EVENT_WEIGHT:
+                self._waiting[-1] = merge_events([self._waiting[-1]], piece)
+            else:
+                self._waiting.append(piece)
+        self._feed.arrived.set()
+
+    @property
+    def next_weight(self) -> int | None:
+        """Of the event that `take` would give; None if none waits."""
+        return event_weight(self._waiting[0]) if self._waiting else None
+
+    def take(self) -> TurnEvent:
+        """The first event that waits, for the stream."""
+        self.told += 1
+        self._taken.set()
+        return self._waiting.popleft()
+
+    async def reply(self, last: TurnEvent) -> TurnReply:
+        """Ends the turn with `last`, and with what the stream has not taken yet: at most one event, unless no stream
+        comes in time."""
+        *ahead, last = split_event(last, EVENT_WEIGHT)
+        for piece in ahead:
+            self.put(piece)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                while len(self._waiting) > 1:
+                    self._taken.clear()
+                    await self._taken.wait()
+        rest = tuple(self._waiting)
+        self._waiting.clear()
+        return TurnReply(self.told, (*rest, last))
+
+
+class EventFeed:
+    """The turns in flight of one ingress, and its stream if it is open."""
+
+    def __init__(self) -> None:
+        self.turns: dict[int, ToldTurn] = {}
+        self.arrived = asyncio.Event()
+        self.stream: object | None = None
+
+    async def take(self, stream: object, timeout_s: float) -> FeedBatch:
+        """What waits, or comes first; empty if nothing came in time, or another stream has taken over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.stream is stream:
+                    if batch := self._collect():
+                        return batch
+                    self.arrived.clear()
+                    await self.arrived.wait()
+        except TimeoutError:
+            pass
+        return {}
+
+    def _collect(self) -> FeedBatch:
+        """An event of each turn, but of those with log-probabilities no more than a message may hold."""
+        batch: FeedBatch = {}
+        room = BATCH_WEIGHT
+        for number, turn in self.turns.items():
+            weight = turn.next_weight
+            if weight is not None and weight <= room:
+                batch[number] = turn.take()
+                room -= weight
+        return batch
+
+
+class EventFeeds:
+    """By feed id. A feed lives while it has turns or a stream. Used on the replica's event loop only.
+
+    Serve may send a call again whose first sending is not over: the later line and the later stream count.
+    """
+
+    def __init__(self, sign_of_life_s: float = SIGN_OF_LIFE_S) -> None:
+        self._sign_of_life_s = sign_of_life_s
+        self._feeds: dict[str, EventFeed] = {}
+
+    @contextmanager
+    def line(self, line: FeedLine) -> Iterator[ToldTurn]:
+        """A turn's place in its feed, for as long as the turn runs."""
+        feed = self._feeds.setdefault(line.feed_id, EventFeed())
+        turn = feed.turns[line.number] = ToldTurn(feed)
+        try:
+            yield turn
+        finally:
+            if feed.turns.get(line.number) is turn:
+                del feed.turns[line.number]
+            self._forget(line.feed_id, feed)
+
+    async def stream(self, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
+        """Batches, until there has been no turn for a while: an open stream would hold up the replica's shutdown."""
+        feed = self._feeds.setdefault(feed_id, EventFeed())
+        mine = feed.stream = object()
+        feed.arrived.set()
+        try:
+            while (batch := await feed.take(mine, self._sign_of_life_s)) or (
+                feed.turns and feed.stream is mine
+            ):
+                yield batch
+        finally:
+            if feed.stream is mine:
+                feed.stream = None
+            self._forget(feed_id, feed)
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def _forget(self, feed_id: str, feed: EventFeed) -> None:
+        if not feed.turns and feed.stream is None and self._feeds.get(feed_id) is feed:
+            del self._feeds[feed_id]

@@ -1,0 +1,281 @@
+"""What travels between ingress and replica: a turn's call, its events, and the service the protocols speak to.
+
+Plain, picklable data. Protocol adapters (serving/api) translate HTTP bodies into `TurnCall` and `TurnEvent`s back;
+rendering and tokenizing happen on the replica that owns the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from engine.api import LogprobParams, SamplingParams, TokenLogprob
+from serving.text.tool_calls.formats import FormatName
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Chat messages, rendered with the model's template. In a session only the new messages are given.
+
+    `tools` are rendered where they begin a history; later they only have to be the same.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text, tokenized as it is. `add_bos` follows the tokenizer's default for a fresh sequence."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, used as they are; the replica checks their range."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConstraint:
+    """What the whole output must be: JSON that fits a schema, what a regular expression matches from end to end, or
+    function calls (serving/text/tool_calls/grammar.py)."""
+
+    kind: Literal["json_schema", "regex", "tool_calls"]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens.
+
+    `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404).
+    """
+
+    session_id: str
+    rewind_to: int | None = None
+    idempotency_key: str | None = None
+    create: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A TokenLogprob with the tokens' texts. Bytes that are no whole character are surrogate escapes in them."""
+
+    token: TokenLogprob
+    text: str
+    top_texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedTurn:
+    """What a client has been told of a turn whose replica was lost: the output so far, to be gone on from.
+
+    `turn_index` says which of its session's turns it is; None outside a session.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TextLogprob, ...] = ()
+    input_logprobs: tuple[TextLogprob, ...] = ()
+    turn_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCall:
+    """One generation as the protocols ask for it.
+
+    `seed` None means: pick one. `max_new_tokens` None means: as much as the context allows. Both replace the fields of
+    `sampling`. `logprobs.input_start` is an absolute position in history + new input, as in the engine. `shown_tokens`
+    are special tokens that are part of the text, whatever `skip_special_tokens` says.
+
+    `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    seed: int | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    trim_stop: bool = True
+    skip_special_tokens: bool = True
+    shown_tokens: tuple[str, ...] = ()
+    logprobs: LogprobParams | None = None
+    constraint: OutputConstraint | None = None
+    session: SessionTurn | None = None
+    tenant: str = ""
+    resumed: ResumedTurn | None = None
+
+    def named(self, request_id: str | None, tenant: str) -> bool:
+        """Whether who names `request_id` of `tenant` means this call; None names all of the tenant's."""
+        return self.tenant == tenant and request_id in (None, self.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as data: it crosses process borders without pickling exceptions. `status` is the HTTP status."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFinish:
+    """How the turn ended. `reason` is "stop", "length" or "abort"; `matched` is the stop token id or string."""
+
+    reason: str
+    matched: int | str | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEvent:
+    """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error.
+
+    `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
+    `turn_index` says which of its session's turns it is; None outside a session. `replayed`: it ran before, under the
+    same idempotency key, and this is the answer from the log.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    logprobs: tuple[TextLogprob, ...] = ()
+    input_logprobs: tuple[TextLogprob, ...] = ()
+    finish: TurnFinish | None = None
+    error: ErrorInfo | None = None
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    turn_index: int | None = None
+    replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FeedLine:
+    """Where a replica is to tell a turn's news: the feed of one ingress, and the turn's number in it."""
+
+    feed_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReply:
+    """The end of a turn: `told` events went ahead over the feed, these are the rest.
+
+    The last of them has a finish or an error.
+    """
+
+    told: int
+    events: tuple[TurnEvent, ...]
+
+
+class ServiceError(Exception):
+    """Raised by TurnService; carries what the client is to be told."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the protocols report of the served model. `tool_calls`: the format of its function calls, if it has one."""
+
+    model_id: str
+    model_path: str
+    tokenizer_path: str
+    max_context_len: int
+    vocab_size: int
+    created: int
+    tool_calls: FormatName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as the ledger knows it. Times are seconds."""
+
+    session_id: str
+    replica_id: str | None
+    epoch: int
+    tokens: int
+    size_bytes: int
+    turns: int
+    idle_s: float
+    in_turn: bool
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedSession:
+    """A session that began as a fork: its committed tokens, and how many of them have KV already."""
+
+    session_id: str
+    tokens: int
+    cached_tokens: int
+
+
+class TurnService(Protocol):
+    """The cluster as the protocol adapters see it. Implemented in serving/front/cluster_client.py.
+
+    Every method raises ServiceError for errors that the client is to be told.
+    """
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]:
+        """Streams a turn's events, each at least one token or the end. Leaving the context early (client
+        disconnect) aborts the turn. Errors after admission arrive as an event; refusals raise ServiceError on entry:
+        entering the context waits for the first event."""
+
+    async def open_session(
+        self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
+    ) -> str:
+        """Registers and places a session; returns its id. A duplicate id raises (400, "session_exists")."""
+
+    async def fork_session(
+        self,
+        session_id: str,
+        new_session_id: str | None,
+        *,
+        length: int | None,
+        timeout_s: float | None,
+        tenant: str,
+    ) -> ForkedSession:
+        """Starts a session at the first `length` tokens (None: all) of another, sharing their KV. Raises (404) for an
+        unknown session, (409) while it has a turn, (400) for a length past its history or an id that is in use."""
+
+    async def close_session(self, session_id: str, *, tenant: str) -> bool:
+        """Closes now, or when the turn in flight ends. False if the session was unknown."""
+
+    async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
+        """Aborts one request of the tenant (unknown ids are ignored) or all of them, on every replica."""
+
+    async def flush(self) -> bool:
+        """Drops cached prefixes on every replica; False if any replica was busy."""
+
+    async def sessions(self) -> list[SessionInfo]: ...
+
+    async def server_info(self) -> dict[str, Any]:
+        """Settings and per-replica figures, JSON ready."""
+
+    async def audit(self) -> dict[str, Any]:
+        """What a walk over every KV page of every replica found, JSON ready (serving/watch/audit_reply.py)."""
+
+    async def metrics_text(self) -> str:
+        """Prometheus exposition of every replica, the controller and every ingress."""
+
+    async def healthy(self) -> bool: ...

@@ -1,0 +1,136 @@
+"""`kedge chat` against a server over real HTTP."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from serving.cli.main import app
+from tests.unit.serving.openai_stub import Stub, running
+
+
+def chat(stub: Stub, lines: str, *options: str):
+    return CliRunner().invoke(app, ["chat", "--url", stub.url, *options], input=lines)
+
+
+def test_three_turns_of_one_session_send_only_new_messages_and_close_at_the_end():
+    with running(Stub()) as stub:
+        result = chat(stub, "one two\nthree\nfour five\n", "--session", "s1", "--system", "be brief")
+    assert result.exit_code == 0, result.output
+    assert stub.session_ids == ["s1"] * 3
+    assert [[message["content"] for message in body["messages"]] for body in stub.bodies] == [
+        ["be brief", "one two"],
+        ["three"],
+        ["four five"],
+    ]
+    assert stub.closed == ["s1"]
+    assert result.output.count(" w0 w1 w2 w3") == 3
+
+
+def test_each_turn_ends_with_its_figures():
+    with running(Stub()) as stub:
+        result = chat(stub, "one two\nthree\n")
+    lines = [line for line in result.output.splitlines() if line.startswith("TTFT")]
+    pattern = r"TTFT [\d.]+ ms · {} cached \+ {} new prompt tokens · 4 output tokens · [\d,]+ tok/s"
+    assert re.fullmatch(pattern.format(0, 2), lines[0])
+    assert re.fullmatch(pattern.format(6, 1), lines[1])
+
+
+def test_reset_closes_the_session_and_starts_another_with_the_system_prompt():
+    with running(Stub()) as stub:
+        result = chat(stub, "one\n/reset\ntwo\n/quit\nnever sent\n", "--system", "be brief")
+    assert result.exit_code == 0
+    first, second = stub.session_ids
+    assert first != second
+    assert stub.closed == [first, second]
+    assert [len(body["messages"]) for body in stub.bodies] == [2, 2]
+
+
+def test_help_and_unknown_commands_are_not_sent():
+    with running(Stub()) as stub:
+        result = chat(stub, "/help\n/frobnicate\n\n")
+    assert "/reset" in result.output
+    assert "unknown command /frobnicate" in result.output
+    assert stub.bodies == []
+
+
+def test_a_refused_turn_is_reported_as_an_error_and_the_conversation_goes_on():
+    with running(Stub(fails_with=409)) as stub:
+        result = chat(stub, "one\ntwo\n", "--session", "s1")
+    assert result.exit_code == 1
+    assert "409: stub says no" not in result.stdout
+    assert result.stderr == "kedge chat: 409: stub says no\n" * 2
+    assert stub.closed == ["s1"]
+
+
+def test_a_stream_that_breaks_off_is_reported_and_does_not_commit_the_system_prompt():
+    with running(Stub(breaks_off=True)) as stub:
+        result = chat(stub, "one\ntwo\n", "--system", "be brief")
+    assert "the stream ended before the turn did" in result.output
+    assert [len(body["messages"]) for body in stub.bodies] == [2, 2]
+
+
+@pytest.mark.parametrize("command", ["chat", "sessions", "bench"])
+def test_a_server_that_is_down_is_one_line_and_exit_1(command):
+    result = CliRunner().invoke(app, [command, "--url", "http://127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"kedge {command}: no server at http://127.0.0.1:9")
+    assert len(result.output.splitlines()) == 1
+
+
+def test_ctrl_c_aborts_the_turn_and_not_the_chat():
+    """In a real terminal, because that is where Ctrl-C comes from."""
+    with running(Stub(token_delay_s=0.02, default_tokens=1000)) as stub:
+        terminal, worker = pty.openpty()
+        command = [
+            sys.executable,
+            "-c",
+            "from serving.cli.main import main; main()",
+            "chat",
+            "--url",
+            stub.url,
+        ]
+        process = subprocess.Popen(
+            [*command, "--session", "s1"],
+            stdin=worker,
+            stdout=worker,
+            stderr=worker,
+            env=os.environ | {"TERM": "dumb", "COLUMNS": "200"},
+            start_new_session=True,
+        )
+        os.close(worker)
+        try:
+            rest = read_until(terminal, b"> ")
+            os.write(terminal, b"hello\n")
+            rest = read_until(terminal, b" w3", rest)
+            process.send_signal(signal.SIGINT)
+            rest = read_until(terminal, b"stopped; the session stands where it was", rest)
+            read_until(terminal, b"> ", rest)
+            assert stub.closed == []
+            os.write(terminal, b"\x04")
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
+    assert stub.closed == ["s1"]
+    assert stub.aborted == 1
+
+
+def read_until(terminal: int, expected: bytes, seen: bytes = b"", timeout_s: float = 60.0) -> bytes:
+    """Waits for `expected` and returns what came after it."""
+    deadline_s = time.monotonic() + timeout_s
+    while expected not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(deadline_s - time.monotonic(), 0))
+        assert ready, f"{expected!r} did not come; seen {seen!r}"
+        seen += os.read(terminal, 4096)
+    return seen.split(expected, 1)[1]

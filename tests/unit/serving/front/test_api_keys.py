@@ -1,0 +1,125 @@
+"""Keys: who has none of them hears nothing, on any path but those for load balancers and Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from serving.cli.main import app as command
+from serving.front.api.access import API_KEYS, OPEN_PATHS, keys_in
+from serving.front.http import create_http_app
+from tests.unit.serving.local_service import MODEL, client_of, http_server, local_service
+
+KEYS = ("first-key", "schlüssel")
+ASKED = {"model": MODEL.model_id, "prompt": [5], "max_tokens": 2}
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        local_service(tmp_path) as service,
+        client_of(create_http_app(lambda: service, api_keys=KEYS)) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+async def url(tmp_path: Path) -> AsyncIterator[str]:
+    async with (
+        local_service(tmp_path) as service,
+        http_server(create_http_app(lambda: service, api_keys=KEYS)) as url,
+    ):
+        yield url
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer first",
+        "Bearer first-key2",
+        "Bearer first-key,schlüssel",
+        "Basic first-key",
+        "first-key",
+    ],
+)
+async def test_calls_without_a_key_are_refused(client: httpx.AsyncClient, given: str | None) -> None:
+    headers = [] if given is None else [(b"authorization", given.encode())]
+    reply = await client.post("/v1/completions", content=b"{no json", headers=headers)
+    assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer")
+    error = reply.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_api_key", "authorization")
+    assert error["type"] == "invalid_request_error"
+    reply = await client.post("/generate", json={"input_ids": [5]}, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("given", ["Bearer first-key", "bearer first-key ", "Bearer schlüssel"])
+async def test_any_of_the_keys_will_do(client: httpx.AsyncClient, given: str) -> None:
+    reply = await client.post("/v1/completions", json=ASKED, headers=[(b"authorization", given.encode())])
+    assert reply.status_code == 200, reply.text
+
+
+async def test_every_other_path_is_shut(tmp_path: Path) -> None:
+    async with local_service(tmp_path) as service:
+        app = create_http_app(lambda: service, api_keys=KEYS)
+        paths = set(app.openapi()["paths"]) | {"/docs", "/openapi.json", "/nothing", "/health/", "/metrics/x"}
+        assert paths > OPEN_PATHS
+        async with client_of(app) as client:
+            for path in paths:
+                status = (await client.get(path.replace("{session_id}", "s"))).status_code
+                assert (status == 401) == (path not in OPEN_PATHS), (path, status)
+
+
+async def test_the_openai_client_has_a_key(url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError, match="Send a key"):
+            await client.completions.create(**ASKED)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        stream = await client.completions.create(**ASKED, stream=True)
+        assert [chunk async for chunk in stream]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sessions"],
+        ["sessions", "fork", "s", "--at", "0"],
+        ["audit"],
+        ["chat"],
+        ["bench", "--sessions", "1", "--turns", "1", "--warmup", "0", "--max-other-cores", "99"],
+    ],
+)
+async def test_commands_send_the_key(url: str, arguments: list[str]) -> None:
+    def run(key: str | None) -> tuple[int, str]:
+        environment = {"KEDGE_URL": url, "KEDGE_API_KEY": key}
+        # The url of a fork is that of `kedge sessions`.
+        result = CliRunner().invoke(command, arguments, env=environment, input="hello\n")
+        return result.exit_code, result.output
+
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+        assert (await client.post("/v1/kedge/sessions", json={"session_id": "s"})).is_success
+    status, told = await asyncio.to_thread(run, None)
+    assert status == 1
+    assert "401: Send a key that is valid here" in " ".join(told.split())
+    status, told = await asyncio.to_thread(run, KEYS[0])
+    assert "401:" not in told
+    assert status in ((0, 3) if arguments[0] == "bench" else (0,)), told
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [(None, ()), ("", ()), (" , ", ()), ("a", ("a",)), (" a, b c ,", ("a", "b c"))],
+)
+def test_keys_are_parted_by_commas(text: str | None, keys: tuple[str, ...]) -> None:
+    assert keys_in({} if text is None else {API_KEYS: text}) == keys

@@ -1,0 +1,114 @@
+"""A close finds the session's owner, whomever the ingress that is asked remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.errors import ControllerError
+from serving.front.cluster_client import ClusterClient
+from serving.front.ownership_cache import Owner, OwnershipCache
+from serving.front.turn_dispatch import TurnDispatcher
+from serving.watch.metrics import IngressMetrics
+from serving.wire.errors import error_info
+from serving.wire.routing_errors import ReplicaGone
+from tests.unit.serving.failover_rig import Failover, Replicas, running_failover
+from tests.unit.serving.replica_rig import call
+
+
+class ClosingReplicas:
+    """Closes as LLMReplica does. `asked` are those that were."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self.asked: list[str] = []
+
+    async def call(self, replica_id: str, method: str, session_id: str) -> Any:
+        assert method == "close_session"
+        self.asked.append(replica_id)
+        if replica_id in self._replicas.dead:
+            raise ReplicaGone(replica_id)
+        try:
+            return await self._replicas.rigs[replica_id].host.close(session_id)
+        except ControllerError as error:
+            return error_info(error)
+
+
+class OtherIngress:
+    """Remembers that "a" owns session "s" at epoch 1, whoever does by now."""
+
+    def __init__(self, served: Failover) -> None:
+        self.replicas = ClosingReplicas(served.replicas)
+        owners, metrics = OwnershipCache(9), IngressMetrics("other")
+        owners.put("", "s", Owner("a", 1))
+        parts: tuple[Any, ...] = (self.replicas, served.controller, owners, metrics)
+        fields: dict[str, Any] = {
+            "model": None,
+            "replicas": self.replicas,
+            "siblings": None,
+            "controller": served.controller,
+            "dispatcher": TurnDispatcher(*parts, failover_timeout_s=5.0),
+            "metrics": metrics,
+            "settings": {},
+        }
+        self.client = ClusterClient(**fields)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Failover]:
+    async with running_failover(tmp_path) as failover:
+        for rig in failover.rigs:
+            rig.runner.step_s = 0.0
+        failover.open_session("s")
+        await failover.turn(call([4], "s"))
+        yield failover
+        for rig in failover.rigs:
+            await rig.books_are_empty()
+
+
+def move(served: Failover) -> int:
+    """To "b"; the new epoch."""
+    served.cluster.report_lost("a")
+    return served.cluster.resolve("s", False, "").epoch
+
+
+@pytest.mark.parametrize("still_held", [False, True])
+async def test_a_session_that_moved_is_closed_when_its_turn_has_ended(
+    served: Failover, still_held: bool
+) -> None:
+    a, b = served.rigs
+    epoch = move(served)
+    if not still_held:
+        await a.host.release("s")
+    b.runner.hold()
+    turn = asyncio.create_task(b.run(call([5], "s"), epoch))
+    await b.begun()
+    other = OtherIngress(served)
+    assert await other.client.close_session("s", tenant="")
+    assert other.replicas.asked == ["a", "b"]
+    b.runner.go_on()
+    assert (await turn)[-1].finish is not None
+    assert served.cluster.sessions() == []
+
+
+async def test_a_session_whose_owner_has_not_loaded_it_is_closed_in_the_log(served: Failover) -> None:
+    await served.rigs[0].host.release("s")
+    other = OtherIngress(served)
+    assert await other.client.close_session("s", tenant="")
+    assert other.replicas.asked == ["a"]
+    assert served.cluster.sessions() == []
+    assert not await other.client.close_session("s", tenant="")
+
+
+async def test_a_session_without_an_owner_is_closed_in_the_log(served: Failover) -> None:
+    await served.rigs[0].host.release("s")
+    served.replicas.dead.update("ab")
+    for name in "ab":
+        served.cluster.report_lost(name)
+    client = OtherIngress(served).client
+    assert await client.close_session("s", tenant="")
+    assert served.cluster.sessions() == []

@@ -1,0 +1,226 @@
+"""The session protocol as SGLang's clients speak it, on the real turns of one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.runner.null import null_generate
+from tests.unit.serving.local_service import LocalService, local_client, shown_text
+from tests.unit.serving.replica_rig import VOCAB_SIZE
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+async def open_session(client: httpx.AsyncClient, **fields: Any) -> str:
+    reply = await client.post("/open_session", json={"capacity_of_str_len": 1000, **fields})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def generate(client: httpx.AsyncClient, **body: Any) -> Any:
+    reply = await client.post("/generate", json={"sampling_params": GREEDY, **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def refused(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    reply = await client.post(path, json=body)
+    assert reply.status_code == 400, reply.text
+    return reply.json()["error"]
+
+
+async def test_turns_of_a_session(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        session = await open_session(client, streaming=True)
+        history: list[int] = []
+        for turn in range(4):
+            new = [10 + turn, 20, 30]
+            reply = await generate(client, input_ids=new, session_params={"id": session, "rid": None})
+            expected = null_generate([*history, *new], 6, VOCAB_SIZE)
+            assert reply["output_ids"] == expected
+            assert reply["text"] == shown_text(expected)
+            meta = reply["meta_info"]
+            assert meta["prompt_tokens"] == len(history) + 3
+            assert meta["cached_tokens"] in ((len(history), len(history) - 1) if turn else (0,))
+            assert meta["completion_tokens"] == 6
+            assert meta["finish_reason"] == {"type": "length", "length": 6}
+            assert meta["e2e_latency"] > 0
+            assert meta["id"] == service.calls[-1].request_id
+            history += new + expected
+        assert (await client.post("/close_session", json={"session_id": session})).status_code == 200
+        assert (await client.post("/close_session", json={"session_id": "unknown"})).status_code == 200
+        await service.rig.books_are_empty()
+
+
+async def test_rewinding(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        session = await open_session(client)
+        first = await generate(client, input_ids=[5, 6, 7], session_params={"id": session})
+        await generate(client, input_ids=[8], session_params={"id": session, "offset": 0})
+        reply = await generate(client, input_ids=[9, 9], session_params={"id": session, "offset": 5})
+        kept = ([5, 6, 7] + first["output_ids"])[:5]
+        assert reply["output_ids"] == null_generate([*kept, 9, 9], 6, VOCAB_SIZE)
+        assert reply["meta_info"]["prompt_tokens"] == 7
+        error = await refused(
+            client, "/generate", input_ids=[9], session_params={"id": session, "offset": 500}
+        )
+        assert error["param"] == "session_params.offset"
+
+
+async def test_streams_tell_the_whole_text_so_far(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 40}}
+        whole = (await client.post("/generate", json=body)).json()
+        reply = await client.post("/generate", json={**body, "stream": True})
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *events, done = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+        assert done == "[DONE]"
+        told = [json.loads(event) for event in events]
+        for earlier, later in itertools.pairwise(told):
+            assert later["text"].startswith(earlier["text"])
+            assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+            assert earlier["meta_info"]["finish_reason"] is None
+        assert (told[-1]["text"], told[-1]["output_ids"]) == (whole["text"], whole["output_ids"])
+        assert told[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 40}
+
+
+async def test_logprobs(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        meta = (await generate(client, input_ids=[5, 6, 7], **options))["meta_info"]
+        assert [entry[1] for entry in meta["input_token_logprobs"]] == [5, 6, 7]
+        assert meta["input_token_logprobs"][0][0] is None
+        assert [entry[2] for entry in meta["output_token_logprobs"]] == [None] * 6
+        assert len(meta["output_top_logprobs"]) == 6
+        named = await generate(client, input_ids=[5, 6], return_logprob=True, return_text_in_logprobs=True)
+        assert all(isinstance(entry[2], str) for entry in named["meta_info"]["output_token_logprobs"])
+        assert named["meta_info"]["input_token_logprobs"] == []
+        assert "output_token_logprobs" not in (await generate(client, input_ids=[5]))["meta_info"]
+
+
+async def test_a_turn_may_only_take_in_its_input(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        session = {"session_params": {"id": await open_session(client)}}
+        nothing = {"temperature": 0, "max_new_tokens": 0}
+        reply = await generate(client, input_ids=[5, 6, 7], sampling_params=nothing, **session)
+        assert (reply["text"], reply["output_ids"]) == ("", [])
+        assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+        reply = await generate(client, input_ids=[8], **session)
+        assert reply["output_ids"] == null_generate([5, 6, 7, 8], 6, VOCAB_SIZE)
+        assert reply["meta_info"]["cached_tokens"] in (2, 3)
+
+
+async def test_batches(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        replies = await generate(client, input_ids=[[5, 6, 7], [8]], rid=["a", "b"])
+        assert [reply["meta_info"]["id"] for reply in replies] == ["a", "b"]
+        expected = [null_generate(ids, 6, VOCAB_SIZE) for ids in ([5, 6, 7], [8])]
+        assert [reply["output_ids"] for reply in replies] == expected
+        assert len(await generate(client, text=["a dog", "a park", "Rex"])) == 3
+        assert len(await generate(client, text="a dog", sampling_params={**GREEDY, "n": 2})) == 2
+        assert isinstance(await generate(client, text=["a dog"]), list)
+        reply = await client.post(
+            "/generate", json={"input_ids": [[5, 6, 7], [8]], "sampling_params": GREEDY, "stream": True}
+        )
+        last: dict[int, Any] = {}
+        for line in reply.text.split("\n\n")[:-2]:
+            event = json.loads(line.removeprefix("data: "))
+            last[event["index"]] = event
+        assert [last[i]["output_ids"] for i in range(2)] == expected
+
+
+async def busy_turn(client: httpx.AsyncClient, service: LocalService, **body: Any) -> asyncio.Task[Any]:
+    """A turn that goes on until something ends it."""
+    service.rig.runner.step_s = 0.02
+    sampling = {"temperature": 0, "max_new_tokens": 400}
+    running = asyncio.create_task(generate(client, input_ids=[5], sampling_params=sampling, **body))
+    await service.rig.begun()
+    return running
+
+
+async def test_aborting_a_turn(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        session = await open_session(client)
+        await generate(client, input_ids=[5, 6, 7], session_params={"id": session})
+        for body in ({"rid": "r-1"}, {"rid": "", "abort_all": True}):
+            running = await busy_turn(client, service, rid="r-1", session_params={"id": session})
+            error = await refused(client, "/generate", input_ids=[1], session_params={"id": session})
+            assert (error["code"], error["param"]) == ("turn_in_flight", "session_params.id")
+            assert (await client.get("/flush_cache")).status_code == 400
+            assert (await client.post("/abort_request", json=body)).status_code == 200
+            assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
+        service.rig.runner.step_s = 0.0
+        reply = await generate(client, input_ids=[8, 9], session_params={"id": session})
+        assert reply["meta_info"]["prompt_tokens"] == 3 + 6 + 2
+        assert (await client.post("/flush_cache")).status_code == 200
+
+
+async def test_a_tenant_aborts_its_own_turns_only(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        running = await busy_turn(client, service, rid="r-1")
+        for body in ({"rid": "r-1"}, {"abort_all": True}):
+            aborted = await client.post("/abort_request", json=body, headers={"x-tenant-id": "other"})
+            assert aborted.status_code == 200
+        service.rig.runner.step_s = 0.0
+        assert (await running)["meta_info"]["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [{"text": "Rex"}, {"input_ids": [[5, 6]]}])
+async def test_every_turn_says_which_of_its_session_it_is(
+    tmp_path: Path, prompt: dict[str, Any], stream: bool
+) -> None:
+    async with local_client(tmp_path) as (client, _):
+        session = await open_session(client)
+        body = {**prompt, "sampling_params": GREEDY, "stream": stream, "session_params": {"id": session}}
+        replies = [await client.post("/generate", json=body) for _ in range(3)]
+        assert [reply.headers["x-session-turn"] for reply in replies] == ["0", "1", "2"]
+        reply = await client.post("/generate", json={**prompt, "sampling_params": GREEDY})
+        assert "x-session-turn" not in reply.headers
+
+
+async def test_refusals_say_400_and_why(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        session = await open_session(client, session_id="mine", timeout=60)
+        assert session == "mine"
+        assert (
+            "open already"
+            in (await refused(client, "/open_session", capacity_of_str_len=1, session_id="mine"))["message"]
+        )
+        unknown = await refused(client, "/generate", input_ids=[1], session_params={"id": "nobody"})
+        assert unknown["code"] == "session_not_found"
+        for name in ("replace", "drop_previous_output"):
+            params = {"id": "mine", name: True}
+            error = await refused(client, "/generate", input_ids=[1], session_params=params)
+            assert error["param"] == f"session_params.{name}"
+        long = await refused(client, "/generate", input_ids=[1] * 600, session_params={"id": "mine"})
+        assert "context length" in long["message"]
+        assert long["param"] == "input_ids"
+        await generate(client, input_ids=[1], session_params={"id": "mine"})
+        two = await refused(client, "/generate", input_ids=[[1], [2]], session_params={"id": "mine"})
+        assert two["param"] == "input_ids"
+        choices = {"input_ids": [1], "sampling_params": {"n": 2}}
+        error = await refused(client, "/generate", **choices, session_params={"id": "mine"})
+        assert error["param"] == "sampling_params.n"
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate", "/get_server_info", "/metrics"])
+async def test_looking_in(tmp_path: Path, path: str) -> None:
+    async with local_client(tmp_path) as (client, _):
+        reply = await client.get(path)
+        assert reply.status_code == 200, reply.text
+
+
+async def test_model_info(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        info = (await client.get("/get_model_info")).json()
+        assert info["model_path"] == info["tokenizer_path"] == "/models/null"
+        assert info["is_generation"] is True
+        assert "kedge_" in (await client.get("/metrics")).text

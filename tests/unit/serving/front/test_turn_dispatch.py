@@ -1,0 +1,151 @@
+"""Calls find the owner of their session: a stale memory, a lost replica and a moved session cost a round, no error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from controllers.errors import NoReplica, SessionNotFound
+from controllers.records import Assignment
+from serving.front import turn_dispatch
+from serving.front.ownership_cache import OwnershipCache
+from serving.front.turn_dispatch import TurnDispatcher
+from serving.watch.metrics import IngressMetrics
+from serving.wire.errors import error_info
+from serving.wire.routing_errors import ReplicaGone
+from serving.wire.turns import ErrorInfo, ServiceError
+
+MOVED = ErrorInfo(409, "stale_epoch", "moved")
+BUSY = ErrorInfo(409, "turn_in_flight", "busy")
+NOT_HELD = ErrorInfo(404, "session_not_found", "not held here")
+
+
+class Replicas:
+    """Answers in the order given; an exception is raised."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def call(self, replica_id: str, method: str, *args: Any) -> Any:
+        self.asked.append((replica_id, method, *args))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Controller:
+    """The owner is a new one, at a new epoch, each time it is asked for."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+        self.epoch = 0
+        self.lost: list[str] = []
+
+    async def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+        assert not create
+        if self.failures:
+            raise self.failures.pop(0)
+        self.epoch += 1
+        return Assignment(session_id, f"{tenant}{self.epoch}", self.epoch, False)
+
+    async def report_lost(self, replica_id: str) -> int:
+        self.lost.append(replica_id)
+        return 1
+
+
+def dispatcher(replicas: Replicas, controller: Controller, timeout_s: float = 5.0) -> TurnDispatcher:
+    parts: tuple[Any, ...] = (replicas, controller)
+    return TurnDispatcher(*parts, OwnershipCache(9), IngressMetrics("i"), failover_timeout_s=timeout_s)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.001)
+
+
+async def test_the_owner_is_remembered() -> None:
+    replicas, controller = Replicas(1, 2), Controller()
+    ask = dispatcher(replicas, controller).ask_owner
+    assert [await ask("s", "t", "work", "order") for _ in range(2)] == [1, 2]
+    assert replicas.asked == [("t1", "work", "s", 1, "order")] * 2
+
+
+@pytest.mark.parametrize("first", [MOVED, NOT_HELD, ReplicaGone("t1")])
+async def test_a_wrong_owner_costs_one_more_round(first: Any) -> None:
+    replicas = Replicas(first, "done")
+    assert await dispatcher(replicas, Controller()).ask_owner("s", "t", "work") == "done"
+    assert [asked[0] for asked in replicas.asked] == ["t1", "t2"]
+
+
+async def test_a_replica_that_answered_before_is_reported_lost() -> None:
+    controller = Controller()
+    ask = dispatcher(Replicas(1, ReplicaGone("t1"), BUSY, 2), controller).ask_owner
+    await ask("s", "t", "work")
+    # What is left of the lost call may still be in the way: refusals that follow it are tried again.
+    assert await ask("s", "t", "work") == 2
+    assert controller.lost == ["t1"]
+
+
+class OneOwner(Controller):
+    """It is "t1" until that is reported lost. The first report takes for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports = 0
+
+    async def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+        self.epoch = len(self.lost)
+        return await super().resolve(session_id, create, tenant)
+
+    async def report_lost(self, replica_id: str) -> int:
+        self.reports += 1
+        if self.reports == 1:
+            await asyncio.Event().wait()
+        return await super().report_lost(replica_id)
+
+
+async def test_a_report_that_is_cut_off_is_made_by_who_notices_next() -> None:
+    """Not after the time that is given to newcomers."""
+    controller = OneOwner()
+    replicas = Replicas(1, ReplicaGone("t1"), ReplicaGone("t1"), 2)
+    ask = dispatcher(replicas, controller).ask_owner
+    await ask("s", "t", "work")
+    leaving = asyncio.create_task(ask("s", "t", "work"))
+    while not controller.reports:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert await ask("s", "t", "work") == 2
+    assert controller.lost == ["t1"]
+
+
+@pytest.mark.parametrize("refusal", [BUSY, ErrorInfo(400, "invalid_fork", "too long", "length")])
+async def test_refusals_are_the_clients(refusal: ErrorInfo) -> None:
+    with pytest.raises(ServiceError) as caught:
+        await dispatcher(Replicas(refusal), Controller()).ask_owner("s", "t", "work")
+    assert caught.value.info == refusal
+
+
+async def test_an_unknown_session() -> None:
+    with pytest.raises(ServiceError) as caught:
+        await dispatcher(Replicas(NOT_HELD, NOT_HELD), Controller()).ask_owner("s", "t", "work")
+    assert caught.value.info == NOT_HELD
+    missing = SessionNotFound("no session", "session_id")
+    with pytest.raises(ServiceError) as caught:
+        await dispatcher(Replicas(), Controller(missing)).ask_owner("s", "t", "work")
+    assert caught.value.info == error_info(missing)
+
+
+async def test_no_replica_is_waited_for_but_not_for_ever() -> None:
+    nobody = NoReplica("none")
+    assert (
+        await dispatcher(Replicas("done"), Controller(nobody, nobody)).ask_owner("s", "t", "work") == "done"
+    )
+    lost = Replicas(*[ReplicaGone("x")] * 1000)
+    with pytest.raises(ServiceError) as caught:
+        await dispatcher(lost, Controller(), timeout_s=0.05).ask_owner("s", "t", "work")
+    assert (caught.value.info.status, caught.value.info.code) == (503, "replica_unavailable")

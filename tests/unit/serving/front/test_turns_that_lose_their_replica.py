@@ -1,0 +1,358 @@
+"""A turn whose replica is lost in mid-stream goes on at another: its client sees one answer, its session one turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from controllers.errors import NoReplica, StoreError
+from controllers.tokens import decode_tokens
+from engine.api import EngineOverloaded, GenerateRequest, LogprobParams, RequestTooLarge, SamplingParams
+from engine.batch import ModelOutput, ScheduledBatch
+from engine.runner.null import null_generate
+from engine.settings import SpeculationSettings
+from serving.front import turn_dispatch
+from serving.wire.turns import OutputConstraint, ResumedTurn, TurnCall, TurnEvent
+from tests.unit.serving.failover_rig import Failover, at_the_end, behind, running_failover
+from tests.unit.serving.local_service import shown_text
+from tests.unit.serving.replica_rig import VOCAB_SIZE, call
+
+LENGTH = 30
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.0)
+WHOLE = null_generate([5, 6, 7], LENGTH, VOCAB_SIZE)
+STOP = shown_text(WHOLE[:20])[-2:]
+LOGPROBS = LogprobParams(output=True, top=1, input_start=0)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Failover]:
+    async with running_failover(tmp_path) as failover:
+        yield failover
+        await failover.settled()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.005)
+
+
+def turn_of(session: str | None, **options: Any) -> TurnCall:
+    return call([5, 6, 7], session, max_new_tokens=LENGTH, **options)
+
+
+def answer(event: TurnEvent) -> TurnEvent:
+    """What must not depend on where the turn ran."""
+    return replace(
+        event, cached_tokens=0, draft_tokens=0, accepted_draft_tokens=0, turn_index=None, replayed=False
+    )
+
+
+def code_of(event: TurnEvent) -> str | None:
+    return None if event.error is None else event.error.code
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"seed": 3, "sampling": SAMPLED},
+    "log-probabilities": {"logprobs": LOGPROBS},
+    "stop token": {"sampling": replace(GREEDY, stop_token_ids=frozenset(WHOLE[20:21]))},
+    "stop string": {"stop": (STOP,)},
+    "stop string, not trimmed": {"stop": (STOP,), "trim_stop": False},
+    "stop where nothing may follow": {"constraint": OutputConstraint("regex", "[0-9]{16}")},
+    "held": {"constraint": OutputConstraint("regex", "[0-9a-f]{100}")},
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("told", [1, 4, 11])
+async def test_the_answer_is_that_of_an_undisturbed_turn(served: Failover, what: str, told: int) -> None:
+    served.open_session("lossy")
+    served.open_session("calm")
+    calm = await served.turn(replace(turn_of("calm"), **CALLS[what]))
+    served.replicas.losses = {"a": behind(told)}
+    lossy = await served.turn(replace(turn_of("lossy"), **CALLS[what]))
+    assert answer(lossy) == answer(calm)
+    assert len(lossy.token_ids) > 12
+    assert (len(lossy.token_ids) < LENGTH) is what.startswith("stop")
+    assert served.committed("lossy") == served.committed("calm")
+    (resumed,) = (asked.resumed for _, asked in served.replicas.calls if asked.resumed is not None)
+    assert 0 < len(resumed.token_ids) < len(lossy.token_ids)
+    following = [await served.turn(turn_of(name)) for name in ("calm", "lossy")]
+    assert answer(following[0]) == answer(following[1])
+    assert following[1].prompt_tokens == 3 + len(lossy.token_ids) + 3
+
+
+@pytest.mark.parametrize("told", [1, 6])
+async def test_calls_without_a_session_go_on_too(served: Failover, told: int) -> None:
+    served.replicas.losses = {"a": behind(told)}
+    whole = await served.turn(turn_of(None))
+    assert list(whole.token_ids) == WHOLE
+    assert (whole.prompt_tokens, whole.completion_tokens) == (3, LENGTH)
+    assert [name for name, _ in served.replicas.calls] == ["a", "b"]
+    assert 'kedge_takeovers_total{ingress="i"} 1.0' in served.metrics.render()
+
+
+async def test_replicas_that_round_differently_give_one_answer(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was told is given to the next replica, not generated there and hoped to be the same."""
+    runner = served.rigs[1].runner
+    execute = runner.execute
+
+    def other_tokens(batch: ScheduledBatch) -> ModelOutput:
+        output = execute(batch)
+        return ModelOutput(
+            [replace(item, token_ids=tuple(1 for _ in item.token_ids)) for item in output.items]
+        )
+
+    monkeypatch.setattr(runner, "execute", other_tokens)
+    served.open_session("s")
+    served.replicas.losses = {"a": behind(5)}
+    whole = await served.turn(turn_of("s"))
+    ((_, _), (_, asked)) = served.replicas.calls
+    assert asked.resumed is not None
+    known = len(asked.resumed.token_ids)
+    assert list(whole.token_ids) == WHOLE[:known] + [1] * (LENGTH - known)
+    (epoch,) = (entry.epoch for entry in served.cluster.sessions())
+    record = served.cluster.load_session("s", epoch, "b")
+    assert list(decode_tokens(record.history)) == [5, 6, 7, *whole.token_ids]
+
+
+async def test_drafts_are_made_behind_what_is_resumed(tmp_path: Path) -> None:
+    speculation = SpeculationSettings("ngram", max_draft_tokens=4, ngram_size=1, row_cost=0.0)
+    async with running_failover(tmp_path, speculation=speculation) as served:
+        served.replicas.losses = {"a": behind(2)}
+        prompt = list(range(1, 400))
+        whole = await served.turn(call(prompt, max_new_tokens=20))
+        assert list(whole.token_ids) == null_generate(prompt, 20, VOCAB_SIZE)
+        assert len(served.replicas.calls) == 2
+        await served.settled()
+
+
+async def test_a_retry_of_a_turn_that_went_on_is_answered_whole(served: Failover) -> None:
+    """With the log-probabilities that the lost replica had told."""
+    served.open_session("s")
+    served.replicas.losses = {"a": behind(7)}
+    asked = turn_of("s", key="k", logprobs=LOGPROBS)
+    first = await served.turn(asked)
+    again = await served.turn(asked)
+    assert again.finish is not None
+    assert again.replayed
+    assert answer(replace(again, finish=first.finish)) == answer(first)
+    assert len(again.logprobs) == len(again.token_ids) == LENGTH
+    assert len(again.input_logprobs) == 3
+    assert served.committed("s") == (1, 3 + LENGTH)
+
+
+async def test_a_turn_goes_on_as_often_as_replicas_are_lost(tmp_path: Path) -> None:
+    async with running_failover(tmp_path, 5) as served:
+        served.open_session("s")
+        served.replicas.losses = dict.fromkeys("abcde", behind(4))
+        asked = [turn_of("s"), turn_of("s")]
+        lost = await served.turn(asked[0])
+        assert code_of(lost) == "replica_lost", "it may be what kills them"
+        assert len(served.replicas.dead) == 4
+        whole = WHOLE
+        assert 4 <= len(lost.token_ids) < LENGTH
+        assert list(lost.token_ids) == whole[: len(lost.token_ids)]
+        served.replicas.losses.clear()
+        assert list((await served.turn(asked[1])).token_ids) == whole
+        assert served.committed("s") == (1, 3 + LENGTH)
+        await served.settled()
+
+
+async def test_a_replica_that_only_seemed_lost_cannot_commit(served: Failover) -> None:
+    served.open_session("s")
+    served.replicas.seems_lost = True
+    served.replicas.losses = {"a": behind(3)}
+    whole = await served.turn(turn_of("s"))
+    (unheard,) = await asyncio.gather(*served.replicas.unheard)
+    assert code_of(unheard[-1]) == "stale_epoch"
+    assert list(whole.token_ids) == WHOLE
+    assert served.committed("s") == (1, 3 + LENGTH)
+
+
+async def test_a_turn_that_was_committed_before_its_replica_died_is_answered_from_the_log(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the end was missing, or more than that: the rest of it is told, and nothing runs again."""
+    resolve = served.cluster.resolve
+
+    def once_it_has_committed(*args: Any) -> Any:
+        """The session moves once its old owner has committed."""
+        turns = [served.rigs[0].turns.num_live for _ in served.replicas.dead]
+        if any(turns):
+            raise NoReplica("not yet")
+        return resolve(*args)
+
+    monkeypatch.setattr(served.cluster, "resolve", once_it_has_committed)
+    served.open_session("s")
+    served.replicas.seems_lost = True
+    served.replicas.losses = {"a": behind(5)}
+    whole = await served.turn(turn_of("s"))
+    assert list(whole.token_ids) == WHOLE
+    assert whole.finish is not None
+    assert not whole.replayed, "the client did not ask twice"
+    assert served.committed("s") == (1, 3 + LENGTH)
+    assert served.rigs[1].engine.stats().generated_tokens == 0
+
+
+@pytest.mark.parametrize("committed", [False, True])
+async def test_when_all_but_the_end_was_told_the_end_is_told(served: Failover, committed: bool) -> None:
+    served.open_session("s")
+    served.replicas.losses = {"a": at_the_end}
+    if not committed:
+        served.controller.failures["commit_turn"] = [StoreError("killed before it was written")]
+    whole = await served.turn(turn_of("s", stop=("no such text",)))
+    assert list(whole.token_ids) == WHOLE
+    assert whole.text == shown_text(list(whole.token_ids))
+    assert (whole.prompt_tokens, whole.completion_tokens) == (3, LENGTH)
+    assert whole.finish is not None
+    assert (whole.finish.reason, whole.replayed) == ("length", False)
+    assert served.committed("s") == (1, 3 + LENGTH)
+    assert served.rigs[1].engine.stats().steps == 0
+
+
+async def test_input_log_probabilities_are_told_once_if_that_was_all(served: Failover) -> None:
+    """The prompt is longer than a chunk, so they come before any token."""
+    prompt = list(range(1, 101))
+    served.replicas.losses = {"a": lambda _, event: bool(event.token_ids)}
+    whole = await served.turn(call(prompt, logprobs=LOGPROBS))
+    assert [entry.token.token_id for entry in whole.input_logprobs] == prompt
+    assert list(whole.token_ids) == null_generate(prompt, 8, VOCAB_SIZE)
+    assert [name for name, _ in served.replicas.calls] == ["a", "b"]
+    assert served.replicas.calls[1][1].resumed == ResumedTurn((), turn_index=None)
+
+
+async def test_a_session_closed_meanwhile_ends_the_turn_and_does_not_begin_anew(served: Failover) -> None:
+    served.open_session("s")
+    served.replicas.losses = {"a": behind(3)}
+    async with aclosing(served.events(turn_of("s"))) as events:
+        await anext(events)
+        served.cluster.close_session("s")
+        *_, last = [event async for event in events]
+    assert code_of(last) == "session_not_found"
+    assert served.cluster.sessions() == []
+
+
+async def test_a_turn_that_another_one_passed_does_not_go_on(served: Failover) -> None:
+    """What it said was an answer to another history."""
+    served.open_session("s")
+    served.replicas.losses = {"a": behind(3)}
+    ends: list[TurnEvent] = []
+    async with aclosing(served.events(turn_of("s"))) as events:
+        await anext(events)
+        served.cluster.register_replica(served.rigs[1].host.status())
+        served.cluster.report_lost("a")
+        other = await served.rigs[1].run(call([1, 2], "s"), served.cluster.resolve("s", False, "").epoch)
+        assert other[-1].finish is not None
+        ends = [event async for event in events]
+    assert code_of(ends[-1]) == "replica_lost"
+    assert served.committed("s") == (1, 10)
+    assert (await served.turn(call([3], "s"))).finish is not None
+
+
+async def test_a_session_that_moved_under_its_turn_takes_the_turn_along(served: Failover) -> None:
+    """Nobody was lost: another ingress believed so. The old owner's commit is refused, and the new one's is not."""
+    served.open_session("s")
+    async with aclosing(served.events(turn_of("s"))) as events:
+        told = [*(await anext(events)).token_ids]
+        served.cluster.report_lost("a")
+        served.cluster.resolve("s", False, "")
+        async for event in events:
+            told += event.token_ids
+    assert event.finish is not None
+    assert told == WHOLE
+    assert [name for name, _ in served.replicas.calls][-1] == "b"
+    assert served.committed("s") == (1, 3 + LENGTH)
+
+
+async def test_an_engine_that_stops_in_mid_stream_is_as_good_as_lost(served: Failover) -> None:
+    served.open_session("s")
+    async with aclosing(served.events(turn_of("s"))) as events:
+        told = [*(await anext(events)).token_ids]
+        await asyncio.to_thread(served.rigs[0].engine.stop, 5.0)
+        served.replicas.dead.add("a")  # as Ray Serve sees to when the health check fails
+        async for event in events:
+            told += event.token_ids
+    assert event.finish is not None
+    assert told == WHOLE
+    served.rigs.pop(0)
+
+
+async def test_nobody_takes_over_in_time(tmp_path: Path) -> None:
+    async with running_failover(tmp_path, failover_timeout_s=0.1) as served:
+        served.open_session("s")
+        served.replicas.losses = {"a": behind(3)}
+        served.replicas.dead.add("b")
+        last = await served.turn(turn_of("s"))
+        assert code_of(last) == "replica_unavailable"
+        assert list(last.token_ids) == WHOLE[: len(last.token_ids)]
+        served.replicas.dead.clear()
+        assert (await served.turn(turn_of("s"))).finish is not None
+        await served.settled()
+
+
+async def test_who_is_in_mid_stream_waits_for_room(served: Failover, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All turns of the lost replica come at once, perhaps more than the others take."""
+    submit, refused = served.rigs[1].engine.submit, 0
+
+    def full_at_first(request: GenerateRequest) -> None:
+        nonlocal refused
+        refused += 1
+        if refused < 4:
+            raise EngineOverloaded("the queue is full")
+        submit(request)
+
+    monkeypatch.setattr(served.rigs[1].engine, "submit", full_at_first)
+    served.replicas.losses = {"a": behind(3)}
+    assert (await served.turn(turn_of(None))).finish is not None
+    assert refused == 4
+
+
+async def test_what_no_other_replica_takes_is_lost(served: Failover, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request was good where it began: its client is not told to mend it."""
+    monkeypatch.setattr(served.rigs[1].engine, "submit", Mock(side_effect=RequestTooLarge("a smaller pool")))
+    served.replicas.losses = {"a": behind(3)}
+    assert code_of(await served.turn(turn_of(None))) == "replica_lost"
+
+
+async def test_an_abort_reaches_the_replica_that_went_on(served: Failover) -> None:
+    served.open_session("s")
+    served.replicas.losses = {"a": behind(3)}
+    async with aclosing(served.events(turn_of("s", request_id="mine"))) as events:
+        while "a" not in served.replicas.dead:
+            await anext(events)
+        assert served.rigs[1].turns.abort("mine", "") == 1
+        *_, last = [event async for event in events]
+    assert last.finish is not None
+    assert last.finish.reason == "abort"
+    assert served.committed("s") == (0, 0)
+
+
+@pytest.mark.parametrize("moments", [0, 1, 3, 10, 30, 100])
+async def test_a_client_that_leaves_during_the_takeover_leaves_no_trace(
+    served: Failover, moments: int
+) -> None:
+    """While an owner is looked for, while that one loads the history, and when it has gone on."""
+    served.open_session("s")
+    served.replicas.losses = {"a": behind(3)}
+    reading = asyncio.create_task(served.turn(call([5, 6, 7], "s", max_new_tokens=400)))
+    while "a" not in served.replicas.dead:
+        await asyncio.sleep(0)
+    for _ in range(moments):
+        await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait([reading])
+    await served.settled()
+    assert reading.cancelled()
+    assert served.committed("s") == (0, 0)
+    assert (await served.turn(turn_of("s"))).completion_tokens == LENGTH

@@ -1,0 +1,129 @@
+"""Deltas that wait together are told as one event, with nothing lost; drafts are counted into the usage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.api import Finish, FinishReason, TokenDelta, TokenLogprob
+from engine.runner.null import null_generate
+from engine.settings import SpeculationSettings
+from serving.front.api.openai_replies import UsageCounter
+from serving.front.http import create_http_app
+from serving.replica.live_turn import LiveTurn, TurnTeller
+from serving.replica.mailbox import Inbox
+from serving.replica.replay import decode_result, encode_result
+from serving.watch.metrics import ReplicaMetrics
+from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
+from tests.unit.serving.local_service import LocalService, client_of, small_text
+from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig, tokens_of
+from tests.unit.serving.watch.test_metrics import stats
+
+LENGTH = Finish(FinishReason.LENGTH)
+
+
+def delta(index: int, *, finish: Finish | None = None, tokens: tuple[int, ...] = ()) -> TokenDelta:
+    tokens = tokens or (300 + index,)
+    logprobs = tuple(TokenLogprob(token, -1.0) for token in tokens)
+    return TokenDelta("r", tokens, 5, 2, index + 1, logprobs, finish=finish, draft_tokens=2 * index)
+
+
+def teller_and_turn() -> tuple[TurnTeller, LiveTurn]:
+    text = small_text()
+    seconds = iter(range(1000))
+    teller = TurnTeller(text, ReplicaMetrics("a", stats), lambda: float(next(seconds)))
+    turn_call = call([1])
+    return teller, LiveTurn(turn_call, "r", None, [1], Inbox(), text.output_text(), 0.0)
+
+
+def test_a_burst_is_one_event() -> None:
+    teller, live = teller_and_turn()
+    deltas = [delta(index) for index in range(5)]
+    (event,) = teller.tell(live, deltas)
+    apart_teller, apart = teller_and_turn()
+    events = [told for each in deltas for told in apart_teller.tell(apart, [each])]
+    assert event.token_ids == tuple(range(300, 305)) == tuple(live.output_tokens)
+    assert event.text == "".join(each.text for each in events)
+    assert [entry.token.token_id for entry in event.logprobs] == list(event.token_ids)
+    assert (event.completion_tokens, event.draft_tokens) == (5, 8)
+    assert live.finish is None
+
+
+def test_a_burst_that_ends_the_turn_and_one_that_says_nothing() -> None:
+    teller, live = teller_and_turn()
+    assert teller.tell(live, []) == []
+    (event,) = teller.tell(live, [delta(0), delta(1, finish=LENGTH)])
+    assert (event.token_ids, event.finish) == ((300, 301), None)
+    final = live.final_event()
+    assert (final.token_ids, final.completion_tokens, final.draft_tokens) == ((), 2, 2)
+    teller, live = teller_and_turn()
+    assert teller.tell(live, [TokenDelta("r", (), 5, 2, 0, finish=LENGTH)]) == []
+    assert live.finish == LENGTH
+
+
+def test_what_is_told_again_takes_no_time_and_has_its_log_probabilities() -> None:
+    teller, live = teller_and_turn()
+    known = tuple(TextLogprob(TokenLogprob(token, -2.0), "x") for token in (300, 301))
+    live.resumed, live.last_token_s = ResumedTurn((300, 301), known, known[:1]), live.started_s
+    (event,) = teller.tell(live, [TokenDelta("r", (300, 301), 5, 2, 2), delta(2)])
+    assert [entry.token.logprob for entry in event.logprobs] == [-2.0, -2.0, -1.0]
+    assert event.input_logprobs == known[:1]
+    assert live.output_tokens == [300, 301, 302]
+    (event,) = teller.tell(live, [delta(3)])
+    assert len(event.logprobs) == 1
+    text = teller._metrics.render()
+    assert 'kedge_ttft_seconds_count{replica="a"} 0.0' in text
+    assert 'kedge_inter_token_seconds_count{replica="a"} 2.0' in text
+
+
+@pytest.mark.parametrize(("proposed", "accepted"), [((0, 0), (0, 0)), ((7, 0), (3, 0)), ((7, 5), (3, 5))])
+def test_usage_counts_drafts_over_all_choices(proposed: tuple[int, int], accepted: tuple[int, int]) -> None:
+    counter = UsageCounter(2)
+    for index in range(2):
+        counter.note(index, TurnEvent(draft_tokens=proposed[index], accepted_draft_tokens=accepted[index]))
+    usage = json.loads(counter.usage().model_dump_json())
+    if sum(proposed) == 0:
+        assert "completion_tokens_details" not in usage
+        return
+    assert usage["completion_tokens_details"] == {
+        "accepted_prediction_tokens": sum(accepted),
+        "rejected_prediction_tokens": sum(proposed) - sum(accepted),
+    }
+
+
+def test_answers_logged_before_there_were_drafts() -> None:
+    event = TurnEvent(
+        text="a", token_ids=(1,), finish=TurnFinish("stop"), draft_tokens=4, accepted_draft_tokens=3
+    )
+    stored = encode_result(event)
+    assert (decode_result(stored).draft_tokens, decode_result(stored).accepted_draft_tokens) == (4, 3)
+    fields: dict[str, Any] = json.loads(stored)
+    del fields["draft_tokens"], fields["accepted_draft_tokens"]
+    old = decode_result(json.dumps(fields).encode())
+    assert (old.text, old.draft_tokens, old.accepted_draft_tokens) == ("a", 0, 0)
+
+
+async def test_drafts_reach_both_protocols(tmp_path: Path) -> None:
+    """The stand-in for a model hardly ever says what was said before: drafts are made, and turned down."""
+    speculation = SpeculationSettings("ngram", max_draft_tokens=4, ngram_size=1, row_cost=0.0)
+    prompt = list(range(1, 450))
+    async with running_rig(tmp_path, text=small_text(), speculation=speculation) as rig:
+        assert tokens_of(await rig.run(call(prompt, max_new_tokens=12))) == null_generate(
+            prompt, 12, VOCAB_SIZE
+        )
+        service = LocalService(rig)
+        async with client_of(create_http_app(lambda: service)) as client:
+            body = {"prompt": prompt, "temperature": 0, "max_tokens": 12}
+            usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+            sampling = {"temperature": 0, "max_new_tokens": 12}
+            reply = await client.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
+            meta = reply.json()["meta_info"]
+    counted = rig.engine.stats()
+    assert counted.draft_tokens > 0
+    drafts = usage["completion_tokens_details"]
+    assert drafts["accepted_prediction_tokens"] + drafts["rejected_prediction_tokens"] > 0
+    assert meta["spec_draft_token_num"] > 0
+    assert meta["spec_accept_rate"] == meta["spec_accept_token_num"] / meta["spec_draft_token_num"]

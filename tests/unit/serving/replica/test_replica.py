@@ -1,0 +1,374 @@
+"""Turns on one replica: commit whole or leave no trace, whatever happens to the client, the log or the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.errors import StaleEpoch, StoreError
+from controllers.records import ReplicaStatus
+from engine.runner.null import null_generate
+from serving.replica.replica import execution_line, replica_figures
+from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
+
+AT_ONCE_S = 1e-6
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with running_rig(tmp_path) as running:
+        yield running
+
+
+async def test_turns_of_a_session_equal_one_long_request(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    history: list[int] = []
+    for turn in range(4):
+        new = [turn + 1, turn + 2, turn + 3]
+        events = await rig.run(call(new, "s"), epoch)
+        output = tokens_of(events)
+        assert output == null_generate(history + new, 8, VOCAB_SIZE)
+        final = events[-1]
+        assert final.finish is not None
+        assert final.finish.reason == "length"
+        assert final.prompt_tokens == len(history) + 3
+        assert final.completion_tokens == 8
+        if history:
+            assert final.cached_tokens in (len(history), len(history) - 1)
+        history += new + output
+    assert rig.controller.cluster.sessions()[0].tokens == len(history)
+    await rig.host.close("s")
+    await rig.books_are_empty()
+
+
+async def test_calls_without_a_session(rig: Rig) -> None:
+    results = await asyncio.gather(*(rig.run(call([n, 7, 9], max_new_tokens=20)) for n in range(1, 6)))
+    for n, events in enumerate(results, start=1):
+        assert tokens_of(events) == null_generate([n, 7, 9], 20, VOCAB_SIZE)
+    await rig.books_are_empty()
+
+
+async def test_second_turn_in_flight_is_refused(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    rig.runner.hold()
+    first = asyncio.create_task(rig.run(call([1, 2], "s", max_new_tokens=30), epoch))
+    await rig.begun()
+    refused = await rig.run(call([3], "s"), epoch)
+    assert refused[-1].error is not None
+    assert (refused[-1].error.status, refused[-1].error.code) == (409, "turn_in_flight")
+    rig.runner.go_on()
+    assert tokens_of(await first) == null_generate([1, 2], 30, VOCAB_SIZE)
+
+
+async def test_a_client_that_leaves_leaves_no_trace(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    history = [1, 2, *tokens_of(await rig.run(call([1, 2], "s"), epoch))]
+    rig.runner.step_s = 0.01
+    events = rig.events(call([5, 6], "s", max_new_tokens=300), epoch)
+    await anext(events)
+    await events.aclose()
+    assert rig.sessions.committed_len("s") == len(history)
+    rig.runner.step_s = 0.0
+    events = await rig.run(call([7], "s"), epoch)
+    assert events[-1].prompt_tokens == len(history) + 1
+    assert tokens_of(events) == null_generate([*history, 7], 8, VOCAB_SIZE)
+    await rig.host.close("s")
+    await rig.books_are_empty()
+
+
+async def test_cancelled_at_any_moment(rig: Rig) -> None:
+    """A turn cancelled after any delay either committed or did not happen, and the session goes on."""
+    epoch = rig.open_session("s")
+    history: list[int] = []
+    rig.runner.step_s = 0.001
+    for delay_ms in range(0, 30, 2):
+        task = asyncio.create_task(rig.run(call([9, delay_ms], "s"), epoch))
+        await asyncio.sleep(delay_ms / 1000)
+        task.cancel()
+        await asyncio.wait([task])
+        await rig.settled()
+        expected = [*history, 9, delay_ms, *null_generate([*history, 9, delay_ms], 8, VOCAB_SIZE)]
+        length = rig.sessions.committed_len("s") if rig.sessions.knows("s", epoch) else 0
+        assert length in (len(history), len(expected))
+        history = expected if length == len(expected) else history
+    events = await rig.run(call([1], "s"), epoch)
+    assert tokens_of(events) == null_generate([*history, 1], 8, VOCAB_SIZE)
+    await rig.host.close("s")
+    await rig.books_are_empty()
+
+
+async def test_abort_request_ends_with_abort(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    rig.runner.hold()
+    task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=300, request_id="mine"), epoch))
+    await rig.begun()
+    assert rig.turns.abort("other", "") == 0
+    assert rig.turns.abort("mine", "") == 1
+    rig.runner.go_on()
+    final = (await task)[-1]
+    assert final.finish is not None
+    assert final.finish.reason == "abort"
+    assert rig.sessions.committed_len("s") == 0
+
+
+async def test_rewind(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    history = [1, 2, 3, *tokens_of(await rig.run(call([1, 2, 3], "s"), epoch))]
+    events = await rig.run(call([4], "s", rewind_to=5), epoch)
+    assert tokens_of(events) == null_generate([*history[:5], 4], 8, VOCAB_SIZE)
+    assert events[-1].prompt_tokens == 6
+    too_far = await rig.run(call([4], "s", rewind_to=50), epoch)
+    assert too_far[-1].error is not None
+    assert too_far[-1].error.code == "invalid_rewind"
+    events = await rig.run(call([8], "s"), epoch)
+    assert events[-1].prompt_tokens == 6 + 8 + 1
+
+
+async def test_retried_turn_runs_once(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    first = await rig.run(call([1, 2], "s", key="k"), epoch)
+    again = await rig.run(call([1, 2], "s", key="k"), epoch)
+    assert tokens_of(again) == tokens_of(first)
+    assert again[-1].finish is not None
+    assert again[-1].replayed
+    assert rig.sessions.committed_len("s") == 10
+    other = await rig.run(call([1, 3], "s", key="k"), epoch)
+    assert other[-1].error is not None
+    assert other[-1].error.code == "idempotency_conflict"
+
+
+@pytest.mark.parametrize(
+    "other", [{"rewind_to": 3}, {"skip_special_tokens": False}, {"trim_stop": False}, {"stop": ("x",)}]
+)
+async def test_a_key_stands_for_everything_that_shapes_an_answer(rig: Rig, other: dict[str, Any]) -> None:
+    epoch = rig.open_session("s")
+    await rig.run(call([1, 2], "s"), epoch)
+    await rig.run(call([3], "s", key="k"), epoch)
+    refused = await rig.run(call([3], "s", key="k", **other), epoch)
+    assert refused[-1].error is not None
+    assert refused[-1].error.code == "idempotency_conflict"
+
+
+async def test_log_that_fails_rolls_back(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
+    rig.controller.failures["commit_turn"] = [StoreError("disk full")]
+    failed = await rig.run(call([2], "s"), epoch)
+    assert failed[-1].error is not None
+    assert failed[-1].error.status == 503
+    events = await rig.run(call([3], "s"), epoch)
+    assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
+    await rig.host.close("s")
+    await rig.books_are_empty()
+
+
+async def test_unforeseen_commit_failure_does_not_wedge_the_session(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    rig.controller.failures["commit_turn"] = [RuntimeError("boom")]
+    failed = await rig.run(call([2], "s"), epoch)
+    assert failed[-1].error is not None
+    assert failed[-1].error.status == 500
+    assert (await rig.run(call([3], "s"), epoch))[-1].finish is not None
+
+
+async def test_commit_whose_reply_was_lost_is_found_in_the_log(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
+    rig.controller.lost_replies["commit_turn"] = [StoreError("no reply in time")]
+    unsure = await rig.run(call([2], "s", key="k"), epoch)
+    assert unsure[-1].error is not None
+    again = await rig.run(call([2], "s", key="k"), epoch)
+    assert again[-1].finish is not None
+    assert again[-1].replayed
+    history += [2, *tokens_of(again)]
+    events = await rig.run(call([3], "s"), epoch)
+    assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
+    await rig.host.close("s")
+    await rig.books_are_empty()
+
+
+async def test_session_that_moved_during_the_turn_is_dropped(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    rig.controller.failures["commit_turn"] = [StaleEpoch("moved")]
+    failed = await rig.run(call([2], "s"), epoch)
+    assert failed[-1].error is not None
+    assert failed[-1].error.code == "stale_epoch"
+    assert not rig.sessions.knows("s", epoch)
+    await rig.books_are_empty()
+
+
+@pytest.mark.parametrize("failure", [StaleEpoch("moved"), StoreError("disk full")])
+async def test_a_close_is_carried_out_though_the_turn_it_waited_for_fails(
+    rig: Rig, failure: Exception
+) -> None:
+    epoch = rig.open_session("s")
+    rig.runner.hold()
+    task = asyncio.create_task(rig.run(call([1], "s"), epoch))
+    await rig.begun()
+    assert await rig.host.close("s")
+    rig.controller.failures["commit_turn"] = [failure]
+    rig.runner.go_on()
+    failed = (await task)[-1].error
+    assert failed is not None
+    assert failed.code == "session_closing"
+    assert rig.controller.cluster.sessions() == []
+    await rig.books_are_empty()
+
+
+async def test_former_owner_refuses(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    await rig.run(call([1], "s"), epoch)
+    cluster = rig.controller.cluster
+    cluster.register_replica(ReplicaStatus("replica-b", 1000, 1000))
+    cluster.report_lost(REPLICA_ID)
+    moved = cluster.resolve("s", False, "")
+    assert moved.replica_id == "replica-b"
+    refused = await rig.run(call([2], "s"), moved.epoch)
+    assert refused[-1].error is not None
+    assert refused[-1].error.code == "stale_epoch"
+    await rig.host.heartbeat()
+    assert rig.sessions.epoch("s") is None
+    await rig.books_are_empty()
+
+
+async def test_adopted_session_continues_exactly(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
+    await rig.host.release("s")
+    events = await rig.run(call([2], "s"), epoch)
+    assert tokens_of(events) == null_generate([*history, 2], 8, VOCAB_SIZE)
+
+
+async def test_close_during_a_turn_waits_for_its_end(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    rig.runner.hold()
+    task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=20), epoch))
+    await rig.begun()
+    assert await rig.host.close("s")
+    assert rig.controller.cluster.sessions() != []
+    refused = await rig.run(call([2], "s"), epoch)
+    assert refused[-1].error is not None
+    assert refused[-1].error.code == "session_closing"
+    rig.runner.go_on()
+    assert tokens_of(await task) == null_generate([1], 20, VOCAB_SIZE)
+    await rig.settled()
+    assert rig.controller.cluster.sessions() == []
+    await rig.books_are_empty()
+
+
+async def test_idle_sessions_end_but_never_during_a_turn(tmp_path: Path) -> None:
+    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
+        epoch = rig.open_session("s")
+        rig.runner.hold()
+        task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=20), epoch))
+        await rig.begun()
+        await rig.host.expire_idle()
+        rig.runner.go_on()
+        assert tokens_of(await task) == null_generate([1], 20, VOCAB_SIZE)
+        assert rig.controller.cluster.sessions() != []
+        await rig.host.expire_idle()
+        assert rig.controller.cluster.sessions() == []
+        await rig.books_are_empty()
+
+
+async def test_a_session_that_is_used_while_others_end_goes_on(tmp_path: Path) -> None:
+    async with running_rig(tmp_path, idle_timeout_s=AT_ONCE_S) as rig:
+        epochs = {name: rig.open_session(name) for name in ("idle", "used")}
+        for name, epoch in epochs.items():
+            await rig.run(call([1], name), epoch)
+        rig.controller.gate.clear()
+        ending = asyncio.create_task(rig.host.expire_idle())
+        await asyncio.to_thread(rig.engine.audit().result, 5.0)
+        rig.runner.hold()
+        task = asyncio.create_task(rig.run(call([2], "used"), epochs["used"]))
+        await rig.begun()
+        rig.controller.gate.set()
+        await ending
+        rig.runner.go_on()
+        assert (await task)[-1].finish is not None
+        assert [entry.session_id for entry in rig.controller.cluster.sessions()] == ["used"]
+
+
+async def test_an_engine_that_takes_too_long_to_rewind_is_a_typed_error(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = rig.open_session("s")
+    history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.host, "_engine_timeout_s", 0.01)
+        patched.setattr(rig.engine, "rewind_session", lambda *_: Future())
+        late = (await rig.run(call([2], "s", rewind_to=3), epoch))[-1].error
+    assert late is not None
+    assert (late.status, late.code) == (429, "overloaded")
+    events = await rig.run(call([3], "s"), epoch)
+    assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
+
+
+async def test_capacity_limits_the_turn(rig: Rig) -> None:
+    epoch = rig.open_session("s", capacity_tokens=12)
+    events = await rig.run(call([1, 2], "s", max_new_tokens=None), epoch)
+    assert len(tokens_of(events)) == 10
+    full = await rig.run(call([3], "s"), epoch)
+    assert full[-1].error is not None
+    assert full[-1].error.code == "session_capacity_exceeded"
+
+
+async def test_only_who_asks_for_more_than_the_pool_holds_is_refused(tmp_path: Path) -> None:
+    async with running_rig(tmp_path, num_pages=5) as rig:
+        assert len(tokens_of(await rig.run(call([1, 2], max_new_tokens=None)))) == 18
+        for asked, tokens in ((19, [1, 2]), (None, list(range(1, 22)))):
+            refused = (await rig.run(call(tokens, max_new_tokens=asked)))[-1].error
+            assert refused is not None
+            assert refused.code == "request_too_large"
+            assert "21 tokens need 6 KV pages, the whole pool has 5" in refused.message
+
+
+@pytest.mark.parametrize("tokens", [[], [VOCAB_SIZE], [-1], list(range(1, 600))])
+async def test_bad_input_is_a_4xx_and_changes_nothing(rig: Rig, tokens: list[int]) -> None:
+    epoch = rig.open_session("s")
+    before = await rig.pages()
+    events = await rig.run(call(tokens, "s"), epoch)
+    assert events[-1].error is not None
+    assert 400 <= events[-1].error.status < 500
+    assert events[-1].error.param is not None
+    assert rig.sessions.committed_len("s") == 0
+    assert await rig.pages() == before
+    assert (await rig.run(call([1], "s"), epoch))[-1].finish is not None
+
+
+async def test_engine_that_dies_answers_every_request(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    rig.runner.step_s = 0.01
+    task = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=300), epoch))
+    await rig.begun()
+    await asyncio.to_thread(rig.engine.stop, 5.0)
+    final = (await task)[-1]
+    assert final.error is not None
+    assert final.error.code == "engine_stopped"
+
+
+async def test_metrics_tell_outcomes_and_pages(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    await rig.run(call([1], "s"), epoch)
+    await rig.run(call([], "s"), epoch)
+    text = rig.metrics.render()
+    assert f'kedge_turns_total{{outcome="committed",replica="{REPLICA_ID}"}} 1.0' in text
+    assert f'kedge_turns_total{{outcome="refused",replica="{REPLICA_ID}"}} 1.0' in text
+    assert f'kedge_kv_pages{{account="leaked",pool="full",replica="{REPLICA_ID}"}} 0.0' in text
+    assert f'kedge_ttft_seconds_count{{replica="{REPLICA_ID}"}} 1.0' in text
+
+
+async def test_figures_say_what_it_runs_on(rig: Rig) -> None:
+    await rig.run(call([1, 2, 3]))
+    figures = replica_figures("replica-a", rig.turns.num_live, 2, rig.engine)
+    assert figures["execution"] == rig.runner.describe()
+    assert figures["execution"]["runner"] == "null"
+    assert (figures["replica_id"], figures["live_turns"], figures["feeds"]) == ("replica-a", 0, 2)
+    assert json.loads(json.dumps(figures)) == figures
+    assert "runner null" in execution_line(rig.engine)

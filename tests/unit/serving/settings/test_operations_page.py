@@ -1,0 +1,49 @@
+"""docs/operations.md lists every setting and metric that the code has, and no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from serving.settings.config import AppArgs
+from serving.watch import metrics
+
+PAGE = (Path(__file__).parents[4] / "docs" / "operations.md").read_text()
+
+
+def first_cells(prefix: str) -> set[str]:
+    """Names in backticks in the first cell of the page's table rows."""
+    cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell) if name.startswith(prefix)}
+
+
+def setting_names() -> set[str]:
+    names = set()
+    for section, field in AppArgs.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, BaseModel)
+        names |= {f"{section}.{name}" for name in field.annotation.model_fields}
+    return names
+
+
+def test_every_setting_is_in_the_table_and_nothing_else():
+    listed = {name for name in first_cells("") if "." in name}
+    assert listed == setting_names()
+
+
+def test_every_engine_metric_is_in_the_table():
+    gauges = {figure.name for figure in metrics.ENGINE_GAUGES}
+    counters = {f"{figure.name}_total" for figure in metrics.ENGINE_COUNTERS}
+    assert gauges | counters <= first_cells("kedge_")
+
+
+def test_every_account_of_pages_is_named():
+    assert all(f"`{account}`" in PAGE for account in metrics.PAGE_ACCOUNTS)
+
+
+def test_every_alert_is_in_the_table():
+    rules = (Path(__file__).parents[4] / "configs" / "monitoring" / "alerts.yml").read_text()
+    alerts = set(re.findall(r"alert: (\w+)", rules))
+    assert alerts == first_cells("Kedge")
