@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from cache.pages import PageAllocator
@@ -34,6 +35,7 @@ from engine.settings import (
 )
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
+from engine.step_thread import StepDriver
 from engine.stops import StopCriteria
 
 DEFAULT_EXECUTION = ExecutionSettings()
@@ -86,8 +88,12 @@ def assemble_engine(
     eos_token_ids: frozenset[int],
     sink: DeltaSink,
     execution: ExecutionSettings = DEFAULT_EXECUTION,
+    *,
+    driver: StepDriver | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> LocalEngine:
-    """An engine around a given runner, not started. The runner sizes the pools."""
+    """An engine around a given runner, not started. The runner sizes the pools. For `driver` and `clock` see
+    LocalEngine."""
     counters = EngineCounters()
     facts = runner.facts
     sizes = TierSizes(
@@ -109,7 +115,9 @@ def assemble_engine(
         mirrors_prompts=speculation.method == "draft",
         decode_steps=execution.decode_steps,
     )
-    return LocalEngine(sessions, planner, runner, counters, scheduler, sink, cache.books)
+    return LocalEngine(
+        sessions, planner, runner, counters, scheduler, sink, cache.books, driver=driver, clock=clock
+    )
 
 
 def _engine(runner: Runner, loaded: LoadedModel, settings: EngineSettings, sink: DeltaSink) -> LocalEngine:

@@ -31,6 +31,7 @@ from engine.request_check import RequestLimits, check_request
 from engine.runner.protocol import Launch, Runner, RunnerLost
 from engine.scheduler import Scheduler
 from engine.settings import BooksCheck, SchedulerSettings
+from engine.step_thread import StepDriver, StepThread
 
 T = TypeVar("T")
 
@@ -44,6 +45,8 @@ class LocalEngine:
     Ownership: `cache`, `scheduler` and `runner` belong to the step thread from `start` on. Other threads only
     post commands to the inbox and read the last published stats. A fault in one model step fails the requests of
     that step; a fault in the books, or the loss of the runner, stops the engine and fails every request.
+
+    The step thread is the `driver`'s (None: a StepThread). `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class LocalEngine:
         settings: SchedulerSettings,
         sink: DeltaSink,
         books: BooksCheck = "balance",
+        *,
+        driver: StepDriver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._scheduler = scheduler
@@ -71,7 +77,8 @@ class LocalEngine:
         self._accepting = True
         self._stopping = False
         self._deltas: list[TokenDelta] = []
-        self._thread = threading.Thread(target=self._run, name="kedge-engine", daemon=True)
+        self._driver = StepThread() if driver is None else driver
+        self._clock = clock
         self._facts = runner.facts
         self._about = runner.describe()
         self._limits = RequestLimits(self.vocab_size, self.max_context_len, cache.page_size, cache.num_pages)
@@ -80,7 +87,7 @@ class LocalEngine:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and self._accepting
+        return self._driver.alive and self._accepting
 
     @property
     def max_context_len(self) -> int:
@@ -96,7 +103,7 @@ class LocalEngine:
         return self._facts.vocab_size
 
     def start(self) -> None:
-        self._thread.start()
+        self._driver.start(self)
 
     def stop(self, timeout_s: float) -> None:
         """Ends the loop after its current step; requests still live get EngineStopped. Raises TimeoutError."""
@@ -104,12 +111,10 @@ class LocalEngine:
             self._post(self._request_stop)
         except EngineStopped:
             return
-        if self._thread.ident is None:  # never started: nobody else would answer what is in the inbox
+        if not self._driver.started:  # never started: nobody else would answer what is in the inbox
             self._shut(EngineStopped("the engine is shut down"))
             return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the engine's step did not end within {timeout_s} s")
+        self._driver.join(timeout_s)
 
     def submit(self, request: GenerateRequest) -> None:
         check_request(request, self._limits)
@@ -165,8 +170,28 @@ class LocalEngine:
     def audit(self) -> Future[AuditReport]:
         return self._call(self._cache.books.audit)
 
+    @property
+    def idle(self) -> bool:
+        nothing_runs = self._stalled or not self._scheduler.has_work
+        return nothing_runs and self._in_flight is None and self._inbox.empty()
+
+    def crank(self, *, wait: bool) -> bool:
+        """See StepLoop. Only for the driver."""
+        reason = EngineStopped("the engine is shut down")
+        try:
+            self._drain_inbox(block=wait and self.idle)
+            self.step()
+            self._publish_stats(now=self.idle)
+            if not self._stopping:
+                return True
+        except Exception as error:
+            _logger.exception("the engine's step loop died")
+            reason = EngineStopped(f"the engine died: {type(error).__name__}: {error}")
+        self._shut(reason)
+        return False
+
     def step(self) -> bool:
-        """One turn of the loop's crank: plans and launches a step, and takes in the result of the one before, or its
+        """Plans and launches a step, and takes in the result of the one before, or its
         own if the runner does not run ahead. False if there was nothing to do. Only for the step thread and tests."""
         before = self._in_flight
         batch = self._scheduler.schedule()
@@ -212,24 +237,9 @@ class LocalEngine:
         failure = StepFailed(f"the model step failed: {type(error).__name__}: {error}")
         self._deltas.extend(self._scheduler.fail(batch, failure))
 
-    def _run(self) -> None:
-        reason = EngineStopped("the engine is shut down")
-        try:
-            while not self._stopping:
-                idle = self._stalled or not self._scheduler.has_work
-                self._drain_inbox(block=idle and self._in_flight is None)
-                self.step()
-                self._publish_stats()
-        except Exception as error:
-            _logger.exception("the engine's step loop died")
-            reason = EngineStopped(f"the engine died: {type(error).__name__}: {error}")
-        finally:
-            self._shut(reason)
-
     def _drain_inbox(self, *, block: bool) -> None:
         try:
             if block:
-                self._publish_stats(now=True)
                 self._inbox.get()()
             while True:
                 self._inbox.get_nowait()()
@@ -260,6 +270,7 @@ class LocalEngine:
             if not self._accepting:
                 raise EngineStopped("the engine is not running")
             self._inbox.put(command)
+        self._driver.wake()
 
     def _call(self, operation: Callable[[], T]) -> Future[T]:
         """Runs `operation` on the step thread, between two steps."""
@@ -297,8 +308,8 @@ class LocalEngine:
             self._sink(deltas)
             self._deltas = []  # kept until then: if the sink fails, the shutdown hands them out once more
 
-    def _publish_stats(self, *, now: bool = False) -> None:
-        time_s = time.monotonic()
+    def _publish_stats(self, *, now: bool) -> None:
+        time_s = self._clock()
         if now or time_s >= self._stats_due_s:
             self._stats = self._take_stats()
             self._stats_due_s = time_s + _STATS_PERIOD_S
