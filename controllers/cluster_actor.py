@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import ray
 from ray.actor import ActorHandle
@@ -28,6 +28,7 @@ from controllers.records import (
     TurnRecord,
 )
 from controllers.settings import ClusterSettings, LogSettings
+from controllers.store import SessionStore
 
 _HEAD_NODE = "node:__internal_head__"
 _HEAD_NODE_SHARE = 0.001
@@ -36,12 +37,20 @@ _HEAD_NODE_SHARE = 0.001
 class ClusterController:
     """Actor methods; `controllers.cluster.Cluster` says what each does and which ControllerError it raises.
 
-    Construction raises StoreError if the session log cannot be used.
+    `clock` returns Unix time, `timer` monotonic time, in seconds. Construction raises StoreError if the session log
+    cannot be used.
     """
 
-    def __init__(self, settings: ClusterSettings, log: LogSettings) -> None:
-        store = open_store(log, time.time)
-        self._cluster = Cluster(settings, store, clock=time.time, timer=time.perf_counter)
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        log: LogSettings,
+        *,
+        open_log: Callable[[LogSettings, Callable[[], float]], SessionStore] = open_store,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster = Cluster(settings, open_log(log, clock), clock=clock, timer=timer)
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
 

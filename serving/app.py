@@ -10,8 +10,10 @@ from ray.serve.deployment import Application
 
 from engine.build import build_engine
 from serving.front.ingress import Ingress
+from serving.front.ingress import place_in_serve as place_of_ingress
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import EngineFactory, LLMReplica
+from serving.replica.replica import place_in_serve as place_of_replica
 from serving.settings.config import AppArgs, parse_args
 
 HEALTH_CHECK_PERIOD_S = 1.0
@@ -47,5 +49,6 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         ray_actor_options={"num_cpus": args.ingress.num_cpus},
         max_ongoing_requests=args.ingress.max_ongoing_requests,
     )
-    application: Application = ingress.bind(args, replicas.bind(args, engine_factory))
+    engines = replicas.bind(args, engine_factory, place_of_replica)
+    application: Application = ingress.bind(args, engines, place_of_ingress)
     return application

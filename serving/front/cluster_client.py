@@ -166,12 +166,13 @@ class ClusterClient:
 
     async def _audit_of(self, replica_id: str) -> dict[str, Any] | None:
         """None if it does not answer in time, or is still unknown here once newcomers are known."""
-        deadline_s = time.monotonic() + self._newcomer_grace_s
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._newcomer_grace_s
         while True:
             try:
                 answer: dict[str, Any] = await self._replicas.call(replica_id, "audit")
             except ReplicaGone:
-                if time.monotonic() + RETRY_PAUSE_S > deadline_s:
+                if loop.time() + RETRY_PAUSE_S > deadline_s:
                     return None
                 await asyncio.sleep(RETRY_PAUSE_S)
             else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 from ray import serve
@@ -20,9 +22,9 @@ from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.settings.config import AppArgs
 from serving.watch.metrics import IngressMetrics
-from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
+from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
 from serving.wire.routing_errors import ReplicaGone
-from serving.wire.turns import ModelInfo
+from serving.wire.turns import ModelInfo, TurnService
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +35,34 @@ EXPIRE_INTERVAL_S = 15.0
 CACHED_OWNERS = 100_000
 
 
-class Ingress:
-    """Wires the HTTP application to the cluster. Ready once a replica has answered."""
+@dataclass(frozen=True, slots=True)
+class IngressPlace:
+    """What an ingress is given where it runs. `ingresses` is the handle of its own deployment."""
 
-    async def __init__(self, args: AppArgs, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
+    ingress_id: str
+    controller: ControllerCalls
+    ingresses: DeploymentHandle
+
+
+class Ingress:
+    """Wires the HTTP application to the cluster. Ready once a replica has answered.
+
+    `place_of` finds the place in the process that the ingress starts in.
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        args: AppArgs,
+        replicas: DeploymentHandle,
+        place_of: Callable[[AppArgs], IngressPlace],
+    ) -> None:
+        place = place_of(args)
         self._tasks = BackgroundTasks()
-        controller = connect_controller(args)
+        controller = place.controller
         calls = self._replicas = ReplicaCalls(
             replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
         )
-        itself = serve.get_replica_context()
-        metrics = self._metrics = IngressMetrics(itself.replica_id.unique_id)
+        metrics = self._metrics = IngressMetrics(place.ingress_id)
         dispatcher = self._dispatcher = TurnDispatcher(
             calls,
             controller,
@@ -54,7 +73,7 @@ class Ingress:
         self._service = ClusterClient(
             model=await _model_info(calls),
             replicas=calls,
-            siblings=Siblings(serve.get_deployment_handle(itself.deployment), FIGURES_TIMEOUT_S),
+            siblings=Siblings(place.ingresses, FIGURES_TIMEOUT_S),
             controller=controller,
             dispatcher=dispatcher,
             metrics=metrics,
@@ -67,6 +86,11 @@ class Ingress:
         # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
 
+    @property
+    def service(self) -> TurnService:
+        """What the protocols speak to."""
+        return self._service
+
     async def abort(self, request_id: str | None, tenant: str) -> None:
         """Of turns whose clients are here, see TurnDispatcher.abort."""
         self._dispatcher.abort(request_id, tenant)
@@ -76,12 +100,22 @@ class Ingress:
         return self._metrics.ingress_id, self._metrics.render()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app: FastAPI = create_http_app(lambda: self._service, api_keys=keys_in(os.environ))
+        app: FastAPI = create_http_app(lambda: self.service, api_keys=keys_in(os.environ))
         return app
 
     async def __del__(self) -> None:
         await self._tasks.stop(timeout_s=1.0)
         await self._replicas.stop()
+
+
+def place_in_serve(args: AppArgs) -> IngressPlace:
+    """That of a replica of Ray Serve."""
+    itself = serve.get_replica_context()
+    return IngressPlace(
+        ingress_id=itself.replica_id.unique_id,
+        controller=connect_controller(args),
+        ingresses=serve.get_deployment_handle(itself.deployment),
+    )
 
 
 async def _model_info(calls: ReplicaCalls) -> ModelInfo:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -109,7 +108,7 @@ class TurnDispatcher:
     ) -> str:
         """Registers and places a session, waiting for a replica if there is none yet. Raises ServiceError."""
         open_key = uuid.uuid4().hex
-        deadline_s = time.monotonic() + self._failover_timeout_s
+        deadline_s = _now_s() + self._failover_timeout_s
         while True:
             try:
                 assignment = await self._controller.open_session(
@@ -129,7 +128,7 @@ class TurnDispatcher:
 
         Raises ServiceError, also for the ErrorInfo that it answers with.
         """
-        deadline_s = time.monotonic() + self._failover_timeout_s
+        deadline_s = _now_s() + self._failover_timeout_s
         failed = asked_anew = False
         while True:
             owner = await self._find(session_id, tenant, deadline_s, create=False)
@@ -178,7 +177,7 @@ class TurnDispatcher:
 
     async def _find_taker(self, call: TurnCall, stack: AsyncExitStack) -> Attempt:
         """Tries until a replica answers; `stack` then holds the stream. Raises ServiceError."""
-        deadline_s = time.monotonic() + self._failover_timeout_s
+        deadline_s = _now_s() + self._failover_timeout_s
         failed, asked_anew = call.resumed is not None, False
         while True:
             owner = await self._owner_for(call, deadline_s)
@@ -294,8 +293,8 @@ class TurnDispatcher:
         """Tells the controller, so that the sessions move; a replica never seen is first given time to appear."""
         if replica_id == ANY_REPLICA:
             return
-        since_s = self._missing_since_s.setdefault(replica_id, time.monotonic())
-        if replica_id not in self._seen and time.monotonic() - since_s < NEWCOMER_GRACE_S:
+        since_s = self._missing_since_s.setdefault(replica_id, _now_s())
+        if replica_id not in self._seen and _now_s() - since_s < NEWCOMER_GRACE_S:
             return
         self._seen.discard(replica_id)
         self._missing_since_s.pop(replica_id, None)
@@ -312,9 +311,14 @@ class TurnDispatcher:
             logger.warning("replica %s is lost; %d sessions move when they are next used", replica_id, count)
 
     async def _pause(self, deadline_s: float, reason: ErrorInfo) -> None:
-        if time.monotonic() + RETRY_PAUSE_S > deadline_s:
+        if _now_s() + RETRY_PAUSE_S > deadline_s:
             raise ServiceError(reason)
         await asyncio.sleep(RETRY_PAUSE_S)
+
+
+def _now_s() -> float:
+    """The event loop's time, in monotonic seconds."""
+    return asyncio.get_running_loop().time()
 
 
 def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ray import serve
@@ -19,7 +19,7 @@ from cache.audit import PageAccounts
 from controllers.errors import ControllerError
 from controllers.records import ForkOrder
 from controllers.session import SessionController
-from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
+from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidRequest
 from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
 from serving.replica.live_turn import TurnTeller
@@ -32,7 +32,7 @@ from serving.text.text import TextProcessor
 from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.ray_gauges import RayGauges
-from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, connect_controller
+from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
 from serving.wire.errors import error_info
 from serving.wire.event_feed import EventFeeds, FeedBatch
 from serving.wire.turns import ChatPrompt, ErrorInfo, FeedLine, ForkedSession, ModelInfo, TurnCall, TurnReply
@@ -48,22 +48,43 @@ START_TIMEOUT_S = 60.0
 EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
 
 
-class LLMReplica:
-    """Actor methods of a replica. Errors cross as data (ErrorInfo), never as pickled exceptions."""
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """What a replica is given where it runs. `clock` returns monotonic seconds, `unix_clock` Unix time."""
 
-    async def __init__(self, args: AppArgs, build_engine: EngineFactory) -> None:  # type: ignore[misc]
-        self._replica_id: str = serve.get_replica_context().replica_id.unique_id
+    replica_id: str
+    controller: ControllerCalls
+    publish_gauges: Callable[[EngineStats], None]
+    load_text: Callable[[str, Engine], TextProcessor]
+    clock: Callable[[], float]
+    unix_clock: Callable[[], float]
+
+
+class LLMReplica:
+    """Actor methods of a replica. Errors cross as data (ErrorInfo), never as pickled exceptions.
+
+    `place_of` finds the place in the process that the replica starts in.
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        args: AppArgs,
+        build_engine: EngineFactory,
+        place_of: Callable[[AppArgs], ReplicaPlace],
+    ) -> None:
+        place = place_of(args)
+        self._replica_id = place.replica_id
         self._args = args
         self._tasks = BackgroundTasks()
         mailbox = Mailbox(asyncio.get_running_loop())
         settings = args.engine_settings()
         self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
-        self._text = await asyncio.to_thread(_load_text, settings.model.path, self._engine)
+        self._text = await asyncio.to_thread(place.load_text, settings.model.path, self._engine)
         self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
-        self._gauges = RayGauges()
+        self._publish = place.publish_gauges
         self._feeds = EventFeeds()
-        self._controller = connect_controller(args)
-        sessions = SessionController(time.monotonic, args.sessions.idle_timeout_s)
+        self._controller = place.controller
+        sessions = SessionController(place.clock, args.sessions.idle_timeout_s)
         self._host = SessionHost(
             self._replica_id,
             self._engine,
@@ -78,13 +99,13 @@ class LLMReplica:
             host=self._host,
             controller=self._controller,
             builder=RequestBuilder(self._engine, self._text),
-            teller=TurnTeller(self._text, self._metrics, time.perf_counter),
+            teller=TurnTeller(self._text, self._metrics, place.clock),
             mailbox=mailbox,
             metrics=self._metrics,
             tasks=self._tasks,
-            clock=time.perf_counter,
+            clock=place.clock,
         )
-        self._created = int(time.time())
+        self._created = int(place.unix_clock())
         await self._start()
 
     async def name(self) -> str:
@@ -182,7 +203,19 @@ class LLMReplica:
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
 
     async def _publish_gauges(self) -> None:
-        self._gauges.publish(self._engine.stats())
+        self._publish(self._engine.stats())
+
+
+def place_in_serve(args: AppArgs) -> ReplicaPlace:
+    """That of a replica of Ray Serve."""
+    return ReplicaPlace(
+        replica_id=serve.get_replica_context().replica_id.unique_id,
+        controller=connect_controller(args),
+        publish_gauges=RayGauges().publish,
+        load_text=_load_text,
+        clock=time.monotonic,
+        unix_clock=time.time,
+    )
 
 
 def replica_figures(replica_id: str, num_live: int, num_feeds: int, engine: Engine) -> dict[str, Any]:
