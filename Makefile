@@ -1,5 +1,6 @@
 # make serve   installs into .venv and serves configs/cluster.yaml in the foreground
-# make test    installs what tests need and runs them
+# make test    installs what tests need and runs what is worth running at every change
+# make test-all that, and the long suites
 # make check   linters, types, import and size rules
 #
 # CONFIG=path      another cluster
@@ -23,7 +24,7 @@ STAMPS := $(VENV)/.stamps
 # pip's modes: pins come from the lock alone, the project itself is linked in place.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: serve test check format install install-dev clean
+.PHONY: serve test test-all check format install install-dev clean
 .DELETE_ON_ERROR:
 
 # Ray Serve takes these from the environment only; docs/operations.md, "Behind HAProxy", says what they do.
@@ -37,13 +38,21 @@ serve: install
 	$(BIN)/python -m serving.settings.config $(CONFIG)
 	$(if $(filter haproxy,$(PROXY)),$(HAPROXY)) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
 
+# A cluster takes the whole machine: its tests run one by one.
+SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile
+ALONE := $(BIN)/python -m pytest --durations=10
+
 test: install-dev
 ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not cluster"
-	$(BIN)/python -m pytest -m cluster
+	$(SHARED) -m "not cluster and not slow"
+	$(ALONE) -m "cluster and not slow"
 endif
+
+test-all: test
+	$(SHARED) -m "slow and not cluster"
+	$(ALONE) -m "slow and cluster"
 
 check: install-dev
 	$(BIN)/ruff check .

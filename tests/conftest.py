@@ -1,11 +1,14 @@
 """For every test: without a GPU kernels run in Triton's interpreter; torch computes on one thread; programs that tests
-start can be interrupted."""
+start can be interrupted. In continuous integration a test may be skipped only for a reason that is explained here."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
+from types import MappingProxyType
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -17,3 +20,38 @@ def pytest_configure() -> None:
     ignored, and children would inherit that."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+EXPLAINED_SKIPS = MappingProxyType(
+    {
+        "no GPU": "the machine has none; benchmarks/README.md, 'On a card', runs them",
+        "needs two GPUs": "as above",
+        "has a GPU": "the other half of a pair: one of the two runs on every machine",
+        "kernels write to a card here": "runs where kernels are interpreted",
+    }
+)
+"""Why continuous integration need not run a test, by the reason that the test gives."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In continuous integration a skip that nobody explained is a failure: something was not installed."""
+    if os.environ.get("CI") and set(_skips(session.config)) - set(EXPLAINED_SKIPS):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    del exitstatus
+    skips = _skips(config)
+    if skips:
+        terminalreporter.section("skipped, and why that is fine")
+    for reason, count in skips.most_common():
+        terminalreporter.line(f"{count:5} {reason}: {EXPLAINED_SKIPS.get(reason, 'NOT EXPLAINED')}")
+
+
+def _skips(config: pytest.Config) -> Counter[str]:
+    """How many tests were skipped, by reason."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reports = [] if reporter is None else reporter.stats.get("skipped", [])
+    return Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)

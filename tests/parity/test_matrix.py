@@ -21,6 +21,8 @@ from tests.parity.matrix_cell import CONTEXT, Cell, CellRun
 from tests.parity.place import load_here
 from tests.parity.test_schedules import assert_greedy
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 12
 
 TINY = {

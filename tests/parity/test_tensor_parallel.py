@@ -32,6 +32,8 @@ from tests.unit.engine.parallel.device_ranks import answers
 from tests.unit.engine.parallel.parallel_rig import ParallelRig, write_model
 from tests.unit.engine.parallel.test_process_ranks import groups, on_each
 
+pytestmark = pytest.mark.slow
+
 EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
 DRAFT = EMBEDDED.with_name("kedge-chat-draft")
 NEAR_TIE = 1e-4

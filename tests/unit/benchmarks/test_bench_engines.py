@@ -12,6 +12,8 @@ from benchmarks.gpu.decode import DRY_ONE, Load, decode, steady
 from benchmarks.gpu.engines import Bench, Watch
 from engine.settings import ExecutionSettings, SchedulerSettings
 
+pytestmark = pytest.mark.slow
+
 
 def test_engines_share_the_weights_that_transformers_gets(tmp_path: Path) -> None:
     bench = Bench("tiny", torch.device("cpu"), tmp_path)

@@ -14,6 +14,8 @@ from benchmarks import gpu_report
 from benchmarks.gpu.record import Record, SectionRecord
 from benchmarks.gpu.rows import Row, RowFile
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

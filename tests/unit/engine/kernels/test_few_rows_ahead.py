@@ -11,6 +11,8 @@ import pytest
 from engine.kernels.few_rows import TILES, RowTiles
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Report, build
 
+pytestmark = pytest.mark.slow
+
 MULTIPROCESSORS = 132
 SHARED_BYTES = 228 * 1024
 """Of a multiprocessor of sm_90; each block takes a KB besides its own."""

@@ -12,6 +12,8 @@ from engine.attention.triton_backend import JOIN_ELEMENTS
 from engine.runner.kv_pool import FP8
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Constant, build
 
+pytestmark = pytest.mark.slow
+
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", FP8: "fp8e4nv"}
 DIVISIBLE = (
     "out q kv scales pages query_starts kv_lens live_items partials sums counters "
@@ -108,7 +110,6 @@ def test_decodes_keep_enough_on_their_way(dtype: torch.dtype) -> None:
     assert "F2F." not in report.sass, "such conversions are four times slower than others"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "dtype", "capability"), CASES)
 def test_defaults(dim: int, dtype: torch.dtype, capability: int) -> None:
     """With and without splits, pages larger and smaller than a block."""

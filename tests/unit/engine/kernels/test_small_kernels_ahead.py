@@ -13,6 +13,8 @@ import pytest
 from engine.kernels.sampling import BLOCK_TILES, GROUP, PICK_WARPS, SURVEY_TILES, TILE
 from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, ROOT, Build, Report, build
 
+pytestmark = pytest.mark.slow
+
 VOCAB_TILES = {"fp32": 2048, "bf16": 4096}
 """Tiles of the summary: of up to 128 k and 256 k tokens."""
 
