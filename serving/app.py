@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ray import serve
@@ -9,6 +10,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
 from engine.build import build_engine
+from serving.front.api.access import keys_in
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
@@ -23,6 +25,8 @@ HEALTH_CHECK_TIMEOUT_S = 10.0
 def build(values: dict[str, Any]) -> Application:
     """Builder for Ray Serve: `args` of the config file. Raises SettingsError, before any replica starts."""
     args = parse_args(values)
+    # Each ingress reads its own environment. Where this one is the same, the fault shows before anything starts.
+    keys_in(os.environ)
     if args.execution.tensor_parallel == 1:
         return compose(args, build_engine)
     return compose(args, ParallelEngineFactory(args.replicas.num_cpus, args.replicas.num_gpus))

@@ -56,6 +56,7 @@ class Ingress:
         replicas: DeploymentHandle,
         place_of: Callable[[AppArgs], IngressPlace],
     ) -> None:
+        self._api_keys = keys_in(os.environ)
         place = place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
@@ -100,12 +101,16 @@ class Ingress:
         return self._metrics.ingress_id, self._metrics.render()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app: FastAPI = create_http_app(lambda: self.service, api_keys=keys_in(os.environ))
+        app: FastAPI = create_http_app(lambda: self.service, api_keys=self._api_keys)
         return app
 
     async def __del__(self) -> None:
+        """Serve calls it also where `__init__` raised, whose error is the one to be seen."""
+        replicas: ReplicaCalls | None = getattr(self, "_replicas", None)
+        if replicas is None:
+            return
         await self._tasks.stop(timeout_s=1.0)
-        await self._replicas.stop()
+        await replicas.stop()
 
 
 def place_in_serve(args: AppArgs) -> IngressPlace:

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.front.api.errors import error_response
+from serving.settings.strict_settings import SettingsError
 from serving.wire.turns import ErrorInfo
 
 API_KEYS = "KEDGE_API_KEYS"
@@ -23,8 +24,18 @@ REFUSED = ErrorInfo(
 
 
 def keys_in(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Without any everybody may call."""
-    return tuple(key for part in environment.get(API_KEYS, "").split(",") if (key := part.strip()))
+    """Where the variable is not set everybody may call. Raises SettingsError where it is set and has no key: whoever
+    sets it wants calls refused."""
+    value = environment.get(API_KEYS)
+    if value is None:
+        return ()
+    keys = tuple(key for part in value.split(",") if (key := part.strip()))
+    if not keys:
+        raise SettingsError(
+            f"{API_KEYS} is set but has no key in it: give at least one key (commas part them), or leave the "
+            "variable unset so that everybody may call"
+        )
+    return keys
 
 
 class KeysRequired:

@@ -11,9 +11,11 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
+from serving.app import build
 from serving.cli.main import app as command
 from serving.front.api.access import API_KEYS, OPEN_PATHS, keys_in
 from serving.front.http import create_http_app
+from serving.settings.strict_settings import SettingsError
 from tests.unit.serving.local_service import MODEL, client_of, http_server, local_service
 
 KEYS = ("first-key", "schlüssel")
@@ -119,7 +121,21 @@ async def test_commands_send_the_key(url: str, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "keys"),
-    [(None, ()), ("", ()), (" , ", ()), ("a", ("a",)), (" a, b c ,", ("a", "b c"))],
+    [(None, ()), ("a", ("a",)), (" a, b c ,", ("a", "b c"))],
 )
 def test_keys_are_parted_by_commas(text: str | None, keys: tuple[str, ...]) -> None:
     assert keys_in({} if text is None else {API_KEYS: text}) == keys
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", " , "])
+def test_a_list_of_keys_without_a_key_refuses_to_start(text: str) -> None:
+    with pytest.raises(SettingsError, match=API_KEYS):
+        keys_in({API_KEYS: text})
+
+
+def test_an_application_is_not_built_without_the_keys_that_it_is_to_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(API_KEYS, " , ")
+    with pytest.raises(SettingsError, match=API_KEYS):
+        build({"model": {"path": "assets/models/kedge-chat"}})
