@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from contextvars import Context
 from typing import Any
 
@@ -35,6 +35,10 @@ TOO_LARGE = ErrorInfo(
     "The request is larger than a replica takes in one message (RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH).",
 )
 LOST = (RayActorError, TaskCancelledError, RequestCancelledError, DeploymentUnavailableError)
+LOST_CODES = frozenset(
+    {StatusCode.CANCELLED, StatusCode.UNAVAILABLE, StatusCode.ABORTED, StatusCode.DEADLINE_EXCEEDED}
+)
+"""What gRPC says of a server that stops, or has gone. Serve makes its own errors of some of them, some of the time."""
 
 
 class ReplicaCalls:
@@ -77,12 +81,13 @@ class ReplicaCalls:
         """One pinned call. Raises ReplicaGone if the replica does not answer in time (None: as set for all calls)."""
         response = _detached(self._unary.options(session_id=replica_id, method_name=method).remote, *args)
         try:
-            async with asyncio.timeout(self._call_timeout_s if timeout_s is None else timeout_s):
-                return await response
-        except (*LOST, TimeoutError) as error:
+            with failures_typed(replica_id):
+                async with asyncio.timeout(self._call_timeout_s if timeout_s is None else timeout_s):
+                    return await response
+        except TimeoutError as error:
             _cancel(response)
             raise ReplicaGone(replica_id) from error
-        except asyncio.CancelledError:
+        except BaseException:
             _cancel(response)
             raise
 
@@ -125,26 +130,34 @@ class ReplicaCalls:
     async def _open_feed(self, replica_id: str, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
         response = self._feed.options(session_id=replica_id).remote(feed_id)
         try:
-            async for batch in response:
-                yield batch
-        except LOST as error:
-            raise ReplicaGone(replica_id) from error
+            with failures_typed(replica_id):
+                async for batch in response:
+                    yield batch
         finally:
             _cancel(response)
+
+
+@contextmanager
+def failures_typed(replica_id: str) -> Iterator[None]:
+    """Around a wait for a replica. Raises ReplicaGone for a lost one and ServiceError for a message that is too large
+    for it; any other error stays what it is."""
+    try:
+        yield
+    except LOST as error:
+        raise ReplicaGone(replica_id) from error
+    except AioRpcError as error:
+        if error.code() in LOST_CODES:
+            raise ReplicaGone(replica_id) from error
+        if error.code() is StatusCode.RESOURCE_EXHAUSTED:
+            raise ServiceError(TOO_LARGE) from error
+        raise
 
 
 async def hand_over(news: TurnNews, response: Awaitable[TurnReply], replica_id: str) -> None:
     """How the turn ended, however long it takes: the feed tells whether the replica lives."""
     try:
-        news.end(await response)
-    except LOST:
-        news.fail(ReplicaGone(replica_id))
-    except AioRpcError as error:
-        if error.code() is StatusCode.CANCELLED:  # by a server that stops
-            news.fail(ReplicaGone(replica_id))
-        else:
-            too_large = error.code() is StatusCode.RESOURCE_EXHAUSTED
-            news.fail(ServiceError(TOO_LARGE) if too_large else error)
+        with failures_typed(replica_id):
+            news.end(await response)
     except asyncio.CancelledError:
         news.fail(ReplicaGone(replica_id))
         raise
