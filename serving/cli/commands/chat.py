@@ -17,10 +17,11 @@ from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
 
 HELP = """\
-/reset   close this session and start a new one
-/quit    close the session and leave (also Ctrl-D)
+/reset   start a new session
+/quit    leave (also Ctrl-D)
 /help    this list
-Ctrl-C   stop the answer; the session stands where it was before the turn"""
+Ctrl-C   stop the answer; the session stands where it was before the turn
+Sessions that this chat started are closed; one named by --session stays open."""
 
 TIMEOUT = httpx.Timeout(10.0, read=300.0)
 
@@ -28,7 +29,9 @@ TIMEOUT = httpx.Timeout(10.0, read=300.0)
 def chat(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    session: Annotated[str | None, typer.Option(help="Session to go on with; a new one if left out.")] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Session to go on with, which stays open; a new one if left out.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model id; the server's first if left out.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
     temperature: Annotated[
@@ -57,22 +60,30 @@ def chat(
 
 def _talk(console: Console, start: Callable[[str | None], Conversation], session_id: str | None) -> bool:
     """False if a turn failed."""
-    conversation = start(session_id)
+    conversation, ours = start(session_id), session_id is None
     all_well = True
     for line in _lines(console):
         if line == "/help":
             console.print(HELP, style="dim")
         elif line == "/reset":
-            conversation.close()
-            conversation = start(None)
+            _leave(console, conversation, ours)
+            conversation, ours = start(None), True
         elif line == "/quit":
             break
         elif line.startswith("/"):
             console.print(f"unknown command {line}; /help lists them", style="dim", markup=False)
         elif line:
             all_well &= _run_turn(console, conversation, line)
-    conversation.close()
+    _leave(console, conversation, ours)
     return all_well
+
+
+def _leave(console: Console, conversation: Conversation, ours: bool) -> None:
+    """Closes the session if this chat started it. Whoever named another's may be in the middle of it elsewhere."""
+    if ours:
+        conversation.close()
+    else:
+        console.print(f"session {conversation.session_id} stays open", style="dim")
 
 
 def _lines(console: Console) -> Iterator[str]:

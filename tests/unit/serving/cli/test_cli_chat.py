@@ -24,16 +24,36 @@ def chat(stub: Stub, lines: str, *options: str):
 
 def test_three_turns_of_one_session_send_only_new_messages_and_close_at_the_end():
     with running(Stub()) as stub:
-        result = chat(stub, "one two\nthree\nfour five\n", "--session", "s1", "--system", "be brief")
+        result = chat(stub, "one two\nthree\nfour five\n", "--system", "be brief")
     assert result.exit_code == 0, result.output
-    assert stub.session_ids == ["s1"] * 3
+    (session_id,) = set(stub.session_ids)
+    assert len(stub.session_ids) == 3
     assert [[message["content"] for message in body["messages"]] for body in stub.bodies] == [
         ["be brief", "one two"],
         ["three"],
         ["four five"],
     ]
-    assert stub.closed == ["s1"]
+    assert stub.closed == [session_id]
     assert result.output.count(" w0 w1 w2 w3") == 3
+
+
+@pytest.mark.parametrize("ending", ["", "/quit\n"])
+def test_a_session_that_was_named_stays_open(ending):
+    """Somebody else may have opened it, and be in the middle of it."""
+    with running(Stub()) as stub:
+        result = chat(stub, f"one\n{ending}", "--session", "s1")
+    assert result.exit_code == 0, result.output
+    assert stub.session_ids == ["s1"]
+    assert stub.closed == []
+    assert "session s1 stays open" in result.output
+
+
+def test_reset_leaves_a_named_session_open_and_closes_its_own():
+    with running(Stub()) as stub:
+        chat(stub, "one\n/reset\ntwo\n", "--session", "s1")
+    named, ours = stub.session_ids
+    assert named == "s1"
+    assert stub.closed == [ours]
 
 
 def test_each_turn_ends_with_its_figures():
@@ -69,7 +89,7 @@ def test_a_refused_turn_is_reported_as_an_error_and_the_conversation_goes_on():
     assert result.exit_code == 1
     assert "409: stub says no" not in result.stdout
     assert result.stderr == "kedge chat: 409: stub says no\n" * 2
-    assert stub.closed == ["s1"]
+    assert stub.session_ids == ["s1", "s1"]
 
 
 def test_a_stream_that_breaks_off_is_reported_and_does_not_commit_the_system_prompt():
@@ -87,7 +107,7 @@ def test_a_server_that_is_down_is_one_line_and_exit_1(command):
     assert len(result.output.splitlines()) == 1
 
 
-def test_ctrl_c_aborts_the_turn_and_not_the_chat():
+def test_ctrl_c_aborts_the_turn_and_neither_the_chat_nor_the_named_session():
     """In a real terminal, because that is where Ctrl-C comes from."""
     with running(Stub(token_delay_s=0.02, default_tokens=1000)) as stub:
         terminal, worker = pty.openpty()
@@ -122,7 +142,7 @@ def test_ctrl_c_aborts_the_turn_and_not_the_chat():
             process.kill()
             process.wait()
             os.close(terminal)
-    assert stub.closed == ["s1"]
+    assert stub.closed == []
     assert stub.aborted == 1
 
 
