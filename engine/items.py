@@ -49,7 +49,7 @@ class ItemMaker:
         return min(self._output_left(request), self._max_context_len - request.total_len)
 
     def make(self, request: LiveRequest, count: int, budget: int) -> BatchItem:
-        """Its next `count` tokens; proposals may take what the step has left of `budget`."""
+        """Its next `count` tokens; proposals may take what they leave of `budget`."""
         kv = request.kv
         assert kv is not None
         start, end = request.launched_len, request.launched_len + count

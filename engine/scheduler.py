@@ -152,8 +152,11 @@ class Scheduler:
         budget = self._settings.max_batch_tokens
         items: list[BatchItem] = []
         short = False
-        # Decodes first: a long prompt must not hold up the others' next token.
-        for request in sorted(self._running, key=_decodes_first):
+        # Decodes first: a long prompt must not hold up the others' next token. Nor may drafts: a token of the budget is
+        # kept for each decode to come.
+        decodes_to_come = sum(map(_decodes, self._running))
+        for request in sorted(self._running, key=_decodes, reverse=True):
+            decodes_to_come -= _decodes(request)
             if request.status is not Status.RUNNING:
                 continue
             count = min(request.num_uncomputed, self._settings.chunk_size, budget)
@@ -165,7 +168,7 @@ class Scheduler:
             short = short or room is Room.WAIT
             if room is not Room.READY:
                 continue
-            item = self._maker.make(request, count, budget)
+            item = self._maker.make(request, count, budget - decodes_to_come)
             items.append(item)
             budget -= item.num_tokens
         items = self._without_retracted(items)
@@ -369,8 +372,8 @@ class Scheduler:
         return delta_of(request, token_ids, logprobs, input_logprobs, finish)
 
 
-def _decodes_first(request: LiveRequest) -> bool:
-    return request.num_uncomputed != 1
+def _decodes(request: LiveRequest) -> bool:
+    return request.num_uncomputed == 1
 
 
 def _order(request: LiveRequest) -> tuple[int, int]:

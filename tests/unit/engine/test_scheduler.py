@@ -6,7 +6,9 @@ import pytest
 
 from engine.api import FinishReason, SessionBusy
 from engine.batch import ScheduledBatch
+from engine.request import LiveRequest
 from engine.settings import SpeculationMethod
+from engine.speculative.proposers import NOTHING, NoProposer, Proposal
 from tests.unit.engine.driver import Driver, Talk, request
 
 
@@ -82,6 +84,37 @@ def test_more_decodes_than_budget_still_finish() -> None:
     specs = [request(f"r{n}", [n + 1], 5) for n in range(6)]
     for spec, outcome in zip(specs, driver.generate(*specs), strict=True):
         assert outcome.token_ids == driver.oracle(spec.new_tokens, 5)
+
+
+class Babbler(NoProposer):
+    """Once it speaks, as many drafts as it may make: token 1, which is hardly ever right."""
+
+    speaks = False
+
+    def propose(self, request: LiveRequest, limit: int) -> Proposal:
+        return Proposal((1,) * min(7, limit)) if self.speaks else NOTHING
+
+
+@pytest.mark.parametrize("budget", [8, 9, 16])
+def test_drafts_never_take_the_token_of_a_decode(budget: int) -> None:
+    """Eight requests decode, and a step has room for little more than that: each gets its token in each step."""
+    babbler = Babbler()
+    driver = Driver(num_pages=256, max_batch_tokens=budget, guesser=babbler)
+    specs = [request(f"r{n}", [n + 1, 2, 3], 40) for n in range(8)]
+    for spec in specs:
+        driver.add(spec)
+    driver.step_until(lambda: all(outcome.token_ids for outcome in driver.outcomes.values()))
+    babbler.speaks = True
+    drafted = 0
+    while not any(outcome.finish for outcome in driver.outcomes.values()):
+        batch = driver.step()
+        assert set(shape(batch)) == {spec.request_id for spec in specs}
+        assert batch is not None
+        drafted += sum(item.num_drafts for item in batch.items)
+    assert bool(drafted) == (budget > 8), "what is left is theirs"
+    driver.run()
+    for spec in specs:
+        assert driver.outcomes[spec.request_id].token_ids == driver.oracle(spec.new_tokens, 40)
 
 
 def test_no_more_than_max_running_run() -> None:
