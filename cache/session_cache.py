@@ -7,6 +7,7 @@ budget lasts, on to disk, then to nothing but the token log.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -57,15 +58,21 @@ class CacheMatch:
 class SessionAwareCache:
     """The one facade the scheduler talks to. Lengths in tokens, sizes in pages.
 
-    `step_tokens` is the most that a sequence grows by in one step.
+    `step_tokens` is the most that a sequence grows by in one step. `clock` returns monotonic seconds.
     """
 
-    def __init__(self, inner: PrefixCache, sizes: TierSizes | None = None, step_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        inner: PrefixCache,
+        sizes: TierSizes | None = None,
+        step_tokens: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._inner = inner
         self._step_tokens = step_tokens
         self._slots = SlotTable()
         self._account = PageAccount()
-        self.tiers = SessionTiers(inner, self._slots, self._account, sizes or TierSizes())
+        self.tiers = SessionTiers(inner, self._slots, self._account, sizes or TierSizes(), clock)
         self.books = SessionAuditor(inner, self._slots, self._account, self.tiers)
         self.num_evicted_pages = 0
 

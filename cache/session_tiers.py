@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
 from cache.audit import TierAccounts
+from cache.disk_pause import DiskPause
 from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV
 from cache.slots import SessionSlot, SlotState, SlotTable
@@ -18,13 +19,21 @@ SPARE_PART = 4
 
 class SessionTiers:
     """Owns the copies in flight and the orders not yet handed to the runner. `slots` and `account` are the cache's.
+    `clock` returns monotonic seconds.
 
     Nothing ever waits for room on the host or disk: a session that finds none is dropped at once. So those longest on
     the host are written to disk before others need their room. A copy that is no longer wanted runs to its end, and
     what it holds is given back then.
     """
 
-    def __init__(self, inner: PrefixCache, slots: SlotTable, account: PageAccount, sizes: TierSizes) -> None:
+    def __init__(
+        self,
+        inner: PrefixCache,
+        slots: SlotTable,
+        account: PageAccount,
+        sizes: TierSizes,
+        clock: Callable[[], float],
+    ) -> None:
         self._inner = inner
         self._slots = slots
         self._account = account
@@ -32,6 +41,7 @@ class SessionTiers:
         self._host = Tier("host", sizes.host_bytes)
         self._disk = Tier("disk", sizes.disk_bytes)
         self._spare_bytes = sizes.host_bytes // SPARE_PART
+        self._disk_pause = DiskPause(clock)
         self._keys = count(1)
         self._copies: dict[int, StoredKV] = {}
         self._write: tuple[StoredKV, StoredKV] | None = None  # from the host's entry to the disk's
@@ -148,8 +158,8 @@ class SessionTiers:
         self._drop_entry(slot)
 
     def copy_done(self, key: int, *, failed: bool = False) -> None:
-        """The runner's answer to a SAVE, SPILL or LOAD. What failed to be copied is computed again from the token
-        log."""
+        """The runner's answer to a SAVE, SPILL or LOAD. What a SAVE or LOAD failed to copy is computed again from the
+        token log."""
         if key in self._copies:
             self._copied(self._copies.pop(key), failed=failed)
         else:
@@ -158,7 +168,8 @@ class SessionTiers:
 
     def _copied(self, entry: StoredKV, *, failed: bool) -> None:
         """A SAVE or LOAD has ended. Of an unwanted one only its pages are left, if it was a load."""
-        self.num_disk_failures += failed and entry.on_disk
+        if failed and entry.on_disk:
+            self._disk_failed()
         entry.saved |= not failed
         self._let_go(entry)
         orphan = self._orphans.pop(entry.key, None)
@@ -183,23 +194,28 @@ class SessionTiers:
             self.num_from_host += not entry.on_disk
 
     def _written(self, *, failed: bool) -> None:
-        """The SPILL has ended. It comes to nothing if the session is gone, or on its way back to the device."""
+        """The SPILL has ended. It comes to nothing if it failed, or the session is gone, or on its way back to the
+        device: what the host has stays there."""
         assert self._write is not None
         (source, entry), self._write = self._write, None
-        self.num_disk_failures += failed
         entry.saved = not failed
         self._let_go(source)
         self._let_go(entry)
+        if failed:
+            self._disk_failed()
+        else:
+            self._disk_pause.succeeded()
         slot = self._slots.get(source.session_id) if source.wanted else None
-        if slot is None or slot.state is not SlotState.STORED:
+        if failed or slot is None or slot.state is not SlotState.STORED:
             self._drop(entry)
             return
         self._drop_entry(slot)
         slot.entry = entry
-        if failed:
-            self._lose(slot)
-        else:
-            self.num_to_disk += 1
+        self.num_to_disk += 1
+
+    def _disk_failed(self) -> None:
+        self.num_disk_failures += 1
+        self._disk_pause.failed()
 
     def _lose(self, slot: SessionSlot) -> None:
         """A copy failed: the token log has the session."""
@@ -228,8 +244,8 @@ class SessionTiers:
 
     def _spill(self) -> None:
         """Has the session longest on the host written to disk, unless the spare part of the host's budget is free or
-        will be. One at a time: the next may be wanted, or gone, by then."""
-        if self._write is not None or not self._disk.budget_bytes:
+        will be. One at a time: the next may be wanted, or gone, by then. None while the disk is left alone."""
+        if self._write is not None or not self._disk.budget_bytes or self._disk_pause.under_way:
             return
         missing = self._host.missing_bytes(self._spare_bytes)
         missing -= sum(

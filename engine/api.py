@@ -238,8 +238,9 @@ class EngineStats:
     """A snapshot published by the step loop; safe to read from any thread.
 
     `window_pages` are the books of the pool of sliding-window layers, if the model has any; `window_len` in tokens.
-    Demotions are of idle sessions: to host memory, from there to disk, or dropped to the token log. Everything from
-    `steps` on counts since start.
+    Demotions are of idle sessions: to host memory, from there to disk, or dropped to the token log.
+    `disk_failures` are writes to disk, whose sessions stay in host memory, and reads. Everything from `steps` on counts
+    since start.
     """
 
     pages: PageAccounts

@@ -104,7 +104,7 @@ def assemble_engine(
     window = _window_pool(facts, step_tokens)
     allocator = PageAllocator(facts.num_pages)
     prefixes = RadixPrefixCache(allocator, facts.page_size, enabled=cache.prefix_cache, window=window)
-    sessions = SessionAwareCache(prefixes, sizes, step_tokens)
+    sessions = SessionAwareCache(prefixes, sizes, step_tokens, clock)
     context_len = min(scheduler.max_context_len or facts.max_context_len, facts.max_context_len)
     planner = Scheduler(
         sessions,

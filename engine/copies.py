@@ -60,5 +60,5 @@ class Copies:
         if self._tiers.num_disk_failures == failures:
             _logger.error("a copy of KV between device and host failed", exc_info=error)
         elif failures == 0:
-            _logger.error("KV could not be kept on disk, and is computed again; from now on this is only counted",
+            _logger.error("KV could not be written to disk or read from it; from now on this is only counted",
                           exc_info=error)  # fmt: skip

@@ -18,6 +18,7 @@ from cache.session_tiers import SessionTiers
 from cache.slots import SessionSlot
 from cache.tiers import CopyKind, CopyOrder, TierSizes
 from cache.window import WindowPool
+from tests.unit.controllers.manual_clock import ManualClock
 
 PAGE_SIZES = (1, 16, 256)
 PAGE_BYTES = 100
@@ -41,6 +42,7 @@ class Books:
     prefixes: RadixPrefixCache
     sessions: SessionAwareCache
     page_size: int
+    clock: ManualClock
 
     @classmethod
     def make(
@@ -62,7 +64,9 @@ class Books:
             window = WindowPool(PageAllocator(num_window_pages or num_pages), page_size, window_len)
         prefixes = RadixPrefixCache(allocator, page_size, enabled=shared, window=window)
         sizes = TierSizes(host_pages * PAGE_BYTES, disk_pages * PAGE_BYTES, PAGE_BYTES, WINDOW_PAGE_BYTES)
-        return cls(allocator, prefixes, SessionAwareCache(prefixes, sizes, step_tokens), page_size)
+        clock = ManualClock()
+        sessions = SessionAwareCache(prefixes, sizes, step_tokens, clock)
+        return cls(allocator, prefixes, sessions, page_size, clock)
 
     @property
     def tiers(self) -> SessionTiers:

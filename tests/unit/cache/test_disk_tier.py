@@ -199,15 +199,58 @@ def test_a_session_closed_while_it_is_read_keeps_its_pages_till_the_copy_ends(fa
     close_all(books, "b")
 
 
-def test_a_failed_write_falls_back_to_the_token_log() -> None:
+def test_a_failed_write_leaves_the_copy_of_the_host() -> None:
     books = books_of()
     write = being_written(books)
     books.tiers.copy_done(write.key, failed=True)
     books.check()
-    assert [order.key for order in books.take_orders()] == [write.source], "nothing was left on disk"
-    assert books.sessions.held_tokens() == {"b": 14}
-    assert (books.tiers.num_to_log, books.tiers.num_disk_failures) == (1, 1)
-    close_all(books, "b")
+    assert books.take_orders() == [], "the host's copy stays, and nothing was left on disk"
+    assert not on_disk(books, "a")
+    assert (books.host.used_bytes, books.disk.used_bytes) == (2 * KV, 0)
+    assert (books.tiers.num_to_disk, books.tiers.num_to_log, books.tiers.num_disk_failures) == (0, 0, 1)
+    assert books.sessions.promote("a") is Room.READY
+    assert books.end_copies() == [LOAD]
+    assert resume(books, "a") == 14
+    close_all(books, "a", "b")
+
+
+def write_after(books: Books, name: str) -> CopyOrder | None:
+    """One more session comes to the full host: who is written to disk then."""
+    saved(books, name)
+    return next((order for order in books.take_orders() if order.kind is SPILL), None)
+
+
+def test_a_failing_disk_is_left_alone_for_longer_each_time() -> None:
+    books = books_of()
+    write: CopyOrder | None = being_written(books)
+    names = iter("cdefghijklmnopqrstuvwxyz")
+    for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert write is not None
+        books.tiers.copy_done(write.key, failed=True)
+        books.check()
+        books.clock.advance(pause_s - 0.25)
+        assert write_after(books, next(names)) is None
+        books.clock.advance(0.25)
+        write = write_after(books, next(names))
+    assert write is not None
+    assert (books.tiers.num_disk_failures, books.tiers.num_to_disk) == (8, 0)
+    books.tiers.copy_done(write.key)
+    write = write_after(books, next(names))
+    assert write is not None, "a write has succeeded"
+    books.tiers.copy_done(write.key, failed=True)
+    books.clock.advance(1)
+    assert write_after(books, next(names)) is not None, "and the pauses begin anew"
+
+
+def test_nobody_is_written_to_a_disk_that_has_just_failed_to_read() -> None:
+    books = books_of()
+    written(books)
+    books.sessions.promote("a")
+    assert books.end_copies(failed=True) == [LOAD]
+    assert write_after(books, "c") is None
+    assert set(books.sessions.held_tokens()) == {"b", "c"}
+    books.clock.advance(1)
+    assert write_after(books, "d") is not None
 
 
 def test_a_failed_read_falls_back_to_the_token_log() -> None:

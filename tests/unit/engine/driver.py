@@ -93,8 +93,8 @@ class Outcome:
 
 
 class Driver:
-    """Steps a scheduler by hand. After every step the books are walked and free pages poisoned, so that a page
-    used after it was freed fails the next read."""
+    """Steps a scheduler by hand; a step takes a second. After every step the books are walked and free pages poisoned,
+    so that a page used after it was freed fails the next read."""
 
     def __init__(
         self,
@@ -137,7 +137,9 @@ class Driver:
         self.prefixes = RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache, window=self.window)
         page_bytes = self.runner.facts.page_size_bytes
         sizes = TierSizes(host_pages * page_bytes, disk_pages * page_bytes, page_bytes)
-        self.cache = SessionAwareCache(self.prefixes, sizes, 2 * max(chunk_size, decode_steps) + DRAFTS)
+        self.batches: list[ScheduledBatch] = []
+        step_tokens = 2 * max(chunk_size, decode_steps) + DRAFTS
+        self.cache = SessionAwareCache(self.prefixes, sizes, step_tokens, lambda: float(len(self.batches)))
         self.copies = Copies(self.cache.tiers, self.runner, lambda command: command())
         self.counters = EngineCounters()
         settings = SchedulerSettings(max_batch_tokens, chunk_size, max_running)
@@ -147,7 +149,6 @@ class Driver:
             mirrors_prompts=speculation == "draft", decode_steps=decode_steps,
         )  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}
-        self.batches: list[ScheduledBatch] = []
         self.copying = False  # when the last step was planned
 
     def add(self, spec: GenerateRequest) -> None:

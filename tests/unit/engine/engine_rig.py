@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +62,7 @@ class Rig:
         host_pages: int = 0,
         disk_pages: int = 0,
         speculation: SpeculationSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **runner: Any,
     ) -> None:
         runner.setdefault("runs_ahead", self.runs_ahead)
@@ -80,6 +82,7 @@ class Rig:
             frozenset({0}),
             self._sink,
             ExecutionSettings(decode_steps=self.decode_steps),
+            clock=clock,
         )
         self.outcomes: dict[str, Outcome] = {}
         self.sink_fault: Exception | None = None
