@@ -102,6 +102,15 @@ class ToolsDiffer(ControllerError):
         super().__init__(message, param)
 
 
+class ModelChanged(ControllerError):
+    """The session's history was made by a model of another tokenizer or vocabulary than the one that is served."""
+
+    code = "model_changed"
+
+    def __init__(self, message: str, param: str | None = "session_id") -> None:
+        super().__init__(message, param)
+
+
 class NoReplica(ControllerError):
     """No live replica can own the session."""
 

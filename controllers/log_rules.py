@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
-from controllers.records import LedgerEntry, TurnRecord
+from controllers.records import LedgerEntry, ModelFingerprint, TurnRecord
 
 
 def not_found(session_id: str) -> SessionNotFound:
@@ -40,6 +40,12 @@ def adds_turn(entry: LedgerEntry, record: TurnRecord, is_last: Callable[[], bool
     if record.turn_index != entry.turns or not 0 <= record.start_len <= entry.tokens:
         raise StaleEpoch(f"session {record.session_id!r} has gone on to turn {entry.turns}")
     return True
+
+
+def made_by(model: ModelFingerprint | None, record: TurnRecord) -> ModelFingerprint | None:
+    """The model of a session of `model` once it has this turn. A replica that does not tell its model changes nothing,
+    unless the turn begins the history."""
+    return record.model if record.start_len == 0 else record.model or model
 
 
 def check_key(record: TurnRecord, kept_keys: Collection[str]) -> None:

@@ -15,6 +15,19 @@ KEPT_RESULTS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """Which model made a history, each part a hash (serving/text/fingerprint.py).
+
+    `tokenizer` identifies what each token id stands for: histories are tokens, so only a model of the same one can
+    continue them. `weights` and `template` (None: not known, none) may change; they are recorded to be told.
+    """
+
+    tokenizer: str
+    weights: str | None = None
+    template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StoredResult:
     """What a turn with an idempotency key answered. `digest` identifies the request, if one was given."""
 
@@ -30,7 +43,8 @@ class SessionRecord:
 
     `timeout_s` None is the default idle timeout; `capacity_tokens` None is unlimited. `results` is oldest
     first. `open_key` identifies the request that opened the session, so that a retried open is recognized. `tools`
-    identifies those that its history begins with (None: none).
+    identifies those that its history begins with (None: none). `model` made the last turn (None: there is no history,
+    or it was logged before models were recorded).
     """
 
     session_id: str
@@ -45,6 +59,7 @@ class SessionRecord:
     results: tuple[StoredResult, ...] = ()
     open_key: str | None = None
     tools: str | None = None
+    model: ModelFingerprint | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +72,7 @@ class TurnRecord:
 
     `turn_index` counts the session's committed turns before this one. The first `input_len` of `tokens` are
     input, the rest output. `start_len` below the committed length is a rewind. `tools` identifies those that the
-    turn named; where it begins the history they are the session's.
+    turn named; where it begins the history they are the session's. `model` made the turn (None: not told).
     """
 
     session_id: str
@@ -70,6 +85,7 @@ class TurnRecord:
     result: bytes = b""
     digest: str | None = None
     tools: str | None = None
+    model: ModelFingerprint | None = None
 
     @property
     def end_len(self) -> int:
@@ -138,7 +154,11 @@ class LedgerEntry:
         )
 
     def record(
-        self, history: bytes = b"", results: tuple[StoredResult, ...] = (), tools: str | None = None
+        self,
+        history: bytes = b"",
+        results: tuple[StoredResult, ...] = (),
+        tools: str | None = None,
+        model: ModelFingerprint | None = None,
     ) -> SessionRecord:
         """The session as its owner needs it, with what the ledger does not know."""
         return SessionRecord(
@@ -154,6 +174,7 @@ class LedgerEntry:
             results=results,
             open_key=self.open_key,
             tools=tools,
+            model=model,
         )
 
 

@@ -14,7 +14,10 @@ from redis.retry import Retry
 from controllers.errors import StoreError
 from controllers.settings import REDIS_PASSWORD, RedisLogSettings
 
-LAYOUT = b"1"
+LAYOUT = b"2"
+READABLE = (b"1", LAYOUT)
+"""Sessions of layout 1 are read as they are, and written anew with their next change."""
+
 TIMEOUT_S = 2.0
 """For each answer: the controller does nothing else meanwhile."""
 
@@ -104,10 +107,13 @@ class RedisLog:
                 raise self.error(
                     f"with maxmemory-policy {policy} Redis may drop sessions; noeviction keeps them"
                 )
-            self._redis.setnx(self.key("layout"), LAYOUT)
             layout = self._redis.get(self.key("layout"))
-            if layout != LAYOUT:
-                raise self.error(f"it has layout {layout!r}; this version reads {LAYOUT!r}")
+            if layout not in (None, *READABLE):
+                known = LAYOUT.decode()
+                raise self.error(
+                    f"it has layout {layout!r}; this version of Kedge reads layouts up to {known}"
+                )
+            self._redis.set(self.key("layout"), LAYOUT)
             return int(self._redis.incr(self.key("writer")))
 
     @contextmanager

@@ -17,8 +17,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, not_found
-from controllers.records import KEPT_RESULTS, LedgerEntry, SessionRecord, StoredResult, TurnRecord
+from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, made_by, not_found
+from controllers.records import (
+    KEPT_RESULTS,
+    LedgerEntry,
+    ModelFingerprint,
+    SessionRecord,
+    StoredResult,
+    TurnRecord,
+)
 from controllers.redis_log import Command, RedisLog
 from controllers.settings import RedisLogSettings
 from controllers.tokens import TOKEN_BYTES, count_tokens
@@ -29,18 +36,25 @@ ENTRIES_AT_ONCE = 1000
 @dataclass(frozen=True, slots=True)
 class _Session:
     """`last` identifies the last turn, its tokens aside. `kept` are the turns whose results are, oldest first: index,
-    idempotency key, digest."""
+    idempotency key, digest. Layout 1 has no `model`."""
 
     entry: LedgerEntry
     tools: str | None = None
     last: list[int | str | None] | None = None
     kept: tuple[tuple[int, str, str | None], ...] = ()
+    model: ModelFingerprint | None = None
 
     @classmethod
     def parse(cls, text: bytes) -> _Session:
         fields = json.loads(text)
         kept = tuple((index, key, digest) for index, key, digest in fields.pop("kept"))
-        return cls(LedgerEntry(**fields.pop("entry")), kept=kept, **fields)
+        model = fields.pop("model", None)
+        return cls(
+            LedgerEntry(**fields.pop("entry")),
+            kept=kept,
+            model=None if model is None else ModelFingerprint(**model),
+            **fields,
+        )
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -73,7 +87,8 @@ class RedisSessionStore:
         parent = self._session(parent_id)
         check_fork(parent.entry, length)
         self._refuse_known(record.session_id)
-        record = replace(record, history=self._tokens(parent_id, 0, length), tools=parent.tools)
+        history = self._tokens(parent_id, 0, length)
+        record = replace(record, history=history, tools=parent.tools, model=parent.model)
         self._log.change([self._written(record.session_id, 0, record.history), *self._added(record)])
         return record
 
@@ -94,7 +109,7 @@ class RedisSessionStore:
             turns=record.turn_index + 1,
             last_used_s=self._clock(),
         )
-        session = replace(session, entry=entry, last=_identity(record))
+        session = replace(session, entry=entry, last=_identity(record), model=made_by(session.model, record))
         if record.start_len == 0:
             session = replace(session, tools=record.tools)
         # First what may fail: history has a largest size.
@@ -116,7 +131,7 @@ class RedisSessionStore:
             for index, key, digest in session.kept
         )
         history = self._tokens(session_id, 0, session.entry.tokens)
-        return session.entry.record(history, tuple(kept), session.tools)
+        return session.entry.record(history, tuple(kept), session.tools, session.model)
 
     def load_all_entries(self) -> list[LedgerEntry]:
         (members,) = self._log.read(("SMEMBERS", self._log.key("sessions")))
@@ -195,7 +210,7 @@ class RedisSessionStore:
     def _added(self, record: SessionRecord) -> list[Command]:
         entry = LedgerEntry.of(record, self._clock())
         return [
-            self._set(_Session(entry, record.tools)),
+            self._set(_Session(entry, record.tools, model=record.model)),
             ("SADD", self._log.key("sessions"), record.session_id),
         ]
 

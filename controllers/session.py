@@ -23,6 +23,7 @@ from controllers.errors import (
     TurnNotInFlight,
 )
 from controllers.records import KEPT_RESULTS, SessionRecord, SessionStatus, StoredResult, TurnRecord
+from controllers.served_model import ServedModel
 from controllers.tokens import decode_tokens, encode_tokens
 
 
@@ -85,17 +86,24 @@ class _Session:
 
 
 class SessionController:
-    """Begin, commit and abort turns; idle clocks; closing. `clock` returns seconds and never goes back."""
+    """Begin, commit and abort turns; idle clocks; closing. `clock` returns seconds and never goes back.
 
-    def __init__(self, clock: Callable[[], float], default_timeout_s: float) -> None:
+    `model` is the one that runs the turns; without it (for tests of what does not depend on it) any history is adopted.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], default_timeout_s: float, model: ServedModel | None = None
+    ) -> None:
         self._clock = clock
         self._default_timeout_s = default_timeout_s
+        self._model = model
         self._sessions: dict[str, _Session] = {}
 
     def adopt(self, record: SessionRecord) -> None:
         """Takes a session over. Adopting an epoch that is held already changes nothing.
 
-        Raises StaleEpoch if a newer epoch is held, TurnInFlight while an older one has a turn in flight.
+        Raises StaleEpoch if a newer epoch is held, TurnInFlight while an older one has a turn in flight, ModelChanged
+        if the history is nothing to this replica's model.
         """
         held = self._sessions.get(record.session_id)
         if held is not None:
@@ -105,7 +113,10 @@ class SessionController:
                 raise StaleEpoch(f"session {record.session_id!r} is held at epoch {held.epoch}")
             if held.turn is not None:
                 raise TurnInFlight(f"session {record.session_id!r} has a turn in flight at an older epoch")
-        self._hold(record, decode_tokens(record.history))
+        history = decode_tokens(record.history)
+        if self._model is not None:
+            self._model.check(record.session_id, record.model, history)
+        self._hold(record, history)
 
     def knows(self, session_id: str, epoch: int) -> bool:
         """True if the session is held at exactly this epoch."""
@@ -213,6 +224,7 @@ class SessionController:
             result=result,
             digest=turn.digest,
             tools=turn.tools,
+            model=None if self._model is None else self._model.fingerprint,
         )
 
     def commit_turn(self, turn: Turn, record: TurnRecord) -> None:

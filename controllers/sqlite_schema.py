@@ -8,7 +8,9 @@ from pathlib import Path
 from controllers.errors import StoreError
 
 _APPLICATION_ID = int.from_bytes(b"KEDG", "big")
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
+_READABLE = (1, 2, _SCHEMA_VERSION)
+"""Older ones are brought up to the newest when they are opened."""
 _LOCK_TIMEOUT_S = 20.0
 """How long a restarted controller waits for its former process to be gone: if it gives up, it stays down."""
 
@@ -26,7 +28,8 @@ CREATE TABLE IF NOT EXISTS sessions (
     created_s REAL NOT NULL,
     last_used_s REAL NOT NULL,
     open_key TEXT,
-    tools TEXT
+    tools TEXT,
+    model TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     session_id TEXT NOT NULL,
@@ -50,6 +53,10 @@ CREATE TABLE IF NOT EXISTS epoch_floor (
     single_row INTEGER PRIMARY KEY CHECK (single_row = 1),
     epoch INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS deployment (
+    single_row INTEGER PRIMARY KEY CHECK (single_row = 1),
+    text TEXT NOT NULL
+);
 PRAGMA application_id = {application_id};
 PRAGMA user_version = {version};
 COMMIT;
@@ -60,6 +67,13 @@ _FROM_LAYOUT_1 = """
 BEGIN IMMEDIATE;
 ALTER TABLE sessions ADD COLUMN tools TEXT;
 PRAGMA user_version = 2;
+COMMIT;
+"""
+
+_FROM_LAYOUT_2 = """
+BEGIN IMMEDIATE;
+ALTER TABLE sessions ADD COLUMN model TEXT;
+PRAGMA user_version = 3;
 COMMIT;
 """
 
@@ -85,6 +99,8 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
         connection.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
         if layout == 1:
             connection.executescript(_FROM_LAYOUT_1)
+        if layout <= 2:
+            connection.executescript(_FROM_LAYOUT_2)
         # Writing takes the lock, so that a second writer is refused here and not at its first commit.
         connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))
     except (sqlite3.Error, OSError) as exc:
@@ -106,6 +122,9 @@ def _layout(connection: sqlite3.Connection, path: Path) -> int:
     version: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if application_id != _APPLICATION_ID:
         raise StoreError(f"{path} is a database, but not a session log", "store_path")
-    if version not in (1, _SCHEMA_VERSION):
-        raise StoreError(f"{path} has layout {version}; this version reads {_SCHEMA_VERSION}", "store_path")
+    if version not in _READABLE:
+        raise StoreError(
+            f"{path} has layout {version}; this version of Kedge reads layouts up to {_SCHEMA_VERSION}",
+            "store_path",
+        )
     return version

@@ -7,16 +7,24 @@ parent's tokens, four bytes each: little beside their KV, and parent and child m
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from controllers.errors import StoreError
-from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, not_found
-from controllers.records import KEPT_RESULTS, LedgerEntry, SessionRecord, StoredResult, TurnRecord
+from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, made_by, not_found
+from controllers.records import (
+    KEPT_RESULTS,
+    LedgerEntry,
+    ModelFingerprint,
+    SessionRecord,
+    StoredResult,
+    TurnRecord,
+)
 from controllers.sqlite_schema import open_session_log
 from controllers.tokens import TOKEN_BYTES
 
@@ -55,7 +63,8 @@ class SqliteSessionStore:
             parent = _entry(db, parent_id)
             check_fork(parent, length)
             history = self._history(db, parent)[: length * TOKEN_BYTES]
-            record = replace(record, history=history, tools=_tools(db, parent_id))
+            tools, model = _tools_and_model(db, parent_id)
+            record = replace(record, history=history, tools=tools, model=model)
             self._insert_session(db, record)
             db.execute(
                 "INSERT INTO turns (session_id, turn_index, start_len, input_len, tokens) VALUES (?, ?, 0, ?, ?)",
@@ -81,23 +90,27 @@ class SqliteSessionStore:
             _insert_turn(db, record)
             if record.start_len < entry.tokens:
                 _delete_rewound(db, record)
+            tools, model = _tools_and_model(db, record.session_id)
+            if record.start_len == 0:
+                tools = record.tools
+            model_text = _model_text(made_by(model, record))
             db.execute(
-                "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?,"
-                " tools = CASE WHEN ? = 0 THEN ? ELSE tools END WHERE session_id = ?",
-                (record.end_len, self._clock(), record.start_len, record.tools, record.session_id),
+                "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?, tools = ?, model = ?"
+                " WHERE session_id = ?",
+                (record.end_len, self._clock(), tools, model_text, record.session_id),
             )
 
     def load(self, session_id: str) -> SessionRecord:
         with self._transaction() as db:
             entry = _entry(db, session_id)
             history = self._history(db, entry)
-            tools = _tools(db, session_id)
+            tools, model = _tools_and_model(db, session_id)
             results = db.execute(
                 "SELECT idempotency_key, turn_index, result, digest FROM results"
                 " WHERE session_id = ? ORDER BY turn_index",
                 (session_id,),
             ).fetchall()
-        return entry.record(history, tuple(StoredResult(*row) for row in results), tools)
+        return entry.record(history, tuple(StoredResult(*row) for row in results), tools, model)
 
     def load_all_entries(self) -> list[LedgerEntry]:
         with self._transaction() as db:
@@ -133,8 +146,8 @@ class SqliteSessionStore:
 
     def _insert_session(self, db: sqlite3.Connection, record: SessionRecord) -> None:
         added = db.execute(
-            f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}, tools)"
-            " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?)",
+            f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}, tools, model)"
+            " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?)",
             (
                 record.session_id,
                 record.tenant,
@@ -147,6 +160,7 @@ class SqliteSessionStore:
                 record.capacity_tokens,
                 record.open_key,
                 record.tools,
+                _model_text(record.model),
             ),
         )
         if added.rowcount == 0:
@@ -188,11 +202,15 @@ def _entry(db: sqlite3.Connection, session_id: str) -> LedgerEntry:
     return _to_entry(row)
 
 
-def _tools(db: sqlite3.Connection, session_id: str) -> str | None:
-    tools: str | None = db.execute(
-        "SELECT tools FROM sessions WHERE session_id = ?", (session_id,)
-    ).fetchone()[0]
-    return tools
+def _tools_and_model(db: sqlite3.Connection, session_id: str) -> tuple[str | None, ModelFingerprint | None]:
+    tools, text = db.execute(
+        "SELECT tools, model FROM sessions WHERE session_id = ?", (session_id,)
+    ).fetchone()
+    return tools, None if text is None else ModelFingerprint(**json.loads(text))
+
+
+def _model_text(model: ModelFingerprint | None) -> str | None:
+    return None if model is None else json.dumps(asdict(model))
 
 
 def _to_entry(row: _EntryRow) -> LedgerEntry:

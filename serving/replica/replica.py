@@ -18,6 +18,7 @@ from ray import serve
 from cache.audit import PageAccounts
 from controllers.errors import ControllerError
 from controllers.records import ForkOrder
+from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidRequest
 from engine.settings import EngineSettings
@@ -28,6 +29,7 @@ from serving.replica.session_host import SessionHost
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.settings.config import AppArgs
+from serving.text.fingerprint import fingerprint_of
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import ReplicaMetrics
@@ -84,7 +86,8 @@ class LLMReplica:
         self._publish = place.publish_gauges
         self._feeds = EventFeeds()
         self._controller = place.controller
-        sessions = SessionController(place.clock, args.sessions.idle_timeout_s)
+        self._model = await asyncio.to_thread(_served_model, self._text, self._engine)
+        sessions = SessionController(place.clock, args.sessions.idle_timeout_s, self._model)
         self._host = SessionHost(
             self._replica_id,
             self._engine,
@@ -171,7 +174,8 @@ class LLMReplica:
 
     async def describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready."""
-        return replica_figures(self._replica_id, self._turns.num_live, len(self._feeds), self._engine)
+        figures = replica_figures(self._replica_id, self._turns.num_live, len(self._feeds), self._engine)
+        return figures | {"model": asdict(self._model.fingerprint)}
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""
@@ -244,6 +248,11 @@ def _pages(pages: PageAccounts) -> dict[str, int]:
 
 def _load_text(path: str, engine: Engine) -> TextProcessor:
     return TextProcessor.load(path, vocab_size=engine.vocab_size, max_context_len=engine.max_context_len)
+
+
+def _served_model(text: TextProcessor, engine: Engine) -> ServedModel:
+    weights = engine.describe().get("model_fingerprint")
+    return ServedModel(fingerprint_of(text, None if weights is None else str(weights)), engine.vocab_size)
 
 
 def _warm(text: TextProcessor) -> None:

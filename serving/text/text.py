@@ -69,6 +69,15 @@ class TextProcessor:
         """Not to be changed."""
         return self._backend
 
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def chat_template(self) -> str:
+        """The template's text, in its form for tools if it has two. Empty without one."""
+        return "" if self._chat_template is None else self._chat_template.text_with_tools
+
     def encode_prompt(
         self, prompt: Prompt, *, history_len: int = 0, last_token: int | None = None
     ) -> list[int]:

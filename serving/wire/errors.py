@@ -27,6 +27,7 @@ STATUS_BY_CODE = MappingProxyType(
         "invalid_rewind": 400,
         "invalid_fork": 400,
         "tools_differ": 400,
+        "model_changed": 409,
         "session_capacity_exceeded": 400,
         "no_replica": 503,
         "overloaded": 429,

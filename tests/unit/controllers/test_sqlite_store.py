@@ -170,16 +170,3 @@ def test_full_sync(path: Path) -> None:
     store.open(SESSION)
     assert store.load("s") == SESSION
     store.disconnect()
-
-
-def test_a_log_of_the_first_layout_gains_what_is_new(store: SqliteSessionStore, path: Path) -> None:
-    store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2, 3]))
-    store.disconnect()
-    with _edit(path) as connection:
-        connection.execute("ALTER TABLE sessions DROP COLUMN tools")
-        connection.execute("PRAGMA user_version = 1")
-    for _ in range(2):
-        again = SqliteSessionStore(path)
-        assert (history_of(again), again.load("s").tools) == ([1, 2, 3], None)
-        again.disconnect()

@@ -12,6 +12,7 @@ from typing import Any
 
 from cache.audit import PageAccounts
 from controllers.cluster import Cluster
+from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
@@ -25,6 +26,7 @@ from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
+from serving.text.fingerprint import fingerprint_of
 from serving.text.text import TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.event_feed import EventFeeds
@@ -105,6 +107,7 @@ class Rig:
         text: TextProcessor | None = None,
         speculation: SpeculationSettings = OFF,
         num_pages: int = 256,
+        model: ServedModel | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
@@ -121,7 +124,9 @@ class Rig:
         self.feeds = EventFeeds()
         self.readers = FeedReaders(lambda _, feed_id: self.feeds.stream(feed_id), 5.0)
         self.tasks = BackgroundTasks()
-        self.sessions = SessionController(time.monotonic, idle_timeout_s)
+        text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
+        self.model = model or ServedModel(fingerprint_of(text, "null"), VOCAB_SIZE)
+        self.sessions = SessionController(time.monotonic, idle_timeout_s, self.model)
         self.host = SessionHost(
             replica_id,
             self.engine,
@@ -130,7 +135,6 @@ class Rig:
             self.tasks,
             engine_timeout_s=5.0,
         )
-        text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats)
         self.turns = TurnRunner(
             engine=self.engine,

@@ -1,0 +1,39 @@
+"""Whether the model that a replica runs can go on from a history. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from controllers.errors import ModelChanged
+from controllers.records import ModelFingerprint
+
+_SHOWN = 12
+_WHAT_TO_DO = "Open another session, or deploy the model that the session was begun with."
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model of one replica. `vocab_size` is that of its embedding: ids from 0 to one below."""
+
+    fingerprint: ModelFingerprint
+    vocab_size: int
+
+    def check(self, session_id: str, made_by: ModelFingerprint | None, history: Sequence[int]) -> None:
+        """Raises ModelChanged if `history` means nothing to this model. Other weights or another chat template may
+        go on: what the session said stays the same tokens, and its KV is computed again. O(history).
+
+        `made_by` None: nobody wrote down whose history it is; then only its ids can be looked at.
+        """
+        if history and made_by is not None and made_by.tokenizer != self.fingerprint.tokenizer:
+            raise ModelChanged(
+                f"session {session_id!r} was made with another tokenizer ({made_by.tokenizer[:_SHOWN]}) than that of "
+                f"the model served now ({self.fingerprint.tokenizer[:_SHOWN]}): its tokens stand for something else. "
+                f"{_WHAT_TO_DO}"
+            )
+        highest = max(history, default=-1)
+        if highest >= self.vocab_size:
+            raise ModelChanged(
+                f"session {session_id!r} has token id {highest} in its history, and the model served now has "
+                f"{self.vocab_size} tokens. {_WHAT_TO_DO}"
+            )

@@ -1,0 +1,140 @@
+"""Logs that the version before has written are read and gone on with; newer ones are refused by name.
+
+`recorded/` holds such logs as they were: each session `s` of SESSION with two turns, and one that was closed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis_server import RedisServer
+from store_turns import SESSION, history_of, turn_of
+
+from controllers.errors import StoreError
+from controllers.records import ModelFingerprint, StoredResult
+from controllers.redis_store import RedisSessionStore
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.store import SessionStore
+from controllers.tokens import encode_tokens
+
+RECORDED = Path(__file__).parent / "recorded"
+MODEL = ModelFingerprint("tokenizer", "weights", "template")
+
+Place = Callable[[], SessionStore]
+
+
+def sqlite_log(path: Path) -> Path:
+    """The recorded file of layout 2."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((RECORDED / "sqlite_layout_2.sql").read_text())
+    return path
+
+
+def redis_log(server: RedisServer, name: str) -> None:
+    """The recorded keys of layout 1, under another name."""
+    keys = json.loads((RECORDED / "redis_layout_1.json").read_text())
+    with server.client() as client:
+        for recorded, (kind, value) in keys.items():
+            key = recorded.replace("{recorded}", f"{{{name}}}")
+            match kind:
+                case "string":
+                    client.set(key, base64.b64decode(value))
+                case "set":
+                    client.sadd(key, *map(base64.b64decode, value))
+                case "hash":
+                    client.hset(key, mapping={at: base64.b64decode(each) for at, each in value.items()})
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Opens the log that the version before has written."""
+    if request.param == "sqlite":
+        path = sqlite_log(tmp_path / "sessions.db")
+        return lambda: SqliteSessionStore(path)
+    server: RedisServer = request.getfixturevalue("redis_server")
+    log = server.log()
+    redis_log(server, log.name)
+    return lambda: RedisSessionStore(log)
+
+
+def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> None:
+    store = place()
+    record = replace(
+        SESSION,
+        history=encode_tokens([1, 2, 3, 4]),
+        turns=2,
+        results=(StoredResult("k", 0, b"r", "d"),),
+        tools="tools",
+    )
+    assert store.load("s") == record
+    assert store.epoch_floor() == 1
+    (entry,) = store.load_all_entries()
+    assert (entry.session_id, entry.tokens, entry.turns, entry.last_used_s) == ("s", 4, 2, 1000.0)
+    store.append_turn(turn_of(1, 3, [4], input_len=1))  # told again: it is there
+    store.append_turn(turn_of(2, 4, [5], model=MODEL))
+    store.disconnect()
+    again = place()  # raised to this version's layout: one before would not know what it reads
+    assert (history_of(again), again.load("s").model) == ([1, 2, 3, 4, 5], MODEL)
+    again.disconnect()
+
+
+def test_a_file_of_the_first_layout_gains_what_is_new(tmp_path: Path) -> None:
+    path = sqlite_log(tmp_path / "sessions.db")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("ALTER TABLE sessions DROP COLUMN tools")
+        connection.execute("PRAGMA user_version = 1")
+    for _ in range(2):
+        store = SqliteSessionStore(path)
+        record = store.load("s")
+        assert (history_of(store), record.tools, record.model) == ([1, 2, 3, 4], None, None)
+        store.disconnect()
+
+
+def test_a_newer_layout_is_refused_by_name_and_left_alone(tmp_path: Path, redis_server: RedisServer) -> None:
+    path = tmp_path / "sessions.db"
+    SqliteSessionStore(path).disconnect()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("PRAGMA user_version = 4")
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=r"has layout 4; this version of Kedge reads layouts up to 3"):
+        SqliteSessionStore(path)
+    assert path.read_bytes() == before
+
+    log = redis_server.log()
+    RedisSessionStore(log).disconnect()
+    with redis_server.client() as client:
+        client.set(f"kedge:{{{log.name}}}:layout", "3")
+        with pytest.raises(StoreError, match=r"has layout b'3'; this version of Kedge reads layouts up to 2"):
+            RedisSessionStore(log)
+        assert client.get(f"kedge:{{{log.name}}}:layout") == b"3"
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> SessionStore:
+    if request.param == "sqlite":
+        return SqliteSessionStore(tmp_path / "new.db")
+    return RedisSessionStore(request.getfixturevalue("redis_server").log())
+
+
+def test_the_model_of_a_session_is_that_of_its_last_turn(store: SessionStore) -> None:
+    other = replace(MODEL, weights="other", template=None)
+    store.open(SESSION)
+    assert store.load("s").model is None
+    store.append_turn(turn_of(0, 0, [1, 2, 3], model=MODEL))
+    assert store.load("s").model == MODEL
+    store.append_turn(turn_of(1, 3, [4], model=other))
+    assert store.load("s").model == other
+    store.append_turn(turn_of(2, 4, [5]))
+    assert store.load("s").model == other, "a replica of the version before does not tell"
+    assert store.fork("s", 2, replace(SESSION, session_id="child")).model == other
+    assert store.load("child").model == other
+    store.append_turn(turn_of(3, 0, [6]))
+    assert store.load("s").model is None, "begun anew by one that does not tell"
+    store.disconnect()
