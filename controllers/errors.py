@@ -137,6 +137,11 @@ class IdempotencyConflict(ControllerError):
 
 
 class StoreError(ControllerError):
-    """The session log cannot be opened, read or written."""
+    """The session log cannot be opened, read or written. A change may be in it nevertheless: its answer may be what was
+    lost. So it is no refusal, and what bears repetition is asked again."""
 
     code = "store_unavailable"
+
+
+class NoAnswer(StoreError):
+    """The cluster controller did not answer in time. Whether it did what it was asked is not known."""

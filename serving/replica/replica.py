@@ -26,6 +26,7 @@ from serving.background import BackgroundTasks
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
+from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.settings.config import AppArgs
@@ -100,7 +101,9 @@ class LLMReplica:
             engine=self._engine,
             sessions=sessions,
             host=self._host,
-            controller=self._controller,
+            commits=TurnCommits(
+                self._controller, self._metrics, patience_s=args.controller.commit_patience_s
+            ),
             builder=RequestBuilder(self._engine, self._text),
             teller=TurnTeller(self._text, self._metrics, place.clock),
             mailbox=mailbox,

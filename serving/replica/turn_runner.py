@@ -1,16 +1,18 @@
 """Runs turns on one replica: begin, submit, tell, then commit whole or leave no trace.
 
 A turn may be cancelled at any moment (a client that goes away): whatever it still owes is then done by a background
-task, so that no history stays lent out and no KV is left over.
+task, so that no history stays lent out and no KV is left over. One that the engine has finished is committed all the
+same, whether its client leaves or asks for an abort: the log may have it by then.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Callable
 
-from controllers.errors import ControllerError, SessionMoved, SessionNotFound, StaleEpoch
+from controllers.errors import ControllerError, SessionMoved, StaleEpoch, StoreError
 from controllers.session import Replay, SessionController, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
 from serving.background import BackgroundTasks
@@ -18,9 +20,9 @@ from serving.replica.live_turn import NOTHING, LiveTurn, TurnTeller
 from serving.replica.mailbox import Mailbox
 from serving.replica.replay import decode_result, encode_result
 from serving.replica.session_host import SessionHost
+from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.watch.metrics import ReplicaMetrics
-from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import REPLICA_LOST, error_event, unavailable
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
@@ -43,7 +45,7 @@ class TurnRunner:
         engine: Engine,
         sessions: SessionController,
         host: SessionHost,
-        controller: ControllerCalls,
+        commits: TurnCommits,
         builder: RequestBuilder,
         teller: TurnTeller,
         mailbox: Mailbox,
@@ -54,7 +56,7 @@ class TurnRunner:
         self._engine = engine
         self._sessions = sessions
         self._host = host
-        self._controller = controller
+        self._commits = commits
         self._builder = builder
         self._teller = teller
         self._mailbox = mailbox
@@ -63,6 +65,7 @@ class TurnRunner:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._live: dict[str, LiveTurn] = {}
+        self._ending: dict[tuple[str, str], asyncio.Task[TurnEvent]] = {}  # by session and key
 
     async def run(self, call: TurnCall, epoch: int | None, tell: Callable[[TurnEvent], None]) -> TurnEvent:
         """Tells news as they come; returns the last event, which has a finish or an error."""
@@ -77,7 +80,7 @@ class TurnRunner:
         try:
             await self._follow(begun, tell)
             begun.settled = True
-            return await self._tasks.outcome(self._tasks.start(self._settle(begun)))
+            return await self._tasks.outcome(self._end(begun))
         finally:
             if not begun.settled:
                 begun.settled = True
@@ -106,6 +109,8 @@ class TurnRunner:
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
         session = call.session
+        if session.idempotency_key is not None:
+            await self._ended(session.session_id, session.idempotency_key)
         await self._host.hold(session.session_id, epoch)
         begun = self._sessions.begin_turn(
             session.session_id,
@@ -167,6 +172,22 @@ class TurnRunner:
             for event in self._teller.tell(live, deltas):
                 tell(event)
 
+    def _end(self, live: LiveTurn) -> asyncio.Task[TurnEvent]:
+        """Starts what ends a turn whose final delta is there, in a task that outlives the client."""
+        ending = self._tasks.start(self._settle(live))
+        turn = live.turn
+        if turn is not None and turn.idempotency_key is not None:
+            key = (turn.session_id, turn.idempotency_key)
+            self._ending[key] = ending
+            ending.add_done_callback(lambda _: self._ending.pop(key, None))
+        return ending
+
+    async def _ended(self, session_id: str, idempotency_key: str) -> None:
+        """Waits while the turn of that key is being committed: who asks again is to get its answer, not a refusal."""
+        ending = self._ending.get((session_id, idempotency_key))
+        if ending is not None:
+            await asyncio.wait([ending])
+
     async def _settle(self, live: LiveTurn) -> TurnEvent:
         """Ends a turn whose final delta is there; returns its last event."""
         assert live.finish is not None
@@ -198,12 +219,11 @@ class TurnRunner:
                 await self._take_back(turn)
                 return error_event(error)
             try:
-                await self._controller.commit_turn(record)
-            except Exception as error:
-                # Fenced, or the reply was lost: only the log knows. The next turn starts from it, KV and all.
-                stale = isinstance(error, StaleEpoch | SessionNotFound)
+                await self._commits.commit(record)
+            except ControllerError as error:
+                # Fenced, or given up: only the log knows. The next turn starts from it, KV and all.
                 logger.warning("session %s: turn not committed: %r", turn.session_id, error)
-                self._metrics.turn_ended("stale" if stale else "store_failed")
+                self._metrics.turn_ended("store_failed" if isinstance(error, StoreError) else "stale")
                 try:
                     await self._host.let_go(turn)
                 except ControllerError as closed:

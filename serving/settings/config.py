@@ -86,7 +86,7 @@ class ControllerArgs(StrictModel):
     `redis_url`, under keys that begin with `name`.
 
     `full_sync` flushes the disk at every commit: it survives a loss of power, and costs milliseconds. A replica
-    unheard of for `replica_timeout_s` is dead.
+    unheard of for `replica_timeout_s` is dead. A finished turn waits `commit_patience_s` for a log that is away.
     """
 
     name: NotEmpty = "kedge-controller"
@@ -95,6 +95,7 @@ class ControllerArgs(StrictModel):
     redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://.")] | None = None
     heartbeat_interval_s: Seconds = 1.0
     replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
+    commit_patience_s: Seconds = 60.0
     max_sessions: PositiveInt = 100_000
 
     @field_validator("redis_url")

@@ -7,9 +7,10 @@ Engine figures are read from the engine's snapshot at scrape time, so that they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cache.audit import PageAccounts, PoolName
@@ -133,6 +134,18 @@ class ReplicaMetrics:
         self._turns = Counter(
             "kedge_turns", "Turns by outcome.", [*labels, "outcome"], registry=self._registry
         )
+        self._commits_pending = Gauge(
+            "kedge_commits_pending",
+            "Finished turns that wait for the session log.",
+            labels,
+            registry=self._registry,
+        ).labels(replica_id)
+        self._commit_retries = Counter(
+            "kedge_commit_retries",
+            "Commits told to the session log again, because it or its controller did not answer.",
+            labels,
+            registry=self._registry,
+        ).labels(replica_id)
         self._ttft = Histogram(
             "kedge_ttft_seconds",
             "Arrival at the replica to first token.",
@@ -147,6 +160,13 @@ class ReplicaMetrics:
             buckets=INTER_TOKEN_BUCKETS_S,
             registry=self._registry,
         ).labels(replica_id)
+
+    def commit_pending(self) -> AbstractContextManager[None]:
+        """Around what commits a turn, from the first try to the last."""
+        return self._commits_pending.track_inprogress()
+
+    def commit_retried(self) -> None:
+        self._commit_retries.inc()
 
     def turn_ended(self, outcome: str) -> None:
         """`outcome`: committed, replayed, aborted, refused, moved, stale, store_failed or error."""

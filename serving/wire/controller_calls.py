@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from controllers.cluster_actor import get_or_create_controller
-from controllers.errors import ControllerError, StoreError
+from controllers.errors import ControllerError, NoAnswer
 from controllers.records import (
     Assignment,
     ForkOrder,
@@ -35,7 +35,7 @@ RETRY_PAUSE_S = 0.2
 
 
 class ControllerCalls:
-    """Raises the controller's own ControllerErrors; StoreError if it does not answer within `timeout_s`.
+    """Raises the controller's own ControllerErrors, which are its answers; NoAnswer if it gave none in `timeout_s`.
 
     `connect` gives the actor's handle and creates the actor if there is none: one that died for good (its log could
     not be opened) is tried again.
@@ -107,7 +107,7 @@ class ControllerCalls:
                 return await self._until_up(method, args, last)
         except TimeoutError:
             reason = f": {_cause(last[-1])}" if last else ""
-            raise StoreError(
+            raise NoAnswer(
                 f"the cluster controller did not answer {method} in {self._timeout_s} s{reason}"
             ) from None
 

@@ -10,8 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from cache.audit import PageAccounts
 from controllers.cluster import Cluster
+from controllers.errors import StoreError
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from controllers.settings import ClusterSettings
@@ -24,6 +27,7 @@ from serving.background import BackgroundTasks
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
+from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.text.fingerprint import fingerprint_of
@@ -40,14 +44,29 @@ WAIT_S = 20.0
 """How long a test waits for what must happen at once."""
 
 
+class SwitchableLog:
+    """The session log in a file; while it is `away` it neither reads nor writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._store = SqliteSessionStore(path)
+        self.away = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.away:
+            raise StoreError("the log is away")
+        return getattr(self._store, name)
+
+
 class LocalController:
     """Stands in for ControllerCalls: the same methods on a Cluster in this process.
 
-    `failures` raise once each in place of the call; `lost_replies` raise after it was carried out.
+    `failures` raise once each in place of the call; `lost_replies` raise after it was carried out. While the `gate` is
+    closed nothing is answered. `log` is the cluster's.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, log: SwitchableLog) -> None:
         self.cluster = cluster
+        self.log = log
         self.failures: dict[str, list[Exception]] = {}
         self.lost_replies: dict[str, list[Exception]] = {}
         self.gate = asyncio.Event()
@@ -69,8 +88,9 @@ class LocalController:
 
 
 def local_controller(directory: Path, timer: Callable[[], float] = time.perf_counter) -> LocalController:
-    store = SqliteSessionStore(directory / "log.sqlite3")
-    return LocalController(Cluster(ClusterSettings(), store, time.time, timer))
+    log = SwitchableLog(directory / "log.sqlite3")
+    store: Any = log
+    return LocalController(Cluster(ClusterSettings(), store, time.time, timer), log)
 
 
 class SlowRunner(NullRunner):
@@ -104,6 +124,7 @@ class Rig:
         replica_id: str = REPLICA_ID,
         controller: LocalController | None = None,
         idle_timeout_s: float = 3600.0,
+        commit_patience_s: float = WAIT_S,
         text: TextProcessor | None = None,
         speculation: SpeculationSettings = OFF,
         num_pages: int = 256,
@@ -140,7 +161,11 @@ class Rig:
             engine=self.engine,
             sessions=self.sessions,
             host=self.host,
-            controller=self.controller,  # type: ignore[arg-type]
+            commits=TurnCommits(
+                self.controller,  # type: ignore[arg-type]
+                self.metrics,
+                patience_s=commit_patience_s,
+            ),
             builder=RequestBuilder(self.engine, text),
             teller=TurnTeller(text, self.metrics, time.perf_counter),
             mailbox=self.mailbox,
@@ -182,6 +207,19 @@ class Rig:
         async with asyncio.timeout(WAIT_S):
             while self.turns.num_live < count:
                 await asyncio.sleep(0.001)
+
+    async def pending_commits(self, count: int) -> None:
+        """Waits until just so many finished turns wait for the log."""
+        async with asyncio.timeout(WAIT_S):
+            while self.figure("kedge_commits_pending") != count:
+                await asyncio.sleep(0.001)
+
+    def figure(self, name: str, **labels: str) -> float:
+        """A metric of the replica; 0 if it has not been counted."""
+        wanted = {"replica": self.replica_id, **labels}
+        families = text_string_to_metric_families(self.metrics.render())
+        samples = [sample for family in families for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name == name and sample.labels == wanted)
 
     async def in_turn(self, session_id: str) -> None:
         """Waits until the session has a turn, or is being forked."""

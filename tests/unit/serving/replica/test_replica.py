@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from controllers.errors import StaleEpoch, StoreError
+from controllers.errors import StaleEpoch
 from controllers.records import ReplicaStatus
 from engine.runner.null import null_generate
 from serving.replica.replica import execution_line, replica_figures
@@ -155,44 +155,6 @@ async def test_a_key_stands_for_everything_that_shapes_an_answer(rig: Rig, other
     assert refused[-1].error.code == "idempotency_conflict"
 
 
-async def test_log_that_fails_rolls_back(rig: Rig) -> None:
-    epoch = rig.open_session("s")
-    history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
-    rig.controller.failures["commit_turn"] = [StoreError("disk full")]
-    failed = await rig.run(call([2], "s"), epoch)
-    assert failed[-1].error is not None
-    assert failed[-1].error.status == 503
-    events = await rig.run(call([3], "s"), epoch)
-    assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
-    await rig.host.close("s")
-    await rig.books_are_empty()
-
-
-async def test_unforeseen_commit_failure_does_not_wedge_the_session(rig: Rig) -> None:
-    epoch = rig.open_session("s")
-    rig.controller.failures["commit_turn"] = [RuntimeError("boom")]
-    failed = await rig.run(call([2], "s"), epoch)
-    assert failed[-1].error is not None
-    assert failed[-1].error.status == 500
-    assert (await rig.run(call([3], "s"), epoch))[-1].finish is not None
-
-
-async def test_commit_whose_reply_was_lost_is_found_in_the_log(rig: Rig) -> None:
-    epoch = rig.open_session("s")
-    history = [1, *tokens_of(await rig.run(call([1], "s"), epoch))]
-    rig.controller.lost_replies["commit_turn"] = [StoreError("no reply in time")]
-    unsure = await rig.run(call([2], "s", key="k"), epoch)
-    assert unsure[-1].error is not None
-    again = await rig.run(call([2], "s", key="k"), epoch)
-    assert again[-1].finish is not None
-    assert again[-1].replayed
-    history += [2, *tokens_of(again)]
-    events = await rig.run(call([3], "s"), epoch)
-    assert tokens_of(events) == null_generate([*history, 3], 8, VOCAB_SIZE)
-    await rig.host.close("s")
-    await rig.books_are_empty()
-
-
 async def test_session_that_moved_during_the_turn_is_dropped(rig: Rig) -> None:
     epoch = rig.open_session("s")
     rig.controller.failures["commit_turn"] = [StaleEpoch("moved")]
@@ -203,16 +165,13 @@ async def test_session_that_moved_during_the_turn_is_dropped(rig: Rig) -> None:
     await rig.books_are_empty()
 
 
-@pytest.mark.parametrize("failure", [StaleEpoch("moved"), StoreError("disk full")])
-async def test_a_close_is_carried_out_though_the_turn_it_waited_for_fails(
-    rig: Rig, failure: Exception
-) -> None:
+async def test_a_close_is_carried_out_though_the_turn_it_waited_for_fails(rig: Rig) -> None:
     epoch = rig.open_session("s")
     rig.runner.hold()
     task = asyncio.create_task(rig.run(call([1], "s"), epoch))
     await rig.begun()
     assert await rig.host.close("s")
-    rig.controller.failures["commit_turn"] = [failure]
+    rig.controller.failures["commit_turn"] = [StaleEpoch("moved")]
     rig.runner.go_on()
     failed = (await task)[-1].error
     assert failed is not None

@@ -1,0 +1,95 @@
+"""Brings finished turns into the session log, however long the log or its controller is away.
+
+A commit may be told any number of times: the log knows the last turn that it has. So only an answer ends it, and a turn
+whose outcome is not known stays pending here, with its KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from controllers.errors import ControllerError, StoreError
+from controllers.records import TurnRecord
+from serving.watch.metrics import ReplicaMetrics
+from serving.wire.controller_calls import ControllerCalls
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+"""With what the controller takes to see that its log is back, all turns go on within a second."""
+
+
+class TurnCommits:
+    """`patience_s` bounds each commit, by the event loop's time. Used on the replica's event loop only."""
+
+    def __init__(self, controller: ControllerCalls, metrics: ReplicaMetrics, *, patience_s: float) -> None:
+        self._controller = controller
+        self._metrics = metrics
+        self._patience_s = patience_s
+        self._log_is_back = asyncio.Event()
+
+    async def commit(self, record: TurnRecord) -> None:
+        """Returns once the log holds `record`.
+
+        Raises the ControllerError that the controller or its log refuses it with; StoreError once patience is over:
+        the log may hold it then, or not.
+        """
+        loop = asyncio.get_running_loop()
+        began_s, tries, reason = loop.time(), 1, "no answer"
+        try:
+            with self._metrics.commit_pending():
+                async with asyncio.timeout_at(began_s + self._patience_s):
+                    while (failure := await self._try(record)) is not None:
+                        reason = _reason(failure)
+                        if tries == 1:
+                            logger.warning(
+                                "session %s: a turn waits for the log: %s", record.session_id, reason
+                            )
+                        await self._pause(failure, tries)
+                        self._metrics.commit_retried()
+                        tries += 1
+        except TimeoutError:
+            raise StoreError(
+                f"the turn was not committed within {self._patience_s:g} s ({reason}). The log may have it"
+                " nevertheless: sent again with the same idempotency key it runs once"
+            ) from None
+        if tries > 1:
+            waited_s = loop.time() - began_s
+            logger.info("session %s: committed after %.1f s, %d tries", record.session_id, waited_s, tries)
+
+    async def _try(self, record: TurnRecord) -> Exception | None:
+        """None if the log holds it now; what went wrong if nobody knows. Raises what it is refused with."""
+        try:
+            await self._controller.commit_turn(record)
+        except StoreError as error:
+            return error
+        except ControllerError:
+            raise
+        except Exception as error:  # on the way there or back, or of the controller itself
+            logger.exception("session %s: the commit failed", record.session_id)
+            return error
+        self._log_is_back.set()
+        self._log_is_back = asyncio.Event()
+        return None
+
+    async def _pause(self, failure: Exception, tries: int) -> None:
+        """Longer after each try. What fails because of the log is tried again as soon as any turn is committed."""
+        pause_s = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S)
+        if not isinstance(failure, StoreError):
+            await asyncio.sleep(pause_s)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._log_is_back.wait()
+
+
+def _reason(failure: Exception) -> str:
+    """Of what is not typed only the kind: its text is for the log, not for clients."""
+    return (
+        failure.message
+        if isinstance(failure, ControllerError)
+        else f"internal error ({type(failure).__name__})"
+    )
