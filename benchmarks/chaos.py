@@ -3,9 +3,7 @@
     make serve
     python benchmarks/chaos.py --seconds 600 --every-s 15 --json chaos.json     # on the same machine
 
-Every client has one session and a turn in flight at all times, streamed or not, and repeats a turn that failed with
-its idempotency key. What a broken stream had told must be how the answer begins that the turn has in the end. Some
-clients leave in mid-stream and come back. A share of the turns is asked again as one request with the whole history.
+Every turn is checked, in the ways that benchmarks/session_talkers.py lists.
 """
 
 from __future__ import annotations
@@ -18,197 +16,18 @@ import random
 import signal
 import statistics
 import time
-import uuid
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 from measure import machine
 from rich.console import Console
 from rich.table import Table
+from session_talkers import GIVE_UP_S, SILENCE_S, Findings, Talker
 
-TOKENS = range(300, 900)
-LONGEST_HISTORY = 1500
-GIVE_UP_S = 120.0
-PAUSE_S = 0.1
-SILENCE_S = 1.0
-"""A stream that says nothing for longer has been interrupted; on two busy cores a step may well take 0.1 s."""
 STOPPED_S = 15.0
 """Longer than a replica may be silent."""
-CHECKED_SHARE = 0.05
-LEAVING_SHARE = 0.03
 TITLES = {"controller": "ray::ClusterController", "ingress": "ray::ServeReplica:kedge:Ingress"}
 KINDS = ("replica", "pause", *TITLES)
-
-
-@dataclass
-class Findings:
-    """`failures` are attempts that a client had to repeat, by code; `wrong` is what must never be."""
-
-    turns: int = 0
-    tokens: int = 0
-    repeated_turns: int = 0
-    replayed_turns: int = 0
-    left: int = 0
-    checked: int = 0
-    blows: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    silences_s: list[float] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-
-class Failed(Exception):
-    """An attempt that may be repeated."""
-
-
-class Left(Exception):
-    """The client has gone away, as it meant to."""
-
-
-class Talker:
-    """One client with one session at a time."""
-
-    def __init__(self, client: httpx.AsyncClient, findings: Findings, seed: str) -> None:
-        self._client = client
-        self._findings = findings
-        self._rng = random.Random(seed)
-        self._session_id = ""
-        self._history: list[int] = []
-
-    async def talk(self, until_s: float) -> None:
-        """Turns until then. Leaves its last session open."""
-        while time.monotonic() < until_s:
-            if not self._session_id or len(self._history) > LONGEST_HISTORY:
-                await self._begin()
-            await self._turn()
-
-    async def check_end(self, sessions: dict[str, int]) -> None:
-        """The server counts the tokens that the client has."""
-        if sessions.get(self._session_id) != len(self._history):
-            have, counts = len(self._history), sessions.get(self._session_id)
-            self._findings.wrong.append(f"{self._session_id}: {have} tokens, the server has {counts}")
-
-    async def _begin(self) -> None:
-        name, self._history = f"chaos-{uuid.uuid4().hex[:12]}", []
-        if self._session_id:
-            await self._insist("/close_session", {"session_id": self._session_id})
-        await self._insist("/open_session", {"capacity_of_str_len": 100_000, "session_id": name}, taken=True)
-        self._session_id = name
-
-    async def _turn(self) -> None:
-        rng, findings = self._rng, self._findings
-        new = rng.choices(TOKENS, k=rng.randint(1, 40))
-        sampling = {"max_new_tokens": rng.choice((4, 16, 64, 200)), "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": new, "sampling_params": sampling, "session_params": {"id": self._session_id}}
-        headers = {"idempotency-key": uuid.uuid4().hex}
-        leaves_after = rng.randint(1, 20) if rng.random() < LEAVING_SHARE else None
-        deadline_s, tries, told = time.monotonic() + GIVE_UP_S, 0, list[int]()
-        while True:
-            tries += 1
-            heard: list[int] = []
-            try:
-                meta = await self._attempt(body, headers, rng.random() < 0.7, leaves_after, heard)
-                break
-            except Left:
-                findings.left += 1
-            except (Failed, httpx.HTTPError) as error:
-                findings.failures[str(error) if isinstance(error, Failed) else type(error).__name__] += 1
-            leaves_after = None
-            told = max(told, heard, key=len)
-            if time.monotonic() > deadline_s:
-                findings.wrong.append(f"{self._session_id}: a turn was not answered in {GIVE_UP_S:.0f} s")
-                self._session_id = ""
-                return
-            await asyncio.sleep(PAUSE_S)
-        self._note(new, heard, told, meta)
-        findings.repeated_turns += tries > 1
-        if rng.random() < CHECKED_SHARE:
-            await self._check(len(heard), sampling)
-
-    def _note(self, new: list[int], output: list[int], told: list[int], meta: dict[str, Any]) -> None:
-        findings, where = self._findings, f"{self._session_id} at {len(self._history)}"
-        findings.turns += 1
-        findings.tokens += len(output)
-        if meta["prompt_tokens"] != len(self._history) + len(new):
-            findings.wrong.append(f"{where}: {meta['prompt_tokens']} prompt tokens, not {len(new)} more")
-        if meta["completion_tokens"] != len(output):
-            findings.wrong.append(f"{where}: {meta['completion_tokens']} tokens counted, {len(output)} sent")
-        if output[: len(told)] != told:
-            findings.wrong.append(f"{where}: an earlier try said {told}, the answer is {output}")
-        self._history += new + output
-
-    async def _attempt(
-        self,
-        body: dict[str, Any],
-        headers: dict[str, str],
-        stream: bool,
-        leaves_after: int | None,
-        heard: list[int],
-    ) -> dict[str, Any]:
-        """One try; `heard` becomes the answer's tokens. Gives its meta_info. Raises Failed or Left."""
-        request = self._client.build_request(
-            "POST", "/generate", json=body | {"stream": stream}, headers=headers
-        )
-        reply = await self._client.send(request, stream=True)
-        try:
-            if reply.status_code != 200:
-                await reply.aread()
-                raise Failed(_code(reply))
-            self._findings.replayed_turns += reply.headers.get("idempotent-replayed") == "true"
-            if not stream:
-                answer = json.loads(await reply.aread())
-                heard[:] = answer["output_ids"]
-                return dict(answer["meta_info"])
-            return await self._listen(reply, leaves_after, heard)
-        finally:
-            await reply.aclose()
-
-    async def _listen(
-        self, reply: httpx.Response, leaves_after: int | None, heard: list[int]
-    ) -> dict[str, Any]:
-        meta: dict[str, Any] | None = None
-        last_s, longest_s, count = time.monotonic(), 0.0, 0
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            now_s, count = time.monotonic(), count + 1
-            last_s, longest_s = now_s, max(longest_s, now_s - last_s if count > 1 else 0.0)
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise Failed(str(event["error"]["code"]))
-            heard[:], meta = event["output_ids"], event["meta_info"]
-            if count == leaves_after:
-                raise Left
-        if meta is None or meta["finish_reason"] is None:
-            raise Failed("the stream broke off")
-        if longest_s > SILENCE_S:
-            self._findings.silences_s.append(longest_s)
-        return meta
-
-    async def _check(self, num_output: int, sampling: dict[str, Any]) -> None:
-        body = {"input_ids": self._history[:-num_output], "sampling_params": sampling}
-        fresh = (await self._insist("/generate", body)).json()["output_ids"]
-        self._findings.checked += 1
-        if fresh != self._history[-num_output:]:
-            self._findings.wrong.append(f"{self._session_id}: {self._history[-num_output:]}, afresh {fresh}")
-
-    async def _insist(self, path: str, body: dict[str, Any], *, taken: bool = False) -> httpx.Response:
-        """Repeats what may be repeated until it is answered; `taken`: an earlier try may have opened the session."""
-        deadline_s, first = time.monotonic() + GIVE_UP_S, True
-        while True:
-            try:
-                reply = await self._client.post(path, json=body)
-                if reply.status_code == 200 or (taken and not first and reply.status_code == 400):
-                    return reply
-                self._findings.failures[_code(reply)] += 1
-            except httpx.HTTPError as error:
-                self._findings.failures[type(error).__name__] += 1
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{path} was not answered in {GIVE_UP_S:.0f} s")
-            first = False
-            await asyncio.sleep(PAUSE_S)
 
 
 class Chaos:
@@ -269,13 +88,6 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def _code(reply: httpx.Response) -> str:
-    try:
-        return f"{reply.status_code} {reply.json()['error']['code']}"
-    except (ValueError, KeyError, TypeError):
-        return f"{reply.status_code}"
-
-
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool]:
     """What was found, and whether the audit at the end is clean."""
     findings = Findings()
@@ -289,9 +101,9 @@ async def measure(args: argparse.Namespace) -> tuple[Findings, bool]:
             for talker in talkers:
                 group.create_task(talker.talk(until_s))
         listed = (await client.get("/v1/kedge/sessions")).json()["sessions"]
-        counts = {session["session_id"]: session["tokens"] for session in listed}
+        by_id = {session["session_id"]: session for session in listed}
         for talker in talkers:
-            await talker.check_end(counts)
+            await talker.check_end(by_id)
         audit = (await client.get("/v1/kedge/audit")).json()
     return findings, bool(audit["clean"])
 
@@ -312,7 +124,8 @@ def show(findings: Findings, clean: bool) -> None:
             if silences_s
             else ""
         ),
-        "turns asked afresh": f"{findings.checked:,}",
+        "turns found in the log": f"{findings.logged:,}",
+        "turns whose answer is the model's": f"{findings.checked:,} ({findings.asked_afresh:,} asked afresh)",
         "lost, doubled or wrong": f"{len(findings.wrong):,}",
         "audit": "clean" if clean else "not clean",
     }.items():
@@ -351,7 +164,7 @@ def main() -> None:
             "audit_clean": clean,
         }
         args.json.write_text(json.dumps(record, indent=1) + "\n")
-    if findings.wrong or not clean:
+    if findings.wrong or not clean or not findings.all_checked:
         raise SystemExit(1)
 
 

@@ -203,7 +203,7 @@ class NullRunner:
     def _run(self, item: BatchItem, drafts: Sequence[int]) -> ItemOutput:
         end = item.start + len(item.token_ids) - item.num_drafts
         sequence = self._read(item, end + len(drafts))
-        input_logprobs = _input_logprobs(item)
+        input_logprobs = self._input_logprobs(item, sequence)
         if item.sample is None:
             assert not drafts, f"{item.request_id}: drafts that nobody verifies"
             return ItemOutput((), input_logprobs=input_logprobs)
@@ -218,8 +218,26 @@ class NullRunner:
                 break
         logprobs: tuple[TokenLogprob, ...] = ()
         if item.sample.logprobs:
-            logprobs = tuple(_fake_logprob(token, item.sample.top_logprobs) for token in tokens)
+            logprobs = tuple(_fake_logprob(token, [token] * item.sample.top_logprobs) for token in tokens)
         return ItemOutput(tuple(tokens), logprobs, input_logprobs, len(drafts))
+
+    def _input_logprobs(self, item: BatchItem, sequence: NDArray[np.int32]) -> tuple[TokenLogprob, ...]:
+        """Positions start+1 .. start+len (with `next_token`), and position 0, from `input_logprobs_from` on. On top of
+        each is the token that a greedy request would have picked there."""
+        if item.input_logprobs_from is None:
+            return ()
+        known = [*item.token_ids] if item.next_token is None else [*item.token_ids, item.next_token]
+        scored = []
+        if item.input_logprobs_from <= 0 == item.start:
+            scored.append(TokenLogprob(known[0], None))
+        first = max(item.input_logprobs_from, item.start + 1)
+        for position in range(first, item.start + len(known)):
+            top: list[int] = []
+            if item.top_input_logprobs:
+                picked = _next_token(sequence[:position], self._vocab_size, self._eos_probability, 0)
+                top = [picked] * item.top_input_logprobs
+            scored.append(_fake_logprob(known[position - item.start], top))
+        return tuple(scored)
 
     def _read(self, item: BatchItem, end: int) -> NDArray[np.int32]:
         """The sequence's tokens as its KV has them; what its windows see must agree."""
@@ -290,17 +308,5 @@ def _next_token(sequence: NDArray[np.int32], vocab_size: int, eos_probability: f
     return 1 + digest % (vocab_size - 1)
 
 
-def _fake_logprob(token: int, top: int) -> TokenLogprob:
-    return TokenLogprob(token, FAKE_LOGPROB, tuple((token, FAKE_LOGPROB) for _ in range(top)))
-
-
-def _input_logprobs(item: BatchItem) -> tuple[TokenLogprob, ...]:
-    """Positions start+1 .. start+len (with `next_token`), and position 0, from `input_logprobs_from` on."""
-    if item.input_logprobs_from is None:
-        return ()
-    known = [*item.token_ids] if item.next_token is None else [*item.token_ids, item.next_token]
-    first = max(item.input_logprobs_from, item.start + 1)
-    scored = [_fake_logprob(token, item.top_input_logprobs) for token in known[first - item.start :]]
-    if item.input_logprobs_from <= 0 == item.start:
-        scored.insert(0, TokenLogprob(known[0], None))
-    return tuple(scored)
+def _fake_logprob(token: int, top: Sequence[int]) -> TokenLogprob:
+    return TokenLogprob(token, FAKE_LOGPROB, tuple((token_id, FAKE_LOGPROB) for token_id in top))

@@ -20,6 +20,10 @@ def test_killed_replicas_and_controllers_go_unnoticed(cluster: ServedCluster, tm
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"
     findings = json.loads(record.read_text())["findings"]
+    # Killed processes go unnoticed: no attempt of any client failed. And no turn was left unchecked.
+    assert findings["failures"] == {}
     assert findings["turns"] > 0
+    assert findings["turns"] == findings["logged"] == findings["checked"]
+    assert findings["wrong"] == []
     assert sum(findings["blows"].values()) > 0
     eventually(lambda: len(cluster.replicas()) == 2, 90)
