@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 
-from serving.wire.turn_events import event_weight, merge_events, split_event
+from serving.wire.turn_events import UnreadEvents, event_weight, split_event
 from serving.wire.turns import FeedLine, TurnEvent, TurnReply
 
 FeedBatch = dict[int, TurnEvent]
@@ -33,29 +33,30 @@ class ToldTurn:
 
     def __init__(self, feed: EventFeed) -> None:
         self._feed = feed
-        self._waiting: deque[TurnEvent] = deque()
+        self._waiting: deque[UnreadEvents] = deque()
+        """What `take` is to give at a time."""
         self._taken = asyncio.Event()
         self.told = 0
 
     def put(self, event: TurnEvent) -> None:
         """News for the next batch, joined to those that still wait for it."""
         for piece in split_event(event, EVENT_WEIGHT):
-            if self._waiting and event_weight(self._waiting[-1]) + event_weight(piece) <= EVENT_WEIGHT:
-                self._waiting[-1] = merge_events([self._waiting[-1]], piece)
+            if self._waiting and self._waiting[-1].weight + event_weight(piece) <= EVENT_WEIGHT:
+                self._waiting[-1].add(piece)
             else:
-                self._waiting.append(piece)
+                self._waiting.append(UnreadEvents(piece))
         self._feed.arrived.set()
 
     @property
     def next_weight(self) -> int | None:
         """Of the event that `take` would give; None if none waits."""
-        return event_weight(self._waiting[0]) if self._waiting else None
+        return self._waiting[0].weight if self._waiting else None
 
     def take(self) -> TurnEvent:
         """The first event that waits, for the stream."""
         self.told += 1
         self._taken.set()
-        return self._waiting.popleft()
+        return self._waiting.popleft().take()
 
     async def reply(self, last: TurnEvent) -> TurnReply:
         """Ends the turn with `last`, and with what the stream has not taken yet: at most one event, unless no stream
@@ -68,7 +69,7 @@ class ToldTurn:
                 while len(self._waiting) > 1:
                     self._taken.clear()
                     await self._taken.wait()
-        rest = tuple(self._waiting)
+        rest = tuple(unread.take() for unread in self._waiting)
         self._waiting.clear()
         return TurnReply(self.told, (*rest, last))
 

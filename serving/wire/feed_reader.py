@@ -16,7 +16,7 @@ from contextvars import Context
 
 from serving.wire.event_feed import FeedBatch
 from serving.wire.routing_errors import ReplicaGone
-from serving.wire.turn_events import merge_events
+from serving.wire.turn_events import UnreadEvents
 from serving.wire.turns import FeedLine, TurnEvent, TurnReply
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class TurnNews:
         self.line = line
         self._replica_id = replica_id
         self._late_timeout_s = late_timeout_s
-        self._waiting: TurnEvent | None = None
+        self._unread = UnreadEvents()
         self._heard = 0
         self._reply: TurnReply | None = None
         self._failure: Exception | None = None
@@ -44,7 +44,7 @@ class TurnNews:
     def hear(self, event: TurnEvent) -> None:
         """News from the feed. If nobody has read the last ones yet, they are read together."""
         self._heard += 1
-        self._waiting = event if self._waiting is None else merge_events([self._waiting], event)
+        self._unread.add(event)
         self._arrived.set()
 
     def end(self, reply: TurnReply) -> None:
@@ -59,9 +59,8 @@ class TurnNews:
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """All news in order, then those of the reply. Raises what it failed with in place of what will not come."""
         while True:
-            if self._waiting is not None:
-                event, self._waiting = self._waiting, None
-                yield event
+            if self._unread:
+                yield self._unread.take()
             elif self._reply is not None and self._heard >= self._reply.told:
                 for event in self._reply.events:
                     yield event

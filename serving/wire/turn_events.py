@@ -20,6 +20,30 @@ def merge_events(events: list[TurnEvent], last: TurnEvent) -> TurnEvent:
     )
 
 
+class UnreadEvents:
+    """Events that are to be read as one. They are joined when they are taken, at a cost that is theirs, and not as each
+    arrives. `weight` is that of all of them."""
+
+    def __init__(self, event: TurnEvent | None = None) -> None:
+        self._events: list[TurnEvent] = []
+        self.weight = 0
+        if event is not None:
+            self.add(event)
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def add(self, event: TurnEvent) -> None:
+        self._events.append(event)
+        self.weight += event_weight(event)
+
+    def take(self) -> TurnEvent:
+        """All of them as one; none is left. There must be one."""
+        *earlier, last = self._events
+        self._events, self.weight = [], 0
+        return merge_events(earlier, last) if earlier else last
+
+
 def end_behind(last: TurnEvent, finish: TurnFinish) -> TurnEvent:
     """An event that tells the end alone; totals are those of `last`."""
     return replace(last, text="", token_ids=(), logprobs=(), input_logprobs=(), finish=finish)

@@ -13,6 +13,7 @@ from engine.api import TokenLogprob
 from serving.wire.event_feed import BATCH_WEIGHT, EVENT_WEIGHT, EventFeeds, FeedBatch
 from serving.wire.turn_events import event_weight, merge_events
 from serving.wire.turns import FeedLine, TextLogprob, TurnEvent, TurnFinish
+from tests.unit.serving.wire.token_copies import copies_of_tokens
 
 LAST = TurnEvent(completion_tokens=9, finish=TurnFinish("stop"))
 
@@ -193,3 +194,15 @@ async def test_of_two_streams_of_a_feed_the_later_has_the_news(first_is_cancelle
     assert reading[0].cancelled() if first_is_cancelled else reading[0].result() is None
     await streams[1].aclose()
     assert len(feeds) == 0
+
+
+async def test_a_stream_that_is_slow_has_each_token_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = copies_of_tokens(monkeypatch)
+    feeds = EventFeeds()
+    with feeds.line(FeedLine("f", 0)) as turn:
+        for number in range(500):
+            turn.put(token(number))
+        (event, last) = (await turn.reply(LAST)).events
+    assert event.token_ids == tuple(range(500))
+    assert last == LAST
+    assert sum(copied) == 500

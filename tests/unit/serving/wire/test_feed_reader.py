@@ -12,6 +12,7 @@ from serving.wire.event_feed import EventFeeds, FeedBatch
 from serving.wire.feed_reader import FeedReaders, TurnNews
 from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turns import FeedLine, TurnEvent, TurnFinish, TurnReply
+from tests.unit.serving.wire.token_copies import copies_of_tokens
 
 LAST = TurnEvent(text=".", completion_tokens=9, finish=TurnFinish("stop"))
 
@@ -206,3 +207,17 @@ async def test_what_went_ahead_of_the_reply_is_waited_for_but_not_for_ever() -> 
     news.end(TurnReply(1, (LAST,)))
     with pytest.raises(ReplicaGone):
         await all_of(news)
+
+
+async def test_a_reader_that_is_slow_has_each_token_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining each event to all before it as it arrives would copy 125,250 tokens here."""
+    copied = copies_of_tokens(monkeypatch)
+    news = TurnNews(FeedLine("f", 0), "r", 5.0)
+    for number in range(500):
+        news.hear(token(number))
+    news.end(TurnReply(500, (LAST,)))
+    first, last = [event async for event in news.events()]
+    assert first.token_ids == tuple(range(500))
+    assert first.text == "".join(f"<{number}>" for number in range(500))
+    assert last == LAST
+    assert sum(copied) == 500
