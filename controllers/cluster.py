@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from controllers.admission import admit_session
 from controllers.cluster_stats import ClusterStats
-from controllers.errors import ControllerError, SessionExists, SessionNotFound
+from controllers.errors import ControllerError, SessionExists, SessionNotFound, StoreError
 from controllers.ownership import OwnershipLedger
 from controllers.placement import choose_replica
 from controllers.rebalancing import Rebalancing, kv_tokens_at_owner
@@ -161,7 +162,8 @@ class Cluster:
         if self._must_move(entry):
             return self._move(entry)
         if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
-            with self._stats.timed("touch"):
+            # It only sets an idle clock: a log that is away keeps nobody from an owner that is known.
+            with suppress(StoreError), self._stats.timed("touch"):
                 self._store.touch(session_id, self._clock())
         return _assignment(self._ledger.touch(session_id), fresh=False)
 
@@ -198,6 +200,9 @@ class Cluster:
             entry = self._ledger.fence(record.session_id, record.epoch)
             with self._stats.timed("commit"):
                 self._store.append_turn(record)
+        except StoreError:
+            self._stats.count("commits_failed")
+            raise
         except ControllerError:
             self._stats.count("turns_refused")
             raise

@@ -14,6 +14,7 @@ COUNTERS = (
     "rebalanced",
     "turns_committed",
     "turns_refused",
+    "commits_failed",
 )
 STORE_OPERATIONS = ("open", "fork", "assign", "touch", "load", "commit", "close")
 

@@ -145,3 +145,5 @@ class StoreError(ControllerError):
 
 class NoAnswer(StoreError):
     """The cluster controller did not answer in time. Whether it did what it was asked is not known."""
+
+    code = "controller_unavailable"

@@ -11,6 +11,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from controllers.circuit_breaker import CircuitBreaker
 from controllers.errors import StoreError
 from controllers.settings import REDIS_PASSWORD, RedisLogSettings
 
@@ -18,11 +19,8 @@ LAYOUT = b"2"
 READABLE = (b"1", LAYOUT)
 """Sessions of layout 1 are read as they are, and written anew with their next change."""
 
-TIMEOUT_S = 2.0
-"""For each answer: the controller does nothing else meanwhile."""
-
-REST_S = 1.0
-"""Redis that did not answer is asked again only after this, or every call would wait for it in its turn."""
+TIMEOUT_S = 1.0
+"""For each answer: the controller does nothing else meanwhile. A change that takes longer is told again."""
 
 _FORGETFUL = "allkeys-"
 
@@ -51,8 +49,7 @@ class RedisLog:
     def __init__(self, settings: RedisLogSettings, timer: Callable[[], float]) -> None:
         self._settings = settings
         self._prefix = f"kedge:{{{settings.name}}}:"  # braces: all in one slot of a Redis Cluster
-        self._timer = timer  # monotonic seconds
-        self._rests_until_s = 0.0
+        self._breaker = CircuitBreaker(self._answers, timer, call_timeout_s=TIMEOUT_S)
         try:
             self._redis = redis.Redis.from_url(
                 settings.url,
@@ -118,11 +115,26 @@ class RedisLog:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        if self._timer() < self._rests_until_s:
+        if not self._breaker.closed():
             raise self.error("Redis did not answer a moment ago")
         try:
             yield
         except redis.RedisError as error:
             if isinstance(error, redis.TimeoutError):
-                self._rests_until_s = self._timer() + REST_S
+                self._breaker.open()
             raise self.error(str(error)) from error
+
+    def _answers(self, timeout_s: float) -> bool:
+        """Over a connection of its own, as the log would make it, but with less patience."""
+        pool = self._redis.connection_pool
+        patience = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        connection = pool.connection_class(**pool.connection_kwargs | patience)
+        try:
+            connection.connect()
+            connection.send_command("PING")
+            connection.read_response()
+        except redis.RedisError:
+            return False
+        finally:
+            connection.disconnect()
+        return True

@@ -363,6 +363,26 @@ def test_a_failing_log_changes_no_ledger(world: World) -> None:
     assert world.cluster.sessions() == before
 
 
+def test_an_owner_that_is_known_is_told_without_the_log(world: World) -> None:
+    """A log that was away failed every lookup of a session that had not been used for half a minute."""
+    opened = _open(world)
+    world.clock.advance(60)
+    world.beat("a", "b")
+    world.store.disconnect()
+    assert world.cluster.resolve("s", False, "t").replica_id == opened.replica_id
+    (entry,) = world.cluster.sessions()
+    assert entry.last_used_s == world.clock.now_s
+
+
+def test_a_commit_that_found_no_log_was_not_refused(world: World) -> None:
+    opened = _open(world)
+    world.store.disconnect()
+    with pytest.raises(StoreError):
+        world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
+    figures = world.cluster.stats()
+    assert (figures["turns_refused_total"], figures["commits_failed_total"]) == (0, 1)
+
+
 def test_figures(world: World) -> None:
     opened = _open(world)
     with pytest.raises(ControllerError):
