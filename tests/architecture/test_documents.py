@@ -1,8 +1,10 @@
-"""Links and paths that the documents name lead somewhere."""
+"""Links of the documents lead to files and headings that are there."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from pathlib import Path
 
 import pytest
 from source_tree import ROOT
@@ -12,11 +14,48 @@ DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
 
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *#*$")
+
+
+def anchors(text: str) -> set[str]:
+    """What a renderer makes of the headings: small letters, hyphens for spaces, no punctuation; a number for equals."""
+    found: set[str] = set()
+    fenced = False
+    for line in text.splitlines():
+        fenced ^= line.startswith("```")
+        heading = None if fenced else HEADING.match(line)
+        if heading is None:
+            continue
+        words = re.sub(r"\]\([^)]*\)", "", heading[1])
+        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        number = next(n for n in itertools.count() if (f"{slug}-{n}" if n else slug) not in found)
+        found.add(f"{slug}-{number}" if number else slug)
+    return found
+
+
+def leads_somewhere(document: Path, target: str) -> bool:
+    """Whether a relative link of `document` names a file that is there and, behind `#`, a heading that it has."""
+    path, _, anchor = target.partition("#")
+    file = document.parent / path if path else document
+    return file.exists() and (not anchor or anchor in anchors(file.read_text()))
+
+
 @every_document
 def test_relative_links_resolve(path):
-    targets = re.findall(r"\]\(([^)#\s]+)\)", path.read_text())
-    missing = [target for target in targets if "://" not in target and not (path.parent / target).exists()]
-    assert not missing
+    targets = [target for target in LINK.findall(path.read_text()) if "://" not in target]
+    assert [target for target in targets if not leads_somewhere(path, target)] == []
+
+
+def test_links_to_what_is_not_there_are_found(tmp_path):
+    text = "# One `two`: three\n\n```\n# none\n```\n## Same\n## Same\n"
+    (tmp_path / "other.md").write_text(text)
+    document = tmp_path / "document.md"
+    document.write_text("# Here\n")
+    good = ("other.md", "other.md#one-two-three", "other.md#same", "other.md#same-1", "#here")
+    bad = ("gone.md", "gone.md#here", "other.md#none", "other.md#same-2", "#one-two-three")
+    assert [leads_somewhere(document, target) for target in good] == [True] * len(good)
+    assert [leads_somewhere(document, target) for target in bad] == [False] * len(bad)
 
 
 @every_document

@@ -221,7 +221,10 @@ def test_openai_client_with_tools(cluster: ServedCluster) -> None:
         assert client.delete("/v1/kedge/sessions/tools").status_code == 204
 
 
-def test_metrics_page(cluster: ServedCluster) -> None:
+def test_metrics_page(cluster: ServedCluster, client: httpx.Client) -> None:
+    session = Conversation.open(client)
+    session.turn([400, 401])
+    session.close()
     assert cluster.metric("kedge_kv_pages", account="leaked") == 0
     assert cluster.metric("kedge_kv_pool_pages") == cluster.pages()["total"]
     assert cluster.metric("kedge_turns_total", outcome="committed") > 0

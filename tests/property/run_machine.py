@@ -26,14 +26,18 @@ BATCH_EXAMPLES = 50
 STEPS_PER_EXAMPLE = 80
 
 
-def run_batch(seed: int) -> None:
-    """One Hypothesis run, repeatable by its seed."""
-    hypothesis.seed(seed)(SessionMachine)
+def run_batch(seed: int, examples: int = BATCH_EXAMPLES, steps: int = STEPS_PER_EXAMPLE) -> None:
+    """One Hypothesis run of so many examples of at most so many rules, repeatable by its seed."""
+
+    class Seeded(SessionMachine):
+        """Hypothesis keeps the seed at the class: it is not to be that of other runs in this process."""
+
+    hypothesis.seed(seed)(Seeded)
     run_state_machine_as_test(
-        SessionMachine,
+        Seeded,
         settings=settings(
-            max_examples=BATCH_EXAMPLES,
-            stateful_step_count=STEPS_PER_EXAMPLE,
+            max_examples=examples,
+            stateful_step_count=steps,
             deadline=None,
             database=None,
             print_blob=True,

@@ -1,13 +1,19 @@
-"""A short, repeatable run of the state machine. `python -m tests.property.run_machine` runs it for long."""
+"""Short runs of the state machine: the same examples each time, and fresh ones. `python -m tests.property.run_machine`
+runs it for long."""
 
 from __future__ import annotations
+
+import random
+import sys
 
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.property.run_machine import run_batch
 from tests.property.session_machine import SessionMachine
 
-EXAMPLES = 120
+FIXED_EXAMPLES = 120
+FRESH_EXAMPLES = 60
 STEPS = 50
 
 
@@ -15,7 +21,7 @@ def test_any_order_of_events_keeps_the_books_and_every_turn_exact() -> None:
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=FIXED_EXAMPLES,
             stateful_step_count=STEPS,
             derandomize=True,
             deadline=None,
@@ -24,3 +30,10 @@ def test_any_order_of_events_keeps_the_books_and_every_turn_exact() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_so_does_an_order_that_nobody_has_tried() -> None:
+    """To play a failure again: run_batch(SEED, FRESH_EXAMPLES, STEPS)."""
+    seed = random.SystemRandom().randrange(2**32)
+    sys.stderr.write(f"seed {seed}\n")
+    run_batch(seed, FRESH_EXAMPLES, STEPS)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from engine.api import ContextLengthExceeded, Finish, FinishReason, InvalidRequest, TokenLogprob
+from serving.text.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt, TextPrompt, TokenPrompt
 from tests.unit.serving.small_tokenizer import BOS_ID, END_ID, START_ID, byte_level_tokenizer, piece_tokenizer
@@ -82,11 +84,57 @@ def test_half_characters_are_held_back() -> None:
     assert [output.push((i,)) for i in ids] == [""] * (len(ids) - 1) + ["🦩"]
 
 
+class CountedBytes:
+    """Looks tokens up, and counts how often."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self.looked_up = 0
+
+    def __getitem__(self, token_id: int) -> bytes:
+        self.looked_up += 1
+        return self._token_bytes[token_id]
+
+
+class CountedTokenizer:
+    """Decodes, and counts the tokens that it was given."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
 def test_a_long_run_of_broken_bytes_costs_linear_time() -> None:
+    """Each token is looked up once, and no more than the beginning of one character is kept."""
     broken = processor()._encode("é", "prompt")[:1]
-    output = processor().output_text()
+    counted = CountedBytes(TokenBytes(processor().tokenizer))
+    detokenizer = ByteDetokenizer(counted, frozenset())
+    shown = 0
     for _ in range(20_000):
-        output.push(broken)
+        shown += len(detokenizer.push(broken))
+        held, _ = detokenizer._decoder.getstate()
+        assert len(held) < 4
+    assert counted.looked_up == 20_000
+    assert shown == 19_999  # the last may yet be the beginning of a character
+
+
+def test_a_long_run_of_broken_pieces_costs_linear_time() -> None:
+    """Vocabularies with rules for neighbours decode a window, whose length does not grow."""
+    counted = CountedTokenizer(PIECES.backend_tokenizer)
+    detokenizer = WindowDetokenizer(counted, frozenset())
+    broken = PIECES.convert_tokens_to_ids("<0x80>")
+    num_tokens, costs = 1000, []
+    for _ in range(2):
+        before = counted.decoded
+        for _ in range(num_tokens):
+            detokenizer.push((broken,))
+        costs.append(counted.decoded - before)
+    assert costs[1] <= 1.1 * costs[0]
+    assert sum(costs) <= 2 * num_tokens * 32
 
 
 @patient
