@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 
 from controllers.errors import ControllerError, SessionMoved, StaleEpoch, StoreError
 from controllers.session import Replay, SessionController, Turn
@@ -23,7 +24,7 @@ from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.watch.metrics import ReplicaMetrics
-from serving.wire.errors import REPLICA_LOST, error_event, unavailable
+from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 
@@ -194,10 +195,9 @@ class TurnRunner:
         try:
             if live.finish.reason is FinishReason.ERROR:
                 self._roll_back(live)
-                self._metrics.turn_ended("error")
-                return error_event(
-                    live.finish.error or EngineError(live.finish.message or "the request failed")
-                )
+                failure = live.finish.error or EngineError(live.finish.message or "the request failed")
+                self._metrics.turn_ended(_outcome_of(failure))
+                return error_event(failure)
             if live.finish.reason is FinishReason.ABORT:
                 self._roll_back(live)
                 self._metrics.turn_ended("aborted")
@@ -215,7 +215,7 @@ class TurnRunner:
             try:
                 record = self._sessions.prepare_commit(turn, live.new_tokens, live.output_tokens, result)
             except ControllerError as error:
-                self._metrics.turn_ended("refused")
+                self._metrics.turn_ended(_outcome_of(error))
                 await self._take_back(turn)
                 return error_event(error)
             try:
@@ -284,7 +284,16 @@ class TurnRunner:
             await self._host.turn_ended(live.turn.session_id)
 
 
-def _outcome_of(refusal: Exception) -> str:
-    if isinstance(refusal, SessionMoved):
+def _outcome_of(failure: BaseException) -> str:
+    """Tells a client's fault, by the status that it is told, from a lack of room and from ours."""
+    if isinstance(failure, SessionMoved):
         return "moved"
-    return "stale" if isinstance(refusal, StaleEpoch) else "refused"
+    if isinstance(failure, StaleEpoch):
+        return "stale"
+    match error_info(failure).status:
+        case HTTPStatus.TOO_MANY_REQUESTS:
+            return "overloaded"
+        case HTTPStatus.SERVICE_UNAVAILABLE:
+            return "unavailable"
+        case status:
+            return "refused" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "error"

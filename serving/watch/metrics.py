@@ -169,7 +169,8 @@ class ReplicaMetrics:
         self._commit_retries.inc()
 
     def turn_ended(self, outcome: str) -> None:
-        """`outcome`: committed, replayed, aborted, refused, moved, stale, store_failed or error."""
+        """`outcome`: committed, replayed, aborted, refused (the client's fault), overloaded (no room), unavailable (the
+        engine or the log does not answer), moved, stale, store_failed or error (a fault of ours)."""
         self._turns.labels(self._replica_id, outcome).inc()
 
     def first_token(self, after_s: float) -> None:

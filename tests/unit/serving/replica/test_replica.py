@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 
-from controllers.errors import StaleEpoch
+from controllers.errors import SessionMoved, SessionNotFound, StaleEpoch, StoreError
 from controllers.records import ReplicaStatus
+from engine.api import (
+    ConstraintFailed,
+    EngineError,
+    EngineOverloaded,
+    EngineStopped,
+    GenerateRequest,
+    InvalidRequest,
+    StepFailed,
+)
 from engine.runner.null import null_generate
 from serving.replica.replica import execution_line, replica_figures
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
@@ -310,6 +319,53 @@ async def test_engine_that_dies_answers_every_request(rig: Rig) -> None:
     final = (await task)[-1]
     assert final.error is not None
     assert final.error.code == "engine_stopped"
+
+
+async def test_outcomes_tell_faults_of_clients_from_those_of_the_engine(rig: Rig) -> None:
+    """An engine that refuses everything must not look like clients that send nonsense."""
+    epoch = rig.open_session("s")
+    await rig.run(call([], "s"), epoch)
+    assert rig.figure("kedge_turns_total", outcome="refused") == 1
+    rig.runner.step_s = 0.01
+    begun = asyncio.create_task(rig.run(call([1], "s", max_new_tokens=300), epoch))
+    await rig.begun()
+    await asyncio.to_thread(rig.engine.stop, 5.0)
+    await begun
+    assert rig.figure("kedge_turns_total", outcome="unavailable") == 1
+    for number in range(3):
+        (last,) = await rig.run(call([1], "s", request_id=f"r{number}"), epoch)
+        assert last.error is not None
+        assert last.error.status == 503
+    assert rig.figure("kedge_turns_total", outcome="unavailable") == 4
+    assert rig.figure("kedge_turns_total", outcome="refused") == 1
+    assert rig.figure("kedge_turns_total", outcome="error") == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "outcome"),
+    [
+        (InvalidRequest("no"), "refused"),
+        (ConstraintFailed("no"), "refused"),
+        (SessionNotFound("no"), "refused"),
+        (EngineOverloaded("full"), "overloaded"),
+        (EngineStopped("gone"), "unavailable"),
+        (StoreError("gone"), "unavailable"),
+        (StepFailed("broken"), "error"),
+        (EngineError("broken"), "error"),
+        (SessionMoved("on"), "moved"),
+        (StaleEpoch("old"), "stale"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+async def test_each_refusal_of_the_engine_has_its_outcome(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, failure: Exception, outcome: str
+) -> None:
+    def refuse(_request: GenerateRequest) -> None:
+        raise failure
+
+    monkeypatch.setattr(rig.engine, "submit", refuse)
+    await rig.run(call([1]))
+    assert rig.figure("kedge_turns_total", outcome=outcome) == 1
 
 
 async def test_metrics_tell_outcomes_and_pages(rig: Rig) -> None:
