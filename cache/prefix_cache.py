@@ -56,7 +56,7 @@ class PrefixCache(Protocol):
 
     def window_accounts(self, session: PageAccount) -> PageAccounts | None: ...
 
-    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None) -> int: ...
+    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None, kept_len: int) -> int: ...
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch: ...
 
@@ -167,14 +167,13 @@ class RadixPrefixCache:
             in_flight=self._account.window,
         )
 
-    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None) -> int:
-        """Protected pages that become evictable when every parked sequence but `kv` is released, `match` locked."""
-        holders = self._in_flight if kv is None else self._in_flight | {kv}
-        held = [
-            TreeMatch(holder.protected_len, holder.node, len(holder.node.tokens))
-            for holder in holders
-            if holder.node is not None
-        ]
+    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None, kept_len: int) -> int:
+        """Protected pages that become evictable when every parked sequence is released, `kv` cut to `kept_len` tokens
+        and `match` locked."""
+        held = [_held_by(holder) for holder in self._in_flight]
+        if kv is not None:
+            whole_len = min(kept_len, kv.protected_len) // self._page_size * self._page_size
+            held.append(self._tree.shorten(_held_by(kv), whole_len))
         if match is not None:
             held.append(match.tree)
         return self._tree.protected_pages - self._tree.locked_pages(held)
@@ -253,7 +252,10 @@ class RadixPrefixCache:
             self._window.slide(kv, keep_len)
 
     def resumable_len(self, kv: SequenceKV, length: int) -> int:
-        """`length` if `kv` can be cut to it and go on, else 0."""
+        """How much of its first `length` tokens `kv` keeps if it is cut to them and goes on: of a shared prefix whole
+        pages only, nothing where the window is gone."""
+        if length < kv.protected_len:
+            length -= length % self._page_size
         if self._window is None or self._window.resumable(kv, length):
             return length
         return 0
@@ -387,6 +389,11 @@ class RadixPrefixCache:
             self._tree.unlock(kv.node)
             kv.node = None
         kv.drop_protected(target_len)
+
+
+def _held_by(kv: SequenceKV) -> TreeMatch:
+    """The protected prefix."""
+    return TreeMatch(kv.protected_len, kv.node, len(kv.node.tokens) if kv.node is not None else 0)
 
 
 def token_array(tokens: object) -> TokenArray:

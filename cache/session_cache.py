@@ -129,6 +129,7 @@ class SessionAwareCache:
         needed = pages_for(target_len, self.page_size) - held
         own = self._slots.get(match.session_id) if match.session_id is not None else None
         own_kv = own.kv if own is not None else None
+        kept_len = match.prefix_len if match.from_slot else 0
         if match.elsewhere and own is not None and own.entry is not None:
             # What was rewound while stored is fetched with the rest.
             needed = max(needed, pages_for(own.entry.committed_len, self.page_size))
@@ -141,12 +142,14 @@ class SessionAwareCache:
         loading, loading_window = self.tiers.moving_pages(SlotState.LOADING)
         idle, idle_window = self._account.full - loading, self._account.window - loading_window
         if own is not None and own_kv is not None and own.state is not SlotState.LOADING:
-            idle -= own_kv.num_private_pages
+            # Its pages past the match are freed as it begins.
+            idle -= max(0, pages_for(kept_len, self.page_size) - own_kv.num_protected_pages)
             if own_kv.window is not None:
                 idle_window -= own_kv.window.num_private(own_kv.num_protected_pages)
         if not self._window_can_begin(match, self.need(needed).window + reserve.window, idle_window):
             return False
-        return needed <= room or needed <= room + idle + self._inner.yielding_pages(match.prefix, own_kv)
+        yielding = self._inner.yielding_pages
+        return needed <= room or needed <= room + idle + yielding(match.prefix, own_kv, kept_len)
 
     def begin(self, match: CacheMatch, owner: Owner) -> SequenceKV:
         """Moves the matched KV to a request. A session's tail past the prefix is freed first."""

@@ -71,7 +71,8 @@ class Admission:
         request.kv = kv
         self._owed += self._still_owed(request)
         self._beside_others = True
-        request.shares_prompt = not match.from_slot
+        # What the session shared past a cut is computed again, and is shared again.
+        request.shares_prompt = not match.from_slot or request.recomputes_history
         return Verdict(room, count)
 
     def _pass_over(self, request: LiveRequest, match: CacheMatch, room: Room) -> Verdict:

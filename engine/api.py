@@ -123,7 +123,8 @@ class SamplingParams:
 class LogprobParams:
     """Which log-probabilities (of the raw model distribution, natural log) to report.
 
-    `input_start` is an absolute position in history + new tokens; it must not reach back into history.
+    `input_start` is an absolute position in history + new tokens. From there on each has an entry; KV of the history
+    past it is computed again for its logits.
     """
 
     output: bool = False

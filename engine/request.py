@@ -122,6 +122,11 @@ class LiveRequest:
             limit = min(limit, max(self.next_input_logprob - 1, 0))
         return limit
 
+    @property
+    def recomputes_history(self) -> bool:
+        """Whether log-probabilities of its session's history are asked for."""
+        return self.next_input_logprob is not None and self.next_input_logprob < self.spec.history_len
+
     def begin_run(self, run: int) -> None:
         """It has its KV and joins those that run."""
         assert self.kv is not None

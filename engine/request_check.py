@@ -105,14 +105,9 @@ def _check_logprobs(request: GenerateRequest, logprobs: LogprobParams) -> None:
     start = logprobs.input_start
     if start is None:
         return
-    if start < request.history_len:
+    if not 0 <= start < request.prompt_len:
         raise InvalidRequest(
-            f"input log-probabilities reach back to position {start}, but the session has committed "
-            f"{request.history_len} tokens; ask from {request.history_len} on",
-            param="logprob_start_len",
-        )
-    if start >= request.prompt_len:
-        raise InvalidRequest(
-            f"input log-probabilities from position {start} lie past the input's {request.prompt_len} tokens",
+            f"input log-probabilities from position {start} on: the input has positions 0..{request.prompt_len - 1} "
+            f"({request.history_len} of them history)",
             param="logprob_start_len",
         )

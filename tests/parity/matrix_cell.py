@@ -18,10 +18,10 @@ from engine.api import (
     ContextLengthExceeded,
     FinishReason,
     GenerateRequest,
-    InvalidRequest,
     LogprobParams,
     SamplingParams,
     TokenDelta,
+    TokenLogprob,
 )
 from engine.build import assemble_engine
 from engine.build_runner import build_runner
@@ -59,10 +59,21 @@ class Flight:
     spec: GenerateRequest
     abort_after: int | None
     output: list[int] = field(default_factory=list)
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass
+class Scored:
+    """The log-probabilities of a prompt's tokens from `start` on, the first of which has none if it is at 0."""
+
+    prompt: list[int]
+    start: int
+    logprobs: list[TokenLogprob]
+    what: str
 
 
 class CellRun:
-    """Drives one cell to its end. `finished` is what must agree with transformers."""
+    """Drives one cell to its end. `finished` and `scored` are what must agree with transformers."""
 
     def __init__(self, cell: Cell, target: LoadedModel, draft: LoadedModel | None) -> None:
         self.cell = cell
@@ -88,6 +99,7 @@ class CellRun:
         self.turns_left = dict.fromkeys(self.histories, TURNS)
         self.in_flight: dict[str, Flight] = {}
         self.finished: list[Finished] = []
+        self.scored: list[Scored] = []
         self.events: Counter[str] = Counter()
         self._names = 0
 
@@ -129,19 +141,16 @@ class CellRun:
         with pytest.raises(ContextLengthExceeded):
             self.engine.submit(self._spec(self._tokens(1) * CONTEXT, session_id, history, 4, None))
         self.events["over-long"] += 1
-        if 0 < len(history) < CONTEXT - 5:
-            with pytest.raises(InvalidRequest) as refusal:
-                self.engine.submit(
-                    self._spec(self._tokens(4), session_id, history, 4, LogprobParams(input_start=0))
-                )
-            assert refusal.value.param == "logprob_start_len"
-            self.events["log-probabilities of history"] += 1
         assert self.engine._cache.held_tokens().get(session_id) == held
 
     def _submit(self, new_tokens: list[int], session_id: str | None, history: list[int]) -> None:
         # Some outlast the context on purpose.
         longest = 2 * CONTEXT if self.rng.random() < 0.05 else self.rng.choice([1, 4, 12, 16])
-        logprobs = LogprobParams(output=True, input_start=len(history)) if self.rng.random() < 0.1 else None
+        logprobs = None
+        if self.rng.random() < 0.15:
+            start = self.rng.choice([0, len(history), self.rng.randrange(len(history) + 1)])
+            logprobs = LogprobParams(output=True, input_start=start)
+            self.events["log-probabilities of history"] += start < len(history)
         spec = self._spec(new_tokens, session_id, history, min(longest, CONTEXT), logprobs)
         abort_after = self.rng.randrange(8) if self.rng.random() < 0.15 else None
         self.in_flight[spec.request_id] = Flight(spec, abort_after)
@@ -182,6 +191,7 @@ class CellRun:
         for delta in deltas:
             flight = self.in_flight[delta.request_id]
             flight.output += delta.token_ids
+            flight.input_logprobs += delta.input_logprobs
             if delta.finish is not None:
                 self._end(self.in_flight.pop(delta.request_id), delta)
             elif flight.abort_after is not None and len(flight.output) >= flight.abort_after:
@@ -201,6 +211,9 @@ class CellRun:
         prompt = [*spec.history[: spec.history_len], *spec.new_tokens]
         assert len(prompt) + len(flight.output) <= CONTEXT
         self.finished.append(Finished(prompt + flight.output, len(prompt), spec.request_id))
+        start = spec.logprobs.input_start if spec.logprobs is not None else None
+        if start is not None:
+            self.scored.append(Scored(prompt, start, flight.input_logprobs, spec.request_id))
         if spec.session_id is not None:
             self.histories[spec.session_id] = prompt + flight.output
 

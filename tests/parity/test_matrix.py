@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from engine.models.loader import LoadedModel
-from tests.parity.matrix_cell import CONTEXT, Cell, CellRun
+from tests.parity.matrix_cell import CONTEXT, Cell, CellRun, Scored
 from tests.parity.place import load_here
 from tests.parity.test_schedules import assert_greedy
 
@@ -99,11 +99,27 @@ def test_every_cell_agrees_with_transformers_and_leaks_nothing(models: Models, c
     run.run()
     assert len(run.finished) >= 30
     assert_greedy(models.reference, run.finished)
+    assert_scored(models.reference, run.scored)
     if cell.speculation != "off":
         assert run.events["accepted draft"] > 0
     if cell.retracting:
         assert run.events["retraction"] > 10
     events_seen.update(run.events)
+
+
+def assert_scored(reference: Any, scored: list[Scored]) -> None:
+    """Each prompt's log-probabilities are the reference's, one a position."""
+    for each in scored:
+        with torch.inference_mode():
+            logprobs_TV = reference(torch.tensor([each.prompt])).logits[0].log_softmax(-1)
+        assert [entry.token_id for entry in each.logprobs] == each.prompt[each.start :], each.what
+        for position, entry in enumerate(each.logprobs, each.start):
+            if position == 0:
+                assert entry.logprob is None
+                continue
+            assert entry.logprob == pytest.approx(
+                float(logprobs_TV[position - 1, entry.token_id]), abs=1e-4
+            ), f"{each.what}: position {position}"
 
 
 @pytest.mark.parametrize(("window", "cell"), ONCE_WEDGED)

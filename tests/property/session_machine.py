@@ -24,6 +24,7 @@ SHARED = st.sampled_from([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 
 PROMPTS = st.one_of(TOKENS, SHARED, st.tuples(SHARED, TOKENS).map(lambda pair: pair[0] + pair[1]))
 OUTPUT = st.one_of(st.integers(0, 8), st.integers(0, 32))
 STEPS = st.sampled_from([0, 0, 0, 1, 3, 20])
+SCORED_FROM = st.one_of(st.none(), st.none(), st.integers(0, 40), st.just(10_000))
 
 POOLS = st.sampled_from([(1, 40), (1, 64), (2, 24), (4, 10), (4, 24), (16, 3), (16, 9), (256, 1), (256, 3)])
 TIERS = st.sampled_from(
@@ -151,10 +152,12 @@ class SessionMachine(RuleBasedStateMachine):
 
     @precondition(has_session)
     @precondition(has_room)
-    @rule(pick=PICK, tokens=PROMPTS, output=OUTPUT, steps=STEPS, logprobs=st.booleans())
+    @rule(pick=PICK, tokens=PROMPTS, output=OUTPUT, steps=STEPS, scored_from=SCORED_FROM)
     @counted
-    def begin_turn(self, pick: int, tokens: list[int], output: int, steps: int, logprobs: bool) -> None:
-        self._begin(self.session(pick), tokens, output, logprobs=logprobs)
+    def begin_turn(
+        self, pick: int, tokens: list[int], output: int, steps: int, scored_from: int | None
+    ) -> None:
+        self._begin(self.session(pick), tokens, output, scored_from=scored_from)
         self._steps(steps)
 
     @precondition(has_session)

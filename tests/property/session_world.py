@@ -93,10 +93,11 @@ class World:
         keep: int | None = None,
         rewind_kv: bool = False,
         commit_fails: bool = False,
-        logprobs: bool = False,
+        scored_from: int | None = None,
     ) -> None:
         """Begins a turn, as the replica does. A second one, or one on a closing session, must be refused.
 
+        `scored_from` asks for the input's log-probabilities from there on, or of what is new if that is earlier.
         A history that leaves no room is cut to its half or less. The replica cuts the KV of a rewound turn at once
         (`rewind_kv`); if it does not, admission must.
         """
@@ -119,12 +120,15 @@ class World:
             if rewind_kv:
                 self.driver.cache.rewind_session(session_id, turn.history_len)
         prompt = [*turn.history[: turn.history_len], *new_tokens]
-        input_start = turn.history_len if logprobs else None
+        input_start = None if scored_from is None else min(scored_from, turn.history_len)
+        if input_start is not None:
+            self.events["scored history"] += input_start < turn.history_len
         self.asks[name] = Ask(prompt, max_new_tokens, input_start, turn, commit_fails)
         self.driver.add(
             request(
                 name, new_tokens, max_new_tokens, history=turn.history, history_len=turn.history_len,
-                session_id=session_id, logprobs=LogprobParams(input_start=input_start) if logprobs else None,
+                session_id=session_id,
+                logprobs=None if input_start is None else LogprobParams(input_start=input_start),
             )
         )  # fmt: skip
 

@@ -162,7 +162,11 @@ class GenerateBody(StrictBody):
     stream: bool | None = None
     rid: RequestIds | None = None
     return_logprob: bool | None = None
-    logprob_start_len: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None,
+        description="With return_logprob: the position in the whole input, a session's history included, from which "
+        "on its tokens are scored. What is scored of the history is computed again. None or -1: nothing is.",
+    )
     top_logprobs_num: TopLogprobs | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None

@@ -5,10 +5,12 @@ Each heading names the fault. The faults in a turn's pages are in test_known_fau
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cache.sequence_kv import pages_for
 from engine.api import (
     ContextLengthExceeded,
     EngineError,
@@ -135,7 +137,7 @@ def test_a_turn_that_was_begun_and_found_no_room_gives_its_kv_back_each_time() -
         ({"new_tokens": []}, InvalidRequest),
         ({"new_tokens": [VOCAB]}, InvalidRequest),
         ({"new_tokens": [1], "max_new_tokens": -1}, InvalidRequest),
-        ({"new_tokens": [1], "logprobs": LogprobParams(input_start=0)}, InvalidRequest),
+        ({"new_tokens": [1], "logprobs": LogprobParams(input_start=18)}, InvalidRequest),
         ({"new_tokens": [1] * 500}, ContextLengthExceeded),
         ({"new_tokens": [1] * 100, "max_new_tokens": 150}, RequestTooLarge),
     ],
@@ -350,21 +352,25 @@ def test_a_retracted_turn_commits_once(page_size: int, speculates: bool) -> None
     talk.turn([6], 3)
 
 
-# l. Input log-probabilities from position 0 in a later turn crash or come out for the wrong tokens.
+# l. Input log-probabilities from position 0 in a later turn crash, come out for the wrong tokens, or leak.
 
 
-def test_input_logprobs_from_the_history_are_refused_by_name() -> None:
-    with running() as rig:
-        history, before = open_session(rig)
-        for start in (0, 1, len(history) - 1):
-            logprobs = LogprobParams(input_start=start)
-            spec = request(
-                "two", [7], history=history, history_len=len(history), session_id="s", logprobs=logprobs
-            )
-            with pytest.raises(InvalidRequest, match="committed 17 tokens; ask from 17 on") as caught:
-                rig.engine.submit(spec)
-            assert caught.value.param == "logprob_start_len"
-        assert slot_of(rig) == before
+@pytest.mark.parametrize("start", [0, 1, 8, 16])
+def test_input_logprobs_from_the_history_are_answered_and_the_slot_is_as_after_any_turn(start: int) -> None:
+    with running(num_pages=24) as rig:
+        history, _ = open_session(rig)
+        for number in range(8):
+            asked = turn_of(f"scored {number}", history, [7], 2)
+            outcome = rig.generate(replace(asked, logprobs=LogprobParams(input_start=start)))
+            assert [entry.token_id for entry in outcome.input_logprobs] == [*history, 7][start:]
+            assert [entry.logprob is None for entry in outcome.input_logprobs].count(True) == (start == 0)
+            assert outcome.cached <= max(start - 1, 0)
+            history += [7, *outcome.token_ids]
+            accounts = rig.engine._call(rig.engine._cache.books.accounts).result(WAIT_S)
+            held = accounts.session + accounts.protected
+            assert held == pages_for(len(history) - 1, 4), "what the session holds, and no page more"
+            assert accounts.in_flight == 0
+        continue_session(rig, history, cached=len(history) - 1)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

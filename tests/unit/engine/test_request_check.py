@@ -38,12 +38,12 @@ from tests.unit.engine.engine_rig import Rig, running
             RequestTooLarge, "max_new_tokens", "129 tokens need 33 KV pages, the whole pool has 32",
         ),
         (
-            {"new_tokens": [1, 2], "history": [1] * 8, "history_len": 8, "logprobs": LogprobParams(input_start=7)},
-            InvalidRequest, "logprob_start_len", "reach back to position 7.*committed 8 tokens; ask from 8 on",
+            {"new_tokens": [1, 2], "history": [1] * 8, "history_len": 8, "logprobs": LogprobParams(input_start=10)},
+            InvalidRequest, "logprob_start_len", "position 10 on.*has positions 0..9 .8 of them history",
         ),
         (
             {"new_tokens": [1, 2], "logprobs": LogprobParams(input_start=2)},
-            InvalidRequest, "logprob_start_len", "past the input's 2 tokens",
+            InvalidRequest, "logprob_start_len", "position 2 on.*has positions 0..1",
         ),
         (
             {"new_tokens": [1, 2], "logprobs": LogprobParams(input_start=-1)},

@@ -6,6 +6,7 @@ import pytest
 
 from engine.api import LogprobParams
 from engine.runner.null import FAKE_LOGPROB
+from engine.settings import SpeculationMethod
 from tests.unit.engine.driver import Driver, Outcome, Talk, request
 
 
@@ -47,6 +48,141 @@ def test_input_logprobs_of_a_later_turn(page_size: int) -> None:
         history = list(talk.history)
         outcome = talk.turn([30, 31, 32], 4, logprobs=LogprobParams(input_start=len(history) + offset))
         assert_input_logprobs(outcome, [*history, 30, 31, 32], len(history) + offset)
+
+
+SHARED = list(range(30, 46))
+
+
+def long_session(driver: Driver) -> Talk:
+    """Its history begins with a prefix that others share, and is 30 tokens long; another session is in the pool."""
+    driver.generate(request("warm", [*SHARED, 1], 1))
+    talk = Talk(driver, "s")
+    talk.turn([*SHARED, 50, 51, 52, 53], 10)
+    Talk(driver, "other").turn([60, 61, 62], 4)
+    return talk
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk_size", [3, 64])
+@pytest.mark.parametrize("start", [0, 1, 7, 15, 16, 17, 24, 28, 29, 30, 31])
+def test_input_logprobs_of_the_history(page_size: int, chunk_size: int, start: int) -> None:
+    """What is asked for is computed again, and the session and the pool are as after a turn that asked for nothing."""
+    pools = []
+    for logprobs in (None, LogprobParams(input_start=start)):
+        driver = Driver(page_size=page_size, chunk_size=chunk_size, num_pages=256)
+        talk = long_session(driver)
+        history = list(talk.history)
+        for _ in range(3):
+            outcome = talk.turn([70, 71, 72], 4, logprobs=logprobs)
+            if logprobs is not None:
+                assert_input_logprobs(outcome, [*history, 70, 71, 72], start)
+                assert outcome.cached <= max(start - 1, 0)
+            history = list(talk.history)
+        assert driver.held("s") == len(history) - 1
+        accounts = driver.cache.books.accounts()
+        pools.append((accounts.free, accounts.cached + accounts.protected + accounts.session))
+        assert talk.turn([73], 2).cached == len(history) - 1
+        for name in ("s", "other"):
+            driver.cache.release_session(name)
+        driver.assert_empty()
+    assert pools[0] == pools[1], "no page more, none less"
+
+
+@pytest.mark.parametrize("window_len", [3, 8, 20])
+@pytest.mark.parametrize("start", [0, 2, 17, 25, 29])
+def test_input_logprobs_of_the_history_where_the_window_has_passed(window_len: int, start: int) -> None:
+    driver = Driver(num_pages=128, window_len=window_len, num_window_pages=128)
+    talk = long_session(driver)
+    for _ in range(3):
+        history = list(talk.history)
+        outcome = talk.turn([70, 71, 72], 4, logprobs=LogprobParams(input_start=start))
+        assert_input_logprobs(outcome, [*history, 70, 71, 72], start)
+    history = list(talk.history)
+    assert talk.turn([73], 2).cached == len(history) - 1, "the end of the window is there"
+    for name in ("s", "other"):
+        driver.cache.release_session(name)
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("end", ["retract", "abort"])
+@pytest.mark.parametrize("steps", [1, 2, 4, 6, 9, 12])
+@pytest.mark.parametrize("window_len", [None, 8])
+@pytest.mark.parametrize("start", [0, 9])
+def test_input_logprobs_of_the_history_come_once_or_not_at_all(
+    start: int, window_len: int | None, steps: int, end: str
+) -> None:
+    """The turn is retracted, or aborted and asked again, while it computes the history or after."""
+    driver = Driver(num_pages=128, chunk_size=5, window_len=window_len, num_window_pages=128)
+    talk = long_session(driver)
+    history = list(talk.history)
+    spec = talk.spec([70, 71, 72], 9, logprobs=LogprobParams(output=True, input_start=start))
+    driver.add(spec)
+    for _ in range(steps):
+        driver.step()
+    if end == "abort":
+        driver.abort(spec.request_id)
+        assert driver.held("s") <= len(history)
+        spec = talk.spec([70, 71, 72], 9, logprobs=LogprobParams(output=True, input_start=start))
+        driver.add(spec)
+    else:
+        driver.scheduler.retract(spec.request_id)
+        driver.check()
+    driver.run()
+    outcome = driver.outcomes[spec.request_id]
+    talk.commit(spec, outcome)
+    assert_input_logprobs(outcome, [*history, 70, 71, 72], start)
+    talk.turn([74], 3)
+    for name in ("s", "other"):
+        driver.cache.release_session(name)
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("start", [0, 9, 29])
+@pytest.mark.parametrize("window_len", [None, 8])
+def test_input_logprobs_of_a_history_that_lies_in_host_memory(start: int, window_len: int | None) -> None:
+    driver = Driver(num_pages=24, host_pages=64, window_len=window_len, num_window_pages=24)
+    talk = long_session(driver)
+    history = list(talk.history)
+    driver.generate(request("big", [9] * 80, 2))
+    outcome = talk.turn([70, 71, 72], 4, logprobs=LogprobParams(input_start=start))
+    assert driver.cache.tiers.num_to_host > 0
+    assert_input_logprobs(outcome, [*history, 70, 71, 72], start)
+    talk.turn([74], 3)
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "draft"])
+def test_input_logprobs_of_the_history_beside_drafts(speculation: SpeculationMethod) -> None:
+    driver = Driver(num_pages=128, speculation=speculation)
+    talk = long_session(driver)
+    for start in (0, 13, 29):
+        history = list(talk.history)
+        outcome = talk.turn([70, 71, 72], 20, logprobs=LogprobParams(input_start=start))
+        assert_input_logprobs(outcome, [*history, 70, 71, 72], start)
+
+
+def test_input_logprobs_of_the_history_when_steps_are_planned_ahead() -> None:
+    driver = Driver(num_pages=128, ahead=True)
+    talk = long_session(driver)
+    driver.add(request("beside", [1, 2], 60))
+    for start in (0, 13, 29):
+        history = list(talk.history)
+        outcome = talk.turn([70, 71, 72], 4, logprobs=LogprobParams(input_start=start))
+        assert_input_logprobs(outcome, [*history, 70, 71, 72], start)
+
+
+def test_what_a_session_gives_up_for_input_logprobs_counts_as_room_for_them() -> None:
+    """Its own KV is most of the pool: its turn begins beside the request that runs, not after it."""
+    driver = Driver(num_pages=32, page_size=4)
+    talk = Talk(driver, "s")
+    talk.turn([1 + n % 90 for n in range(90)], 4)
+    driver.add(request("running", [1, 2], 20))
+    driver.step()
+    spec = talk.spec([70], 2, logprobs=LogprobParams(input_start=0))
+    driver.add(spec)
+    driver.step()
+    assert driver.scheduler.num_running == 2
+    driver.run()
+    talk.commit(spec, driver.outcomes[spec.request_id])
 
 
 def test_input_logprobs_come_once_when_the_prompt_is_retracted() -> None:

@@ -105,6 +105,37 @@ async def test_logprobs(tmp_path: Path) -> None:
         assert "output_token_logprobs" not in (await generate(client, input_ids=[5]))["meta_info"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_a_later_turn_begin_where_they_are_asked_for(tmp_path: Path, stream: bool) -> None:
+    """SGLang's clients send 0 in every turn: the whole history is scored, and the session goes on as ever."""
+    async with local_client(tmp_path) as (client, service):
+        session = {"session_params": {"id": await open_session(client)}}
+        history: list[int] = []
+        for turn, start in enumerate((0, 0, 5, 0, 12, 43)):
+            new = [10 + turn, 20, 30]
+            body = {"input_ids": new, "sampling_params": GREEDY, "stream": stream, **session}
+            asked = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 1}
+            reply = await client.post("/generate", json={**body, **asked})
+            assert reply.status_code == 200, reply.text
+            text = reply.text.split("\n\n")[-3].removeprefix("data: ") if stream else reply.text
+            told = json.loads(text)
+            assert told["output_ids"] == null_generate([*history, *new], 6, VOCAB_SIZE)
+            meta = told["meta_info"]
+            assert [entry[1] for entry in meta["input_token_logprobs"]] == [*history, *new][start:]
+            assert len(meta["input_top_logprobs"]) == len(history) + 3 - start
+            assert [entry[0] is None for entry in meta["input_token_logprobs"]].count(True) == (start == 0)
+            assert meta["prompt_tokens"] == len(history) + 3
+            history += new + told["output_ids"]
+        plain = await generate(client, input_ids=[9], **session)
+        assert plain["meta_info"]["cached_tokens"] == len(history) - 1
+        error = await refused(
+            client, "/generate", input_ids=[9], return_logprob=True, logprob_start_len=500, **session
+        )
+        assert (error["param"], error["code"]) == ("logprob_start_len", "invalid_request")
+        await client.post("/close_session", json={"session_id": session["session_params"]["id"]})
+        await service.rig.books_are_empty()
+
+
 async def test_a_turn_may_only_take_in_its_input(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, _):
         session = {"session_params": {"id": await open_session(client)}}
