@@ -58,10 +58,17 @@ class Cluster:
         self._stats = ClusterStats(timer)
         self._ledger = OwnershipLedger(clock, store.load_all_entries(), store.epoch_floor())
         self._replicas = ReplicaDirectory(clock, settings.replica_timeout_s)
-        rebalancing = settings.rebalancing
-        self._rebalancing = None if rebalancing is None else Rebalancing(rebalancing, timer)
+        self._timer = timer
+        self._rebalancing = self._rebalancing_by(settings)
         self._started_s = clock()
         self._next_expiry_s = 0.0
+
+    def configure(self, settings: ClusterSettings) -> None:
+        """Other settings from now on. Sessions, replicas and what is known of them stay."""
+        if settings.rebalancing != self._settings.rebalancing:
+            self._rebalancing = self._rebalancing_by(settings)
+        self._replicas.configure(settings.replica_timeout_s)
+        self._settings = settings
 
     def register_replica(self, status: ReplicaStatus) -> None:
         """Makes a replica placeable, also one that was reported lost."""
@@ -329,6 +336,10 @@ class Cluster:
         if len(self._ledger) >= self._settings.max_sessions and now_s >= self._next_expiry_s:
             self.expire_idle()
         admit_session(len(self._ledger), self._settings.max_sessions, self._next_expiry_s - now_s)
+
+    def _rebalancing_by(self, settings: ClusterSettings) -> Rebalancing | None:
+        rebalancing = settings.rebalancing
+        return None if rebalancing is None else Rebalancing(rebalancing, self._timer)
 
     def _expires_at_s(self, entry: LedgerEntry) -> float:
         return expires_at_s(entry, self._settings.session_timeout_s)

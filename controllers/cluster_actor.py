@@ -16,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 
 from controllers.cluster import Cluster
+from controllers.deployments import Deployments
 from controllers.open_store import open_store
 from controllers.records import (
     Assignment,
@@ -27,7 +28,7 @@ from controllers.records import (
     SessionStatus,
     TurnRecord,
 )
-from controllers.settings import ClusterSettings, LogSettings
+from controllers.settings import ClusterSettings, Deployment, LogSettings
 from controllers.store import SessionStore
 
 _HEAD_NODE = "node:__internal_head__"
@@ -37,8 +38,9 @@ _HEAD_NODE_SHARE = 0.001
 class ClusterController:
     """Actor methods; `controllers.cluster.Cluster` says what each does and which ControllerError it raises.
 
-    `clock` returns Unix time, `timer` monotonic time, in seconds. Construction raises StoreError if the session log
-    cannot be used.
+    `settings` count until a deployment is announced, and after that those of the newest one, also once the actor has
+    been started again. `clock` returns Unix time, `timer` monotonic time, in seconds. Construction raises StoreError if
+    the session log cannot be used.
     """
 
     def __init__(
@@ -50,9 +52,16 @@ class ClusterController:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cluster = Cluster(settings, open_log(log, clock), clock=clock, timer=timer)
+        store = open_log(log, clock)
+        self._deployments = Deployments(store, log, settings)
+        self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
+
+    async def announce(self, deployment: Deployment) -> None:
+        """The settings of a new deployment take effect, see Deployments.announce. Raises SettingsRefused."""
+        if self._deployments.announce(deployment):
+            self._cluster.configure(deployment.settings)
 
     async def register_replica(self, status: ReplicaStatus) -> None:
         self._cluster.register_replica(status)
@@ -115,8 +124,9 @@ def get_or_create_controller(
 ) -> ActorHandle:
     """The cluster controller's handle; creates the actor if there is none. Does not wait for it to be up.
 
-    A running controller keeps its own settings. The actor lives on the head node, beside a log
-    in a file. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the StoreError's text.
+    A running controller keeps its settings until a new deployment is announced to it. The actor lives on the head node,
+    beside a log in a file. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the
+    StoreError's text.
     """
     actor_class = ray.remote(ClusterController).options(
         name=name,

@@ -136,6 +136,12 @@ class IdempotencyConflict(ControllerError):
         super().__init__(message, param)
 
 
+class SettingsRefused(ControllerError):
+    """A deployment asks for something that a running controller cannot change; `param` is the setting's key."""
+
+    code = "settings_refused"
+
+
 class StoreError(ControllerError):
     """The session log cannot be opened, read or written. A change may be in it nevertheless: its answer may be what was
     lost. So it is no refusal, and what bears repetition is asked again."""

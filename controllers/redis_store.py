@@ -7,7 +7,7 @@ Of each session there are
   comes next, so that turns and rewinds cost O(new tokens);
 - `results`, a hash: what turns with an idempotency key answered, by their index.
 
-Besides there are `sessions`, the set of all ids, and `epoch_floor`.
+Besides there are `sessions`, the set of all ids, `epoch_floor`, and `deployment`.
 """
 
 from __future__ import annotations
@@ -166,6 +166,13 @@ class RedisSessionStore:
             ]
         )
         return True
+
+    def deployment(self) -> str | None:
+        (text,) = self._log.read(("GET", self._log.key("deployment")))
+        return None if text is None else text.decode()
+
+    def set_deployment(self, text: str) -> None:
+        self._log.change([("SET", self._log.key("deployment"), text)])
 
     def disconnect(self) -> None:
         self._log.close()

@@ -24,6 +24,9 @@ class ReplicaDirectory:
         self._assigned_tokens: dict[str, int] = {}
         self._lost: dict[str, float] = {}
 
+    def configure(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
     def register(self, status: ReplicaStatus) -> None:
         """Makes the replica placeable, whatever was known of it."""
         self._lost.pop(status.replica_id, None)

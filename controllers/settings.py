@@ -61,3 +61,12 @@ class ClusterSettings:
     max_sessions: int = 100_000
     placement_tokens: int = 1024
     rebalancing: RebalancingSettings | None = RebalancingSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What a deployment of the application, each `serve deploy`, tells the controller. `deployment_id` is unique."""
+
+    deployment_id: str
+    settings: ClusterSettings
+    log: LogSettings

@@ -141,6 +141,15 @@ class SqliteSessionStore:
             deleted = db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             return deleted.rowcount > 0
 
+    def deployment(self) -> str | None:
+        with self._transaction() as db:
+            row = db.execute("SELECT text FROM deployment").fetchone()
+        return None if row is None else str(row[0])
+
+    def set_deployment(self, text: str) -> None:
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO deployment VALUES (1, ?)", (text,))
+
     def disconnect(self) -> None:
         self._connection.close()
 

@@ -50,5 +50,11 @@ class SessionStore(Protocol):
     def close(self, session_id: str) -> bool:
         """Deletes the session and its turns; its epoch stays in `epoch_floor`. False if it was unknown."""
 
+    def deployment(self) -> str | None:
+        """What `set_deployment` was given last; None if nothing was."""
+
+    def set_deployment(self, text: str) -> None:
+        """Keeps which deployment's settings count (controllers/deployments.py)."""
+
     def disconnect(self) -> None:
         """Releases the log. The store is unusable afterwards."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import uuid
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -17,6 +19,7 @@ from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import EngineFactory, LLMReplica
 from serving.replica.replica import place_in_serve as place_of_replica
 from serving.settings.config import AppArgs, parse_args
+from serving.wire.controller_calls import announce_at_deploy
 
 HEALTH_CHECK_PERIOD_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
@@ -33,7 +36,9 @@ def build(values: dict[str, Any]) -> Application:
 
 
 def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
-    """The application around any engine."""
+    """The application around any engine. Raises SettingsError for what the running controller cannot change."""
+    deployment = args.deployment(uuid.uuid4().hex)
+    announce_at_deploy(args.controller.name, deployment)
     replicas = serve.deployment(LLMReplica).options(
         name="LLMReplica",
         num_replicas=args.replicas.count,
@@ -53,6 +58,6 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         ray_actor_options={"num_cpus": args.ingress.num_cpus},
         max_ongoing_requests=args.ingress.max_ongoing_requests,
     )
-    engines = replicas.bind(args, engine_factory, place_of_replica)
-    application: Application = ingress.bind(args, engines, place_of_ingress)
+    engines = replicas.bind(args, engine_factory, partial(place_of_replica, deployment=deployment))
+    application: Application = ingress.bind(args, engines, partial(place_of_ingress, deployment=deployment))
     return application

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from controllers.settings import Deployment
 from serving.background import BackgroundTasks
 from serving.front.api.access import keys_in
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
@@ -60,6 +61,7 @@ class Ingress:
         place = place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
+        await controller.announce()
         calls = self._replicas = ReplicaCalls(
             replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
         )
@@ -113,12 +115,12 @@ class Ingress:
         await replicas.stop()
 
 
-def place_in_serve(args: AppArgs) -> IngressPlace:
+def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPlace:
     """That of a replica of Ray Serve."""
     itself = serve.get_replica_context()
     return IngressPlace(
         ingress_id=itself.replica_id.unique_id,
-        controller=connect_controller(args),
+        controller=connect_controller(args.controller.name, deployment),
         ingresses=serve.get_deployment_handle(itself.deployment),
     )
 

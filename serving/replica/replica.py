@@ -20,6 +20,7 @@ from controllers.errors import ControllerError
 from controllers.records import ForkOrder
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
+from controllers.settings import Deployment
 from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidRequest
 from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
@@ -201,6 +202,7 @@ class LLMReplica:
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         async with asyncio.timeout(START_TIMEOUT_S):
+            await self._controller.announce()
             await self._controller.register_replica(self._host.status())
         controller, sessions = self._args.controller, self._args.sessions
         self._tasks.every(
@@ -213,11 +215,11 @@ class LLMReplica:
         self._publish(self._engine.stats())
 
 
-def place_in_serve(args: AppArgs) -> ReplicaPlace:
+def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
     """That of a replica of Ray Serve."""
     return ReplicaPlace(
         replica_id=serve.get_replica_context().replica_id.unique_id,
-        controller=connect_controller(args),
+        controller=connect_controller(args.controller.name, deployment),
         publish_gauges=RayGauges().publish,
         load_text=_load_text,
         clock=time.monotonic,

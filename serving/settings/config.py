@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from controllers.settings import (
     REDIS_PASSWORD,
     ClusterSettings,
+    Deployment,
     LogSettings,
     RebalancingSettings,
     RedisLogSettings,
@@ -186,6 +187,10 @@ class AppArgs(StrictModel):
             max_sessions=controller.max_sessions,
             rebalancing=self.rebalancing.settings(),
         )
+
+    def deployment(self, deployment_id: str) -> Deployment:
+        """What a deployment with these settings tells the cluster controller."""
+        return Deployment(deployment_id, self.cluster_settings(), self.controller.log_settings())
 
 
 def parse_args(values: Any) -> AppArgs:

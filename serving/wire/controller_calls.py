@@ -10,11 +10,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
 from controllers.cluster_actor import get_or_create_controller
-from controllers.errors import ControllerError, NoAnswer
+from controllers.errors import ControllerError, NoAnswer, SettingsRefused
 from controllers.records import (
     Assignment,
     ForkOrder,
@@ -25,7 +26,8 @@ from controllers.records import (
     SessionStatus,
     TurnRecord,
 )
-from serving.settings.config import AppArgs
+from controllers.settings import Deployment
+from serving.settings.strict_settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,21 @@ class ControllerCalls:
     """Raises the controller's own ControllerErrors, which are its answers; NoAnswer if it gave none in `timeout_s`.
 
     `connect` gives the actor's handle and creates the actor if there is none: one that died for good (its log could
-    not be opened) is tried again.
+    not be opened) is tried again. `deployment` is the one of the application that the caller is a part of.
     """
 
-    def __init__(self, connect: Callable[[], ActorHandle], *, timeout_s: float) -> None:
+    def __init__(
+        self, connect: Callable[[], ActorHandle], *, timeout_s: float, deployment: Deployment | None = None
+    ) -> None:
         self._connect = connect
         self._actor = connect()
         self._timeout_s = timeout_s
+        self._deployment = deployment
+
+    async def announce(self) -> None:
+        """Lets the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
+        if self._deployment is not None:
+            await self._call("announce", self._deployment)
 
     async def register_replica(self, status: ReplicaStatus) -> None:
         await self._call("register_replica", status)
@@ -132,10 +142,32 @@ def _cause(error: RayActorError) -> str:
     return str(error).rstrip().rpartition("\n")[2]
 
 
-def connect_controller(args: AppArgs) -> ControllerCalls:
-    """Calls to the application's cluster controller, which is created if there is none."""
-    settings, log = args.cluster_settings(), args.controller.log_settings()
+def connect_controller(name: str, deployment: Deployment) -> ControllerCalls:
+    """Calls to the cluster controller of that name, which is created if there is none."""
     return ControllerCalls(
-        lambda: get_or_create_controller(args.controller.name, NAMESPACE, settings, log),
+        lambda: get_or_create_controller(name, NAMESPACE, deployment.settings, deployment.log),
         timeout_s=CONTROLLER_TIMEOUT_S,
+        deployment=deployment,
     )
+
+
+def announce_at_deploy(name: str, deployment: Deployment) -> None:
+    """Tells a controller that runs already of the deployment, before anything of it starts: so deployments count in the
+    order in which they were made, and one that the controller refuses leaves the application as it is.
+
+    Without a Ray cluster, or with a controller that does not answer, its replicas announce it when they start. Raises
+    SettingsError.
+    """
+    if not ray.is_initialized():
+        return
+    try:
+        controller = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return  # there is none
+    try:
+        ray.get(controller.announce.remote(deployment), timeout=CONTROLLER_TIMEOUT_S)
+    except (RayTaskError, RayActorError, GetTimeoutError) as error:
+        refusal = error.cause if isinstance(error, RayTaskError) else None
+        if isinstance(refusal, SettingsRefused):
+            raise SettingsError(f"bad application settings:\n  args.{refusal.message}") from None
+        logger.warning("the cluster controller was not told of the deployment: %s", error)

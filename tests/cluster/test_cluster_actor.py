@@ -13,9 +13,16 @@ import ray
 from ray.actor import ActorHandle
 
 from controllers.cluster_actor import get_or_create_controller
-from controllers.errors import ControllerError, SessionExists, SessionNotFound, StaleEpoch
+from controllers.errors import (
+    ControllerError,
+    Overloaded,
+    SessionExists,
+    SessionNotFound,
+    SettingsRefused,
+    StaleEpoch,
+)
 from controllers.records import Assignment, ReplicaStatus, TurnRecord
-from controllers.settings import ClusterSettings, LogSettings, SqliteLogSettings
+from controllers.settings import ClusterSettings, Deployment, LogSettings, SqliteLogSettings
 from controllers.tokens import decode_tokens, encode_tokens
 from tests.unit.controllers.redis_server import RedisServer
 
@@ -154,6 +161,25 @@ def test_errors_arrive_typed(controller: ActorHandle) -> None:
 def test_one_controller_per_name(controller: ActorHandle, tmp_path: Path) -> None:
     again = create(tmp_path.name, SqliteLogSettings(str(tmp_path / "other.db")))
     assert _pid(again) == _pid(controller)
+    assert not (tmp_path / "other.db").exists()
+
+
+def test_settings_of_the_newest_deployment_outlive_the_actor(controller: ActorHandle, tmp_path: Path) -> None:
+    """Ray starts it again with its first settings, and an earlier deployment's replicas connect to it."""
+    log = ray.get(controller.__ray_call__.remote(lambda itself: itself._deployments._log))
+    first, changed = ClusterSettings(replica_timeout_s=60.0), ClusterSettings(max_sessions=1)
+    ray.get(controller.announce.remote(Deployment("first", first, log)))
+    ray.get(controller.open_session.remote("s"))
+    ray.get(controller.announce.remote(Deployment("changed", changed, log)))
+    _kill_by_signal(controller)
+    ray.get(controller.announce.remote(Deployment("first", first, log)))
+    ray.get(controller.register_replica.remote(ReplicaStatus("a", 1000, 1000)))
+    with pytest.raises(Overloaded):
+        ray.get(controller.open_session.remote("t"))
+    assert ray.get(controller.resolve.remote("s")).session_id == "s"
+    other = SqliteLogSettings(str(tmp_path / "other.db"))
+    with pytest.raises(SettingsRefused, match=r"cannot be changed from .* to .*other\.db"):
+        ray.get(controller.announce.remote(Deployment("other", first, other)))
     assert not (tmp_path / "other.db").exists()
 
 

@@ -7,6 +7,7 @@ before it.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
+        self.fork_numbers = itertools.count()
         self.cluster = self._cluster()
         self.replicas = [self._new_replica() for _ in range(3)]
 
@@ -164,7 +166,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             fork = replica.sessions.begin_fork(parent_id, epoch, length)
         except TurnInFlight:
             return
-        order = ForkOrder(child_id, f"key{self.clock.now_s}", length)
+        order = ForkOrder(child_id, f"key{next(self.fork_numbers)}", length)
         try:
             child = self.cluster.fork_session(parent_id, epoch, replica.replica_id, order)
         except (SessionExists, SessionNotFound, StaleEpoch):

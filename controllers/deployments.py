@@ -1,0 +1,102 @@
+"""Whose settings count: those of the newest deployment of the application, whoever tells them and however often.
+
+A rolling update has replicas of two deployments side by side, and both connect again at any time. So each deployment
+has an id, and is new to the controller once. The log keeps the ids with the settings that count: a controller that
+starts again, with the settings that it was first made with, goes on with the newest.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+from controllers.errors import SettingsRefused, StoreError
+from controllers.settings import (
+    ClusterSettings,
+    Deployment,
+    LogSettings,
+    RebalancingSettings,
+    RedisLogSettings,
+    SqliteLogSettings,
+)
+from controllers.store import SessionStore
+
+KEPT_IDS = 64
+"""How many deployments are remembered, the newest among them."""
+
+WHAT_TO_DO = (
+    "a controller keeps its session log for as long as it lives. Set it back; or give controller.name another value, "
+    "whose sessions begin with that log; or stop the Ray cluster and start it with the new setting"
+)
+
+
+class Deployments:
+    """`settings` are those of the newest deployment, or `first` if the log has none. One owner.
+
+    Every method raises StoreError if the log cannot be used.
+    """
+
+    def __init__(self, store: SessionStore, log: LogSettings, first: ClusterSettings) -> None:
+        self._store = store
+        self._log = log
+        self._ids: list[str] = []
+        self.settings = first
+        if (text := store.deployment()) is not None:
+            self._ids, self.settings = _parsed(text, log)
+
+    def announce(self, deployment: Deployment) -> bool:
+        """True if the deployment is new, and its settings count from now on. Those of one that is known, the newest or
+        an earlier one, change nothing.
+
+        Raises SettingsRefused if its log is another one than the controller has.
+        """
+        check_log(deployment.log, self._log)
+        if deployment.deployment_id in self._ids:
+            return False
+        ids = [*self._ids, deployment.deployment_id][-KEPT_IDS:]
+        self._store.set_deployment(json.dumps({"ids": ids, "settings": asdict(deployment.settings)}))
+        self._ids, self.settings = ids, deployment.settings
+        return True
+
+
+def check_log(wanted: LogSettings, log: LogSettings) -> None:
+    """Raises SettingsRefused with the key at fault and what to do."""
+    if wanted == log:
+        return
+    match wanted, log:
+        case SqliteLogSettings(), SqliteLogSettings() if wanted.path == log.path:
+            key = "full_sync"
+        case SqliteLogSettings(), SqliteLogSettings():
+            key = "state_dir"
+        case RedisLogSettings(), RedisLogSettings() if wanted.name != log.name:
+            key = "name"
+        case _:
+            key = "redis_url"
+    raise SettingsRefused(
+        f"controller.{key} cannot be changed from {_told(log)} to {_told(wanted)}: {WHAT_TO_DO}.",
+        f"controller.{key}",
+    )
+
+
+def _told(log: LogSettings) -> str:
+    if isinstance(log, SqliteLogSettings) and log.full_sync:
+        return f"{log} with full_sync"
+    return str(log)
+
+
+def _parsed(text: str, log: LogSettings) -> tuple[list[str], ClusterSettings]:
+    """What another version wrote may have keys that are not known here, or lack some."""
+    try:
+        record = json.loads(text)
+        values = _known(ClusterSettings, record["settings"])
+        if isinstance(rebalancing := values.get("rebalancing"), dict):
+            values["rebalancing"] = RebalancingSettings(**_known(RebalancingSettings, rebalancing))
+        return [str(each) for each in record["ids"]], ClusterSettings(**values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StoreError(f"session log {log}: its deployment cannot be read: {error!r}") from error
+
+
+def _known(kind: type[ClusterSettings | RebalancingSettings], values: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
