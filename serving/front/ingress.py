@@ -58,6 +58,7 @@ class Ingress:
         place_of: Callable[[AppArgs], IngressPlace],
     ) -> None:
         self._api_keys = keys_in(os.environ)
+        self._keep_alive_s = args.ingress.keep_alive_s
         place = place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
@@ -103,7 +104,9 @@ class Ingress:
         return self._metrics.ingress_id, self._metrics.render()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app: FastAPI = create_http_app(lambda: self.service, api_keys=self._api_keys)
+        app: FastAPI = create_http_app(
+            lambda: self.service, api_keys=self._api_keys, keep_alive_s=self._keep_alive_s
+        )
         return app
 
     async def __del__(self) -> None:

@@ -62,6 +62,7 @@ class IngressArgs(StrictModel):
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     max_ongoing_requests: PositiveInt = 4096
     failover_timeout_s: Seconds = 30.0
+    keep_alive_s: Seconds = 5.0
 
 
 class SessionArgs(StrictModel):

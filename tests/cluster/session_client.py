@@ -81,9 +81,11 @@ class Conversation:
 
 
 def events_of(reply: httpx.Response) -> Iterator[dict[str, Any]]:
-    """What a stream tells until it is done; an error fails the test."""
+    """What a stream tells until it is done, comments aside; an error fails the test."""
     assert reply.status_code == 200, reply.read()
-    for line in filter(None, reply.iter_lines()):
+    for line in reply.iter_lines():
+        if not line or line.startswith(":"):
+            continue
         if line == "data: [DONE]":
             return
         event = json.loads(line.removeprefix("data: "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Iterable
@@ -17,6 +18,7 @@ from serving.front.api.turn_streams import TurnPlan, open_turns, until_disconnec
 from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent, TurnService
 
+KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 logger = logging.getLogger(__name__)
@@ -37,30 +39,58 @@ class ChunkEncoder(Protocol):
 class TurnEventStream(EventSourceResponse):
     """One event for each TurnEvent, then `[DONE]`.
 
-    The reply starts with the first event, so that a refusal still gets a status of its own. The turns run inside the
-    response, in one task: they end when the client goes away.
+    A turn may wait in a queue, or for the session log. Meanwhile comments go out, which clients pass over, so that
+    nobody on the way takes the connection for dead.
+
+    The reply starts with the first event, so that a refusal still gets a status of its own; or with the first comment.
+    The turns run inside the response, in one task: they end when the client goes away.
     """
 
     def __init__(self, service: TurnService, plan: TurnPlan, encoder: ChunkEncoder) -> None:
         self._chunks = self._encode(service, plan, encoder)
         self._started = False
+        self._sending = asyncio.Lock()
+        self._sent_s = 0.0
         super().__init__(self._chunks, headers=_HEADERS)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        keep_alive_s: float = scope["app"].state.keep_alive_s
         try:
-            await until_disconnect(receive, self._reply(send))
+            await until_disconnect(receive, self._reply(send, keep_alive_s))
         except ClientGone:
             if not self._started:
                 raise
 
-    async def _reply(self, send: Send) -> None:
+    async def _reply(self, send: Send, keep_alive_s: float) -> None:
         async with aclosing(self._chunks) as chunks:
-            body = await anext(chunks)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            async for body in chunks:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            comments = asyncio.create_task(self._keep_alive(send, keep_alive_s))
+            try:
+                async for body in chunks:
+                    await self._write(send, body)
+            finally:
+                comments.cancel()
+                await asyncio.wait([comments])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send, keep_alive_s: float) -> None:
+        """A comment whenever nothing has been sent for so long."""
+        loop = asyncio.get_running_loop()
+        self._sent_s = loop.time()
+        while True:
+            silent_s = loop.time() - self._sent_s
+            if silent_s >= keep_alive_s:
+                await self._write(send, KEEP_ALIVE)
+            else:
+                await asyncio.sleep(keep_alive_s - silent_s)
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        """For events and comments, of which none gets into another."""
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._sent_s = asyncio.get_running_loop().time()
 
     async def _encode(
         self, service: TurnService, plan: TurnPlan, encoder: ChunkEncoder
@@ -70,7 +100,6 @@ class TurnEventStream(EventSourceResponse):
                 async for index, event in events:
                     body = format_sse_event(data_str=encoder.chunk(index, event))
                     if not self._started:
-                        self._started = True
                         self.headers.update(turn_headers(event))
                     yield body
             for text in encoder.closing():
