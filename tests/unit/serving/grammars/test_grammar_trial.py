@@ -49,6 +49,13 @@ def test_what_ends_it_costs_that_grammar_alone(trial: GrammarTrial) -> None:
     assert pid_of(trial) != pid
 
 
+def freeze(pid: int) -> None:
+    """A signal takes effect a moment after it was sent: until then an answer may come."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.001)
+
+
 def test_one_that_died_in_between_is_replaced(trial: GrammarTrial) -> None:
     assert trial.refusal(GOOD) is None
     os.kill(pid_of(trial), signal.SIGKILL)
@@ -63,7 +70,7 @@ def test_a_frozen_one_is_not_waited_for_without_end(
 ) -> None:
     """Nor does it say anything of the grammar. The second is larger than a pipe."""
     assert trial.refusal(GOOD) is None
-    os.kill(pid_of(trial), signal.SIGSTOP)
+    freeze(pid_of(trial))
     with monkeypatch.context() as patch:
         patch.setattr(grammar_trial, "ANSWER_TIMEOUT_S", 0.2)
         with pytest.raises(ServiceError) as caught:
