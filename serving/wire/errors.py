@@ -34,7 +34,6 @@ STATUS_BY_CODE = MappingProxyType(
         "idempotency_conflict": 409,
         "store_unavailable": 503,
         "controller_unavailable": 503,
-        "controller_unavailable": 503,
     }
 )
 STALE_EPOCH = "stale_epoch"
