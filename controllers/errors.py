@@ -153,5 +153,3 @@ class NoAnswer(StoreError):
     """The cluster controller did not answer in time. Whether it did what it was asked is not known."""
 
     code = "controller_unavailable"
-
-    code = "controller_unavailable"
