@@ -13,6 +13,7 @@ from cache.journal import NOBODY, Owner
 from cache.pages import BooksError, PageAllocator, no_pages
 from cache.radix_tree import RadixTree, TokenArray, TreeMatch
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
+from cache.token_chain import ANY_KV, KVIdentity
 from cache.window import WindowPool
 
 
@@ -36,6 +37,9 @@ class PrefixCache(Protocol):
 
     @property
     def page_size(self) -> int: ...
+
+    @property
+    def identity(self) -> KVIdentity: ...
 
     @property
     def num_pages(self) -> int: ...
@@ -98,7 +102,8 @@ class PrefixCache(Protocol):
 class RadixPrefixCache:
     """PrefixCache over a RadixTree, and a WindowPool for models with sliding windows.
 
-    With `enabled` False requests share nothing; forks still do.
+    With `enabled` False requests share nothing; forks still do. `identity` is that of the KV in the pools' pages: it is
+    part of their hashes.
     """
 
     def __init__(
@@ -108,6 +113,7 @@ class RadixPrefixCache:
         *,
         enabled: bool = True,
         window: WindowPool | None = None,
+        identity: KVIdentity = ANY_KV,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -115,6 +121,7 @@ class RadixPrefixCache:
         self._page_size = page_size
         self._enabled = enabled
         self._window = window
+        self._identity = identity
         self._tree = RadixTree(page_size)
         self._in_flight: set[SequenceKV] = set()
         self._account = PageAccount()
@@ -122,6 +129,10 @@ class RadixPrefixCache:
     @property
     def page_size(self) -> int:
         return self._page_size
+
+    @property
+    def identity(self) -> KVIdentity:
+        return self._identity
 
     @property
     def num_pages(self) -> int:
@@ -187,9 +198,7 @@ class RadixPrefixCache:
 
     def begin(self, match: PrefixMatch, owner: Owner = NOBODY) -> SequenceKV:
         """Starts a sequence on a fresh match, locking the shared prefix. The caller owns it."""
-        windowed = self._window is not None
-        kv = SequenceKV(self._page_size, self._account, match.namespace, windowed=windowed)
-        kv.owner = owner
+        kv = self._empty(match.namespace, owner)
         if match.prefix_len:
             kv.node, pages = self._tree.lock(match.tree)
             kv.grow(pages, match.prefix_len)
@@ -206,8 +215,7 @@ class RadixPrefixCache:
         count = pages_for(length, self._page_size)
         if count > self._allocator.num_free:
             return None
-        kv = SequenceKV(self._page_size, self._account, namespace, windowed=self._window is not None)
-        kv.owner = owner
+        kv = self._empty(namespace, owner)
         if self._window is not None:
             assert kv.window is not None
             kv.window.start_at(window_first, no_pages())
@@ -331,6 +339,12 @@ class RadixPrefixCache:
                 holders[kv.window.live(0, kv.num_protected_pages)] += 1
             wrong += self._window.hold_mismatches(holders, self._tree)
         return wrong
+
+    def _empty(self, namespace: str, owner: Owner) -> SequenceKV:
+        chain = self._identity.chain(namespace, self._page_size)
+        kv = SequenceKV(chain, self._account, namespace, windowed=self._window is not None)
+        kv.owner = owner
+        return kv
 
     def _match(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
         tree = self._tree.match(namespace, tokens)

@@ -8,6 +8,7 @@ import numpy as np
 
 from cache.journal import NOBODY, Owner
 from cache.pages import PageArray, no_pages
+from cache.token_chain import TokenChain, Tokens
 from cache.window_table import WindowTable
 
 if TYPE_CHECKING:
@@ -39,15 +40,20 @@ class SequenceKV:
     tree, locked through `node`; the sequence may read but never write or free them. The draft model, if there is one,
     has its KV of the first `draft_len` tokens. Lengths are in tokens. Private pages are counted in `account`, that
     of the holder. `window` is the table of sliding-window layers, if the model has any (cache/window.py keeps it).
+
+    `chain` has the tokens whose KV this is, and their hashes. While the sequence rests these are all committed ones;
+    while a request has it they are those at its begin, or fewer, and the others are the request's (`name`).
     """
 
-    __slots__ = ("_breaks", "_buffer", "account", "allocated_len", "committed_len", "draft_len", "namespace", "node",
-                 "num_pages", "owner", "page_size", "protected_len", "window")  # fmt: skip
+    __slots__ = ("_breaks", "_buffer", "account", "allocated_len", "chain", "committed_len", "draft_len",
+                 "namespace", "node", "num_pages", "owner", "page_size", "protected_len", "window")  # fmt: skip
 
     def __init__(
-        self, page_size: int, account: PageAccount, namespace: str = "", *, windowed: bool = False
+        self, chain: TokenChain, account: PageAccount, namespace: str = "", *, windowed: bool = False
     ) -> None:
-        self.page_size = page_size
+        """`chain` has no token yet."""
+        self.page_size = chain.page_size
+        self.chain = chain
         self.account = account
         self.namespace = namespace
         self.owner: Owner = NOBODY
@@ -123,6 +129,10 @@ class SequenceKV:
         self.committed_len = committed_len
         self.draft_len = committed_len if draft_len is None else min(draft_len, committed_len)
 
+    def name(self, tokens: Tokens) -> None:
+        """The committed KV is that of `tokens`, of which only those that the chain has not yet are read."""
+        self.chain.extend(tokens[len(self.chain) : self.committed_len])
+
     def protect(self, length: int) -> None:
         """The first `length` tokens (whole pages) are the tree's from now on."""
         assert length >= self.protected_len
@@ -170,6 +180,7 @@ class SequenceKV:
         self.allocated_len = min(self.allocated_len, target_len)
         self.committed_len = min(self.committed_len, target_len)
         self.draft_len = min(self.draft_len, target_len)
+        self.chain.cut(self.committed_len)
         return freed
 
     def _breaks_in(self, start: int, end: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from cache.history import History
 from cache.journal import Owner
 from cache.prefix_cache import PrefixCache, PrefixMatch
 from cache.radix_tree import TokenArray
@@ -20,6 +21,7 @@ from cache.session_audit import SessionAuditor
 from cache.session_tiers import SessionTiers
 from cache.slots import SessionSlot, SlotState, SlotTable
 from cache.tiers import PageNeed, TierSizes
+from cache.token_chain import TokenChain, Tokens
 
 NO_PAGES = PageNeed()
 
@@ -88,33 +90,34 @@ class SessionAwareCache:
     def num_sessions(self) -> int:
         return len(self._slots)
 
+    def empty_chain(self, namespace: str) -> TokenChain:
+        """That of a sequence of this tenant without any token yet. Safe on any thread."""
+        return self._inner.identity.chain(namespace, self.page_size)
+
     def match_prefix(
         self,
         session_id: str | None,
         namespace: str,
         tokens: Callable[[], TokenArray],
         max_len: int,
-        history_len: int,
+        history: History,
     ) -> CacheMatch:
         """Finds reusable KV for a request over its first `max_len` tokens (the caller's logit reserve applied).
 
-        A slot's KV past the session's `history_len` is stale: its turn was never committed, or was rewound.
+        A slot's KV is used as far as it is KV of the turn's history, and no further: the session may have been cut, or
+        continued elsewhere, and no message needs to have said so. If that is not all of it the tree may have more.
         Changes nothing, so a request refused after it can come back. `tokens` is called only if the tree is asked:
         a session that continues costs the same at any length. Raises SessionBorrowed during a turn.
         """
         slot = self._idle_slot(session_id) if session_id is not None else None
+        own = None
         if slot is not None:
-            usable = max(min(slot.usable_len, max_len, history_len), 0)
-            if slot.state in (SlotState.STORED, SlotState.LOADING):
-                if usable:
-                    loading = slot.state is SlotState.LOADING
-                    return CacheMatch(session_id, usable, None, elsewhere=not loading, loading=loading)
-            else:
-                assert slot.kv is not None
-                usable = self._inner.resumable_len(slot.kv, usable)
-                if usable:
-                    return CacheMatch(session_id, usable, None)
+            own = self._match_slot(slot, namespace, max_len, history)
+            if own is not None and own.prefix_len >= min(max_len, history.length, slot.usable_len):
+                return own
         prefix = self._inner.match_prefix(namespace, tokens()[: max(max_len, 0)])
+        if own is not None and own.prefix_len >= prefix.prefix_len:
+            return own
         return CacheMatch(session_id, prefix.prefix_len, prefix)
 
     def need(self, num_pages: int) -> PageNeed:
@@ -230,43 +233,50 @@ class SessionAwareCache:
         self._inner.shrink(kv, len(tokens))
         self._inner.cache_finished(kv, tokens)
 
-    def finish_turn(self, session_id: str, kv: SequenceKV, target_len: int) -> None:
-        """A turn ended well at `target_len` tokens (input plus finished output): its KV moves to the slot."""
+    def finish_turn(self, session_id: str, kv: SequenceKV, tokens: Tokens, target_len: int) -> None:
+        """A turn ended well at `target_len` tokens (input plus finished output): its KV moves to the slot, as the KV of
+        these `tokens`."""
         self._trim_overshoot(kv, target_len)
         self._inner.slide(kv, 0)
-        self._park(session_id, kv)
+        self._park(session_id, kv, tokens)
 
     def release(self, kv: SequenceKV) -> None:
         """A request without session was aborted or retracted: its KV is gone."""
         self._inner.release(kv)
 
-    def give_back(self, kv: SequenceKV, session_id: str | None, history_len: int) -> None:
+    def give_back(self, kv: SequenceKV, session_id: str | None, tokens: Tokens, history_len: int) -> None:
         """An unfinished request lets go of its KV: what its session had committed stays."""
         if session_id is None:
             self.release(kv)
         else:
-            self.rollback_turn(session_id, kv, history_len)
+            self.rollback_turn(session_id, kv, tokens, history_len)
 
-    def rollback_turn(self, session_id: str, kv: SequenceKV, history_len: int) -> None:
-        """A turn was aborted or retracted: all it computed past `history_len` is freed, the rest moves back."""
+    def rollback_turn(self, session_id: str, kv: SequenceKV, tokens: Tokens, history_len: int) -> None:
+        """A turn was aborted or retracted: all it computed past `history_len` is freed, the rest moves back, as the KV
+        of these `tokens`."""
         self._inner.shrink(kv, history_len)
-        self._park(session_id, kv)
+        self._park(session_id, kv, tokens)
 
     def rewind_session(self, session_id: str, length: int) -> None:
         """Cuts an idle session's KV to at most `length` tokens. Raises SessionBorrowed during a turn."""
         slot = self._idle_slot(session_id)
         if slot is None:
             return
-        if slot.state in (SlotState.STORED, SlotState.LOADING):
-            slot.valid_len = min(length, slot.usable_len)  # cut by the turn that takes it
+        if length == 0:
+            self.tiers.discard(session_id)
+        elif slot.state in (SlotState.STORED, SlotState.LOADING):
+            assert slot.entry is not None
+            slot.entry.chain.cut(length)  # the KV itself by the turn that takes it
         elif slot.kv is not None and length < slot.kv.allocated_len:
             slot.kv = self.tiers.take_out(slot)
             self._inner.shrink(slot.kv, length)
             if slot.kv.committed_len == 0:
                 self.tiers.discard(session_id)
 
-    def fork_session(self, parent_id: str, child_id: str, tokens: TokenArray) -> int:
+    def fork_session(self, parent_id: str, child_id: str, tokens: TokenArray, history: History) -> int:
         """Starts `child_id` on the KV of an idle parent's first `tokens`; returns how many of them it covers.
+
+        `tokens` are the parent's `history`, which its KV is used as far as it is of.
 
         Whole pages are shared through the prefix tree, each holder with its own lock; the part-filled page is copied.
         A parent whose KV is on the host or disk gives none: the child computes its own. Raises SessionBorrowed during
@@ -276,7 +286,9 @@ class SessionAwareCache:
         slot = self._idle_slot(parent_id)
         if slot is None or slot.kv is None or slot.state is SlotState.LOADING:
             return 0
-        length = min(len(tokens), slot.usable_len)
+        length = history.agreed_len(slot.kv.chain)
+        if length == 0:
+            return 0
         slot.kv = self.tiers.take_out(slot)  # sharing may free duplicates: a save must not go on reading them
         child = self._inner.begin(self._inner.share(slot.kv, tokens[:length]), Owner(child_id))
         if 0 < length - child.committed_len < self.page_size:
@@ -284,6 +296,7 @@ class SessionAwareCache:
         if child.committed_len == 0:
             self._inner.release(child)
             return 0
+        child.name(tokens)
         self._inner.reclaim(child, self._account)
         self._slots.put(SessionSlot(child_id, SlotState.IDLE, child))
         return child.committed_len
@@ -309,6 +322,23 @@ class SessionAwareCache:
         """Tokens of KV each idle session holds, wherever they are."""
         return {slot.session_id: slot.usable_len for slot in self._slots if slot.state is not SlotState.LENT}
 
+    def _match_slot(
+        self, slot: SessionSlot, namespace: str, max_len: int, history: History
+    ) -> CacheMatch | None:
+        """What a turn can go on from of its slot. None: nothing."""
+        contents = slot.contents
+        assert contents is not None
+        if contents.namespace != namespace:
+            return None
+        usable = min(history.agreed_len(contents.chain), max_len)
+        if slot.state in (SlotState.STORED, SlotState.LOADING):
+            loading = slot.state is SlotState.LOADING
+            match = CacheMatch(slot.session_id, usable, None, elsewhere=not loading, loading=loading)
+        else:
+            assert slot.kv is not None
+            match = CacheMatch(slot.session_id, self._inner.resumable_len(slot.kv, usable), None)
+        return match if match.prefix_len > 0 else None
+
     def _free_tail(self, kv: SequenceKV, prefix_len: int) -> None:
         """Before a turn extends at `prefix_len`, every page wholly past it is freed.
 
@@ -322,7 +352,7 @@ class SessionAwareCache:
         """At a turn's end every length is cut to `target_len`, so that the next turn's tokens and KV agree."""
         self._inner.shrink(kv, target_len)
 
-    def _park(self, session_id: str, kv: SequenceKV) -> None:
+    def _park(self, session_id: str, kv: SequenceKV, tokens: Tokens) -> None:
         """Moves KV from its request to the slot; a slot without KV is dropped, the token log has the rest."""
         slot = self._slots.get(session_id)
         assert slot is not None
@@ -332,6 +362,7 @@ class SessionAwareCache:
             self._slots.remove(session_id)
             return
         self._inner.shrink(kv, kv.committed_len)  # an idle session holds no page without KV
+        kv.name(tokens)
         self._inner.reclaim(kv, self._account)
         self._slots.put(SessionSlot(session_id, SlotState.IDLE, kv))
 

@@ -116,7 +116,14 @@ class SessionTiers:
             return
         first = kv.window.first if kv.window is not None else 0
         entry = StoredKV(
-            next(self._keys), slot.session_id, kv.namespace, kv.committed_len, kv.draft_len, first, num_bytes
+            key=next(self._keys),
+            session_id=slot.session_id,
+            namespace=kv.namespace,
+            chain=kv.chain.prefix(kv.committed_len),
+            committed_len=kv.committed_len,
+            draft_len=kv.draft_len,
+            window_first=first,
+            num_bytes=num_bytes,
         )
         self._host.add(entry)
         slot.entry = entry
@@ -188,6 +195,7 @@ class SessionTiers:
             self.num_to_host += 1
         else:
             slot.kv.commit(entry.committed_len, entry.draft_len)
+            slot.kv.chain = entry.chain
             self._drop_entry(slot)
             self._slots.move(slot, SlotState.IDLE)
             self.num_from_disk += entry.on_disk

@@ -24,7 +24,7 @@ class SessionSlot:
     """A session's KV between turns.
 
     `kv` is there in states IDLE, SAVING and LOADING, `entry` in SAVING, STORED and LOADING, `borrower` (a request id)
-    in LENT. What lies past `valid_len` was rewound while it could not be cut.
+    in LENT. Which session it is of is only a way to find it: what a turn may use of it is for its tokens to say.
     """
 
     session_id: str
@@ -32,15 +32,17 @@ class SessionSlot:
     kv: SequenceKV | None = None
     borrower: str | None = None
     entry: StoredKV | None = None
-    valid_len: int | None = None
+
+    @property
+    def contents(self) -> SequenceKV | StoredKV | None:
+        """What knows the KV's tokens, wherever it is: None while a turn has it."""
+        return self.entry if self.entry is not None else self.kv
 
     @property
     def usable_len(self) -> int:
-        """Tokens of KV that a turn may continue from, wherever they are."""
-        length = self.kv.committed_len if self.kv is not None and self.state is not SlotState.LOADING else 0
-        if self.entry is not None:
-            length = self.entry.committed_len
-        return length if self.valid_len is None else min(length, self.valid_len)
+        """Tokens of KV that a turn may continue from, wherever they are, if its history begins with them."""
+        contents = self.contents
+        return 0 if contents is None else len(contents.chain)
 
 
 class SlotTable:

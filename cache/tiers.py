@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 from cache.audit import TierAccounts
 from cache.pages import PageArray
+from cache.token_chain import TokenChain
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,16 @@ class TierSizes:
 class StoredKV:
     """A session's KV in one tier, or on its way there: enough to build its SequenceKV again.
 
-    The first `window_first` window pages were gone. While any of `copies` works on it its bytes stay taken, whatever
-    becomes of the session; once nobody wants it, it goes with the last of them. `saved`: the runner has something
-    under the key, to be dropped some day.
+    `chain` has the tokens that it is the KV of, but for those that were cut off meanwhile. The first `window_first`
+    window pages were gone. While any of `copies` works on it its bytes stay taken, whatever becomes of the session;
+    once nobody wants it, it goes with the last of them. `saved`: the runner has something under the key, to be dropped
+    some day.
     """
 
     key: int
     session_id: str
     namespace: str
+    chain: TokenChain
     committed_len: int
     draft_len: int
     window_first: int

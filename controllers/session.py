@@ -22,6 +22,7 @@ from controllers.errors import (
     TurnInFlight,
     TurnNotInFlight,
 )
+from controllers.history_chain import ChainMaker, HistoryChain
 from controllers.records import KEPT_RESULTS, SessionRecord, SessionStatus, StoredResult, TurnRecord
 from controllers.served_model import ServedModel
 from controllers.tokens import decode_tokens, encode_tokens
@@ -32,8 +33,8 @@ class Turn:
     """A turn in flight. Ended by exactly one of `commit_turn` and `abort_turn`.
 
     Ownership: `history` is the session's own list, lent for reading; its first `history_len` entries do not
-    change until the turn ends. `room_tokens` is how many tokens the turn may add (None: no limit). `rewound`
-    says that `history_len` is below the committed length.
+    change until the turn ends, nor does what `chain` has of them (None: no chain is kept). `room_tokens` is how many
+    tokens the turn may add (None: no limit). `rewound` says that `history_len` is below the committed length.
     """
 
     session_id: str
@@ -46,19 +47,22 @@ class Turn:
     idempotency_key: str | None = None
     digest: str | None = None
     tools: str | None = None
+    chain: HistoryChain | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fork:
     """A fork being made; until it ends the parent takes no turn. Ended by one of `finish_fork` and `abort_fork`.
 
-    Ownership: `history` is the parent's own list, lent for reading; nothing of it changes until the fork ends.
+    Ownership: `history` is the parent's own list, lent for reading, as is its `chain`; nothing of them changes until
+    the fork ends.
     """
 
     session_id: str
     epoch: int
     history: list[int]
     history_len: int
+    chain: HistoryChain | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class _Session:
     results: OrderedDict[str, StoredResult]
     idle_since_s: float
     tools: str | None
+    chain: HistoryChain | None = None
     turn: Turn | Fork | None = None
     closing: bool = False
     close_deferred: bool = False
@@ -89,14 +94,21 @@ class SessionController:
     """Begin, commit and abort turns; idle clocks; closing. `clock` returns seconds and never goes back.
 
     `model` is the one that runs the turns; without it (for tests of what does not depend on it) any history is adopted.
+    With `make_chain` each history has a chain, which is cut and extended with it.
     """
 
     def __init__(
-        self, clock: Callable[[], float], default_timeout_s: float, model: ServedModel | None = None
+        self,
+        clock: Callable[[], float],
+        default_timeout_s: float,
+        model: ServedModel | None = None,
+        *,
+        make_chain: ChainMaker | None = None,
     ) -> None:
         self._clock = clock
         self._default_timeout_s = default_timeout_s
         self._model = model
+        self._make_chain = make_chain
         self._sessions: dict[str, _Session] = {}
 
     def adopt(self, record: SessionRecord) -> None:
@@ -116,7 +128,10 @@ class SessionController:
         history = decode_tokens(record.history)
         if self._model is not None:
             self._model.check(record.session_id, record.model, history)
-        self._hold(record, history)
+        chain = None if self._make_chain is None else self._make_chain(record.tenant)
+        if chain is not None:
+            chain.extend(history)
+        self._hold(record, history, chain)
 
     def knows(self, session_id: str, epoch: int) -> bool:
         """True if the session is held at exactly this epoch."""
@@ -169,6 +184,7 @@ class SessionController:
             idempotency_key=idempotency_key,
             digest=digest,
             tools=tools,
+            chain=session.chain,
         )
         return session.turn
 
@@ -183,7 +199,7 @@ class SessionController:
         history_len = committed_len if length is None else length
         if not 0 <= history_len <= committed_len:
             raise InvalidFork(f"cannot fork at {history_len}: committed history has {committed_len} tokens")
-        session.turn = fork = Fork(session_id, epoch, session.history, history_len)
+        session.turn = fork = Fork(session_id, epoch, session.history, history_len, session.chain)
         return fork
 
     def finish_fork(self, fork: Fork, child: SessionRecord) -> None:
@@ -195,7 +211,9 @@ class SessionController:
         parent = self._in_flight(fork)
         namesake = self._sessions.get(child.session_id)
         if namesake is None or (namesake.epoch < child.epoch and namesake.turn is None):
-            self._hold(replace(child, tools=parent.tools), fork.history[: fork.history_len])
+            length = fork.history_len
+            chain = None if fork.chain is None else fork.chain.prefix(length)
+            self._hold(replace(child, tools=parent.tools), fork.history[:length], chain)
         self._end_turn(parent)
 
     def abort_fork(self, fork: Fork) -> None:
@@ -235,8 +253,12 @@ class SessionController:
         session = self._in_flight(turn)
         assert (record.session_id, record.epoch) == (turn.session_id, turn.epoch)
         assert (record.turn_index, record.start_len) == (turn.turn_index, turn.history_len)
+        tokens = decode_tokens(record.tokens)
         del session.history[record.start_len :]
-        session.history.extend(decode_tokens(record.tokens))
+        session.history.extend(tokens)
+        if session.chain is not None:
+            session.chain.cut(record.start_len)
+            session.chain.extend(tokens)
         if record.start_len == 0:
             session.tools = record.tools
         session.turns += 1
@@ -323,7 +345,7 @@ class SessionController:
             raise StaleEpoch(f"session {session_id!r} is held at epoch {session.epoch}, not {epoch}")
         return session
 
-    def _hold(self, record: SessionRecord, history: list[int]) -> None:
+    def _hold(self, record: SessionRecord, history: list[int], chain: HistoryChain | None) -> None:
         self._sessions[record.session_id] = _Session(
             epoch=record.epoch,
             history=history,
@@ -333,6 +355,7 @@ class SessionController:
             results=OrderedDict((r.idempotency_key, r) for r in record.results[-KEPT_RESULTS:]),
             idle_since_s=self._clock(),
             tools=record.tools,
+            chain=chain,
         )
 
     def _in_flight(self, turn: Turn | Fork) -> _Session:

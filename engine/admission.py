@@ -44,7 +44,7 @@ class Admission:
         """After READY with tokens the request owns its KV, and the caller makes it run."""
         spec = request.spec
         match = self._cache.match_prefix(
-            spec.session_id, spec.namespace, request.tokens.array, request.max_prefix_len, spec.history_len
+            spec.session_id, spec.namespace, request.tokens.array, request.max_prefix_len, request.history
         )
         if match.loading:
             return self._pass_over(request, match, Room.READY)
@@ -66,7 +66,7 @@ class Admission:
         count = min(len(request.tokens) - kv.committed_len, self._settings.chunk_size, budget)
         room = self._cache.extend(kv, kv.committed_len + count, before=spec.session_id)
         if room is not Room.READY:
-            self._cache.give_back(kv, spec.session_id, spec.history_len)
+            self._cache.give_back(kv, spec.session_id, request.tokens, spec.history_len)
             return self._pass_over(request, match, room)
         request.kv = kv
         self._owed += self._still_owed(request)

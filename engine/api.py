@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from cache.audit import AuditReport, PageAccounts, TierAccounts
+from cache.token_chain import TokenChain
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -178,7 +179,9 @@ class GenerateRequest:
     """One generation. The model sees `history[:history_len]` followed by `new_tokens`.
 
     Ownership: `history` is read by the engine's thread until the final delta; its owner must not change the
-    first `history_len` entries before that. A request with `session_id` continues (or starts) that session's KV.
+    first `history_len` entries before that. A request with `session_id` continues (or starts) that session's KV, as far
+    as it is KV of this history. `history_chain` begins with the same tokens (see Engine.empty_chain) and is lent in the
+    same way; without it the engine hashes the history itself.
 
     `resumed_tokens` are output that another engine has made. They count as this one's own, and the request goes on
     behind them. The first delta tells them again; log-probabilities, those of the input included, are not computed
@@ -190,6 +193,7 @@ class GenerateRequest:
     sampling: SamplingParams
     history: Sequence[int] = ()
     history_len: int = 0
+    history_chain: TokenChain | None = None
     session_id: str | None = None
     namespace: str = ""
     priority: int = 0
@@ -306,19 +310,29 @@ class Engine(Protocol):
         """Frees the session's KV. Raises SessionBusy (in the future) while a turn runs. Unknown ids are fine."""
 
     def rewind_session(self, session_id: str, length: int) -> Future[None]:
-        """Cuts the session's KV to its first `length` tokens. Raises SessionBusy while a turn runs.
+        """Frees what the session's KV has past its first `length` tokens. Raises SessionBusy while a turn runs.
 
-        A turn that finished here but was not committed is taken back so, to its `history_len`, before the next one.
+        Only for the memory: KV that a turn's history does not have is never used.
         """
 
     def fork_session(
-        self, parent_id: str, child_id: str, history: Sequence[int], history_len: int
+        self,
+        parent_id: str,
+        child_id: str,
+        history: Sequence[int],
+        history_len: int,
+        history_chain: TokenChain | None = None,
     ) -> Future[int]:
         """Starts session `child_id` at the first `history_len` tokens of its idle parent, sharing KV pages.
 
         Gives how many of those tokens have KV now; the child's first turn computes the others. `history` is the
-        parent's, read until the future is done. Raises SessionBusy while the parent or the child has a turn.
+        parent's, with its chain as a request has it, read until the future is done. Raises SessionBusy while the
+        parent or the child has a turn.
         """
+
+    def empty_chain(self, namespace: str) -> TokenChain:
+        """For a history of this tenant that has no token yet. Whoever keeps the history cuts and extends the chain with
+        it, and hands in both: then a turn costs the same at any length."""
 
     def flush(self) -> Future[bool]:
         """Drops every cached prefix no session holds. False, and nothing done, while requests run."""
@@ -326,7 +340,8 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """What it runs on and how: device, attention and why, graphs. Never changes."""
+        """What it runs on and how: device, attention and why, graphs; `model_fingerprint` tells models apart. Never
+        changes."""
 
     def session_kv_tokens(self) -> Future[dict[str, int]]:
         """Tokens of KV held per idle session, wherever they are."""

@@ -103,7 +103,9 @@ def assemble_engine(
     step_tokens = step_tokens * (2 if facts.runs_ahead else 1) + speculation.max_draft_tokens
     window = _window_pool(facts, step_tokens)
     allocator = PageAllocator(facts.num_pages)
-    prefixes = RadixPrefixCache(allocator, facts.page_size, enabled=cache.prefix_cache, window=window)
+    prefixes = RadixPrefixCache(
+        allocator, facts.page_size, enabled=cache.prefix_cache, window=window, identity=facts.identity
+    )
     sessions = SessionAwareCache(prefixes, sizes, step_tokens, clock)
     context_len = min(scheduler.max_context_len or facts.max_context_len, facts.max_context_len)
     planner = Scheduler(

@@ -11,8 +11,10 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from cache.audit import AuditReport
+from cache.history import History
 from cache.prefix_cache import token_array
 from cache.session_cache import SessionAwareCache
+from cache.token_chain import TokenChain
 from engine.api import (
     DeltaSink,
     EngineOverloaded,
@@ -134,8 +136,16 @@ class LocalEngine:
             raise InvalidRequest(f"cannot rewind to {length} tokens", param="offset")
         return self._on_idle_session(session_id, lambda: self._cache.rewind_session(session_id, length))
 
+    def empty_chain(self, namespace: str) -> TokenChain:
+        return self._cache.empty_chain(namespace)
+
     def fork_session(
-        self, parent_id: str, child_id: str, history: Sequence[int], history_len: int
+        self,
+        parent_id: str,
+        child_id: str,
+        history: Sequence[int],
+        history_len: int,
+        history_chain: TokenChain | None = None,
     ) -> Future[int]:
         if not 0 <= history_len <= len(history):
             raise InvalidRequest("history_len does not fit the history", param="length")
@@ -145,7 +155,8 @@ class LocalEngine:
         def operation() -> int:
             self._refuse_in_turn(parent_id)
             self._refuse_in_turn(child_id)
-            return self._cache.fork_session(parent_id, child_id, token_array(history[:history_len]))
+            known = History(history, history_len, history_chain)
+            return self._cache.fork_session(parent_id, child_id, token_array(history[:history_len]), known)
 
         return self._call(operation)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
 
+from cache.history import History
 from cache.prefix_cache import token_array
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import SequenceKV
@@ -35,6 +36,9 @@ class TokenSequence:
         offset = position - self._history_len
         return self._own[offset] if offset >= 0 else self._history[position]
 
+    def __getitem__(self, part: slice) -> Sequence[int]:
+        return self.slice(part.start, part.stop)
+
     def slice(self, start: int, end: int) -> Sequence[int]:
         """Tokens start .. end-1; costs their number, not the history's."""
         if start >= self._history_len:
@@ -63,14 +67,15 @@ class LiveRequest:
     prompt is done that is the KV of all tokens but the last.
     """
 
-    __slots__ = ("accepted_draft_tokens", "allowed", "arrival", "cached_tokens", "draft_tokens", "in_flight", "kv",
-                 "launched_len", "next_input_logprob", "num_output", "num_pending", "penalties", "place",
+    __slots__ = ("accepted_draft_tokens", "allowed", "arrival", "cached_tokens", "draft_tokens", "history", "in_flight",
+                 "kv", "launched_len", "next_input_logprob", "num_output", "num_pending", "penalties", "place",
                  "prompt_len", "run", "shares_prompt", "spec", "status", "tokens")  # fmt: skip
 
     def __init__(self, spec: GenerateRequest, arrival: int) -> None:
         self.spec = spec
         self.arrival = arrival
         self.tokens = TokenSequence(spec.history, spec.history_len, spec.new_tokens)
+        self.history = History(spec.history, spec.history_len, spec.history_chain)
         self.prompt_len = spec.prompt_len
         self.status = Status.WAITING
         self.kv: SequenceKV | None = None

@@ -340,7 +340,8 @@ class Scheduler:
     def _give_back(self, request: LiveRequest) -> None:
         """Takes the KV of an unfinished request away from it."""
         assert request.kv is not None
-        self._cache.give_back(request.kv, request.spec.session_id, request.spec.history_len)
+        spec = request.spec
+        self._cache.give_back(request.kv, spec.session_id, request.tokens, spec.history_len)
         request.end_run()
 
     def _end(
@@ -359,7 +360,7 @@ class Scheduler:
             if session_id is None:
                 self._cache.finish(kv, request.tokens.array())
             else:
-                self._cache.finish_turn(session_id, kv, len(request.tokens))
+                self._cache.finish_turn(session_id, kv, request.tokens, len(request.tokens))
         elif kv is not None:
             self._give_back(request)
         (self._proposer.commit if done else self._proposer.rollback)(request)

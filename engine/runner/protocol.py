@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cache.tiers import PoolPages
+from cache.token_chain import ANY_KV, KVIdentity
 from engine.batch import ModelOutput, ScheduledBatch
 
 
@@ -39,7 +40,8 @@ class RunnerFacts:
     A page's bytes are those of its KV over all layers with full attention, the draft model's included, or over all
     layers with a sliding window, which have a pool of their own. `window_len` is the widest window in tokens, None
     without such layers. `runs_ahead`: it pays to launch a batch before the result of the one before is taken; at most
-    two are on their way at any time.
+    two are on their way at any time. `identity` is that of the KV it makes; its `weights` are the fingerprint of the
+    model.
     """
 
     num_pages: int
@@ -51,6 +53,7 @@ class RunnerFacts:
     num_window_pages: int = 0
     window_page_size_bytes: int = 0
     runs_ahead: bool = False
+    identity: KVIdentity = ANY_KV
 
 
 class Runner(Protocol):

@@ -89,7 +89,9 @@ class LLMReplica:
         self._feeds = EventFeeds()
         self._controller = place.controller
         self._model = await asyncio.to_thread(_served_model, self._text, self._engine)
-        sessions = SessionController(place.clock, args.sessions.idle_timeout_s, self._model)
+        sessions = SessionController(
+            place.clock, args.sessions.idle_timeout_s, self._model, make_chain=self._engine.empty_chain
+        )
         self._host = SessionHost(
             self._replica_id,
             self._engine,

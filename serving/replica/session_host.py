@@ -17,6 +17,7 @@ from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, Session
 from controllers.session import Fork, SessionController, Turn
 from engine.api import Engine, EngineError, EngineOverloaded, SessionBusy
 from serving.background import BackgroundTasks
+from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turns import ForkedSession
 
@@ -207,7 +208,9 @@ class SessionHost:
                 kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
                 return kv_tokens.get(child.session_id, 0)
             return await self._from_engine(
-                self._engine.fork_session(fork.session_id, child.session_id, fork.history, fork.history_len)
+                self._engine.fork_session(
+                    fork.session_id, child.session_id, fork.history, fork.history_len, history_chain(fork)
+                )
             )
         except (EngineError, TimeoutError) as error:
             logger.warning("session %s: forked without KV: %r", child.session_id, error)
@@ -215,7 +218,6 @@ class SessionHost:
 
     async def _load(self, session_id: str, epoch: int) -> None:
         record = await self._controller.load_session(session_id, epoch, self._replica_id)
-        # KV left from an earlier ownership may not be a prefix of the history any more.
         await self._free_kv(session_id)
         self._sessions.adopt(record)
 
@@ -237,6 +239,7 @@ class SessionHost:
             logger.warning("session %s moved during a turn; the turn will fail to commit", session_id)
 
     async def _free_kv(self, session_id: str) -> None:
+        """For the memory alone: KV from an earlier ownership is used as far as it is of the history, no further."""
         try:
             await self._from_engine(self._engine.close_session(session_id))
         except SessionBusy:
@@ -245,5 +248,6 @@ class SessionHost:
             logger.warning("session %s: KV not freed: %r", session_id, error)
 
     async def _from_engine(self, future: Future[T]) -> T:
+        """Waits so long and no longer; what was asked of the engine is done all the same, once it gets to it."""
         async with asyncio.timeout(self._engine_timeout_s):
-            return await asyncio.wrap_future(future)
+            return await asyncio.shield(asyncio.wrap_future(future))

@@ -8,10 +8,11 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+from cache.token_chain import TokenChain
 from controllers.errors import CapacityExceeded
-from controllers.session import Turn
+from controllers.session import Fork, Turn
 from engine.api import Engine, GenerateRequest, SamplingParams, TokenConstraint
 from serving.grammars.constraints import ConstraintCompiler
 from serving.text.text import OutputText, TextProcessor
@@ -52,6 +53,7 @@ class RequestBuilder:
             sampling=self._sampling(call, turn, history_len + len(new_tokens)),
             history=() if turn is None else turn.history,
             history_len=history_len,
+            history_chain=history_chain(turn),
             session_id=None if turn is None else turn.session_id,
             namespace=call.tenant,
             logprobs=call.logprobs,
@@ -110,6 +112,11 @@ class RequestBuilder:
             max_new_tokens=min(asked, room),
             seed=secrets.randbelow(SEED_LIMIT) if call.seed is None else call.seed,
         )
+
+
+def history_chain(lent: Turn | Fork | None) -> TokenChain | None:
+    """What the session book has kept along with the history: a chain that it got from the engine."""
+    return None if lent is None else cast("TokenChain | None", lent.chain)
 
 
 def _num_chars(prompt: Prompt) -> int:

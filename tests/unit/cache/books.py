@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.audit import PageAccounts, TierAccounts
+from cache.history import History
 from cache.journal import Owner
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache, token_array
@@ -17,6 +18,7 @@ from cache.session_cache import CacheMatch, Room, SessionAwareCache
 from cache.session_tiers import SessionTiers
 from cache.slots import SessionSlot
 from cache.tiers import CopyKind, CopyOrder, TierSizes
+from cache.token_chain import ANY_KV, TokenChain
 from cache.window import WindowPool
 from tests.unit.controllers.manual_clock import ManualClock
 
@@ -32,6 +34,11 @@ def tokens_from(first: int, count: int) -> TokenArray:
 
 def joined(*parts: Iterable[int]) -> TokenArray:
     return token_array([int(token) for part in parts for token in part])
+
+
+def no_chain(page_size: int) -> TokenChain:
+    """Of a sequence without tokens."""
+    return ANY_KV.chain("", page_size)
 
 
 @dataclass
@@ -101,8 +108,15 @@ class Books:
     def match(
         self, session_id: str | None, tokens: TokenArray, max_len: int | None = None, namespace: str = ""
     ) -> CacheMatch:
+        """All `tokens` are the session's history."""
         limit = len(tokens) - 1 if max_len is None else max_len
-        return self.sessions.match_prefix(session_id, namespace, lambda: tokens, limit, len(tokens))
+        history = History(tokens.tolist(), len(tokens))
+        return self.sessions.match_prefix(session_id, namespace, lambda: tokens, limit, history)
+
+    def fork(self, parent_id: str, child_id: str, tokens: TokenArray) -> int:
+        """At the end of these tokens of the parent's."""
+        history = History(tokens.tolist(), len(tokens))
+        return self.sessions.fork_session(parent_id, child_id, tokens, history)
 
     def begin(
         self, session_id: str | None, tokens: TokenArray, max_len: int | None = None, namespace: str = ""
@@ -127,7 +141,7 @@ class Books:
         if share:
             self.sessions.cache_unfinished(kv, tokens)
             self.check()
-        self.sessions.finish_turn(session_id, kv, len(tokens))
+        self.sessions.finish_turn(session_id, kv, tokens, len(tokens))
         self.check()
         return kv
 

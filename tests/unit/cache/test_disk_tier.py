@@ -61,7 +61,7 @@ def resume(books: Books, name: str) -> int:
     """The session's next turn, whose KV must be on the device; returns how much of it there was."""
     kv = books.begin(name, tokens_from(1000 * ord(name[0]), 20))
     length = kv.committed_len
-    books.sessions.rollback_turn(name, kv, length)
+    books.sessions.rollback_turn(name, kv, tokens_from(1000 * ord(name[0]), 20), length)
     books.check()
     return length
 
@@ -292,7 +292,7 @@ def test_a_rewind_holds_all_the_way_to_disk_and_back(during: str) -> None:
 def test_a_parent_on_its_way_to_disk_gives_its_fork_nothing(state: Callable[[Books], object]) -> None:
     books = books_of()
     state(books)
-    assert books.sessions.fork_session("a", "c", tokens_from(97000, 15)) == 0
+    assert books.fork("a", "c", tokens_from(97000, 15)) == 0
     books.end_copies()
     assert books.sessions.held_tokens()["a"] == 14
 
@@ -305,7 +305,7 @@ def test_a_turn_that_needs_none_of_it_begins_while_it_is_written() -> None:
     assert kv.committed_len == 0
     books.check()
     books.tiers.copy_done(write.key)
-    books.sessions.rollback_turn("a", kv, 0)
+    books.sessions.rollback_turn("a", kv, tokens_from(97000, 5), 0)
     books.end_copies()
     close_all(books, "b")
 

@@ -7,7 +7,7 @@ import pytest
 from cache.pages import BooksError, PageAllocator
 from cache.prefix_cache import RadixPrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV
-from tests.unit.cache.books import PAGE_SIZES, Books, joined, tokens_from
+from tests.unit.cache.books import PAGE_SIZES, Books, joined, no_chain, tokens_from
 
 
 def counts(books: Books) -> tuple[int, int, int]:
@@ -217,7 +217,7 @@ def test_namespaces_are_apart() -> None:
 def test_only_a_sequence_in_flight_can_be_parked() -> None:
     books = Books.make(4)
     with pytest.raises(KeyError):
-        books.prefixes.reclaim(SequenceKV(4, PageAccount()), PageAccount())
+        books.prefixes.reclaim(SequenceKV(no_chain(4), PageAccount()), PageAccount())
 
 
 def test_cutting_the_prefix_under_private_pages_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from cache.pages import PageArray
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
-from tests.unit.cache.books import PAGE_SIZES
+from tests.unit.cache.books import PAGE_SIZES, no_chain
 
 
 def pages_of(*numbers: int) -> PageArray:
@@ -24,7 +24,7 @@ def test_pages_for_rounds_up(num_tokens: int, page_size: int, expected: int) -> 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_grow_by_one_token_takes_a_page_at_each_border_only(page_size: int) -> None:
-    kv = SequenceKV(page_size, PageAccount())
+    kv = SequenceKV(no_chain(page_size), PageAccount())
     for length in range(1, 3 * page_size + 1):
         missing = kv.pages_missing(length)
         assert missing == (1 if (length - 1) % page_size == 0 else 0)
@@ -37,13 +37,13 @@ def test_grow_by_one_token_takes_a_page_at_each_border_only(page_size: int) -> N
 
 
 def test_an_empty_sequence_has_no_last_page() -> None:
-    kv = SequenceKV(4, PageAccount())
+    kv = SequenceKV(no_chain(4), PageAccount())
     assert kv.last_page is None
     assert (kv.num_pages, kv.num_private_pages, kv.contiguous) == (0, 0, True)
 
 
 def test_growing_keeps_the_pages_already_there() -> None:
-    kv = SequenceKV(1, PageAccount())
+    kv = SequenceKV(no_chain(1), PageAccount())
     expected = []
     for page in range(0, 400, 2):
         kv.grow(pages_of(page), len(expected) + 1)
@@ -54,7 +54,7 @@ def test_growing_keeps_the_pages_already_there() -> None:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_free_aligned_keeps_the_part_filled_page(page_size: int) -> None:
-    kv = SequenceKV(page_size, PageAccount())
+    kv = SequenceKV(no_chain(page_size), PageAccount())
     kv.grow(pages_of(5, 6, 9, 10), 4 * page_size)
     kv.commit(4 * page_size, None)
     target = page_size + 1
@@ -66,7 +66,7 @@ def test_free_aligned_keeps_the_part_filled_page(page_size: int) -> None:
 
 
 def test_free_aligned_to_the_same_or_a_greater_length_is_a_no_op() -> None:
-    kv = SequenceKV(4, PageAccount())
+    kv = SequenceKV(no_chain(4), PageAccount())
     kv.grow(pages_of(1, 2), 7)
     kv.commit(5, None)
     for target in (7, 8, 100):
@@ -75,7 +75,7 @@ def test_free_aligned_to_the_same_or_a_greater_length_is_a_no_op() -> None:
 
 
 def test_free_aligned_never_cuts_the_protected_prefix() -> None:
-    kv = SequenceKV(4, PageAccount())
+    kv = SequenceKV(no_chain(4), PageAccount())
     kv.grow(pages_of(1, 2), 8)
     kv.commit(8, None)
     kv.protect(8)
@@ -84,7 +84,7 @@ def test_free_aligned_never_cuts_the_protected_prefix() -> None:
 
 
 def test_freed_pages_are_a_copy() -> None:
-    kv = SequenceKV(1, PageAccount())
+    kv = SequenceKV(no_chain(1), PageAccount())
     kv.grow(pages_of(1, 2, 3), 3)
     freed = kv.free_aligned(1)
     kv.grow(pages_of(8, 9), 3)
@@ -92,7 +92,7 @@ def test_freed_pages_are_a_copy() -> None:
 
 
 def test_private_pages_are_those_past_the_protected_prefix() -> None:
-    kv = SequenceKV(4, PageAccount())
+    kv = SequenceKV(no_chain(4), PageAccount())
     kv.grow(pages_of(1, 2, 3), 10)
     kv.commit(10, None)
     kv.protect(8)
@@ -101,7 +101,7 @@ def test_private_pages_are_those_past_the_protected_prefix() -> None:
 
 
 def test_replace_rechecks_contiguity() -> None:
-    kv = SequenceKV(1, PageAccount())
+    kv = SequenceKV(no_chain(1), PageAccount())
     kv.grow(pages_of(1, 2, 3), 3)
     kv.replace(1, pages_of(7))
     assert (kv.pages.tolist(), kv.contiguous) == ([1, 7, 3], False)
@@ -110,6 +110,6 @@ def test_replace_rechecks_contiguity() -> None:
 
 
 def test_repr_names_every_length() -> None:
-    kv = SequenceKV(4, PageAccount())
+    kv = SequenceKV(no_chain(4), PageAccount())
     kv.grow(pages_of(1), 3)
     assert repr(kv) == "SequenceKV(pages=1, allocated=3, committed=0, protected=0)"

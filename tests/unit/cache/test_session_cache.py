@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cache.history import History
 from cache.journal import Owner
 from cache.pages import BooksError
 from cache.sequence_kv import pages_for
@@ -35,7 +36,11 @@ def test_a_continuing_session_never_looks_at_its_tokens() -> None:
     def tokens() -> None:
         raise AssertionError("asked for the whole history")
 
-    match = books.sessions.match_prefix("a", "", tokens, 12, 10)  # type: ignore[arg-type]
+    chain = books.slot_kv("a").chain.prefix(9)
+    chain.extend([9])
+    history = History((), 10, chain)
+
+    match = books.sessions.match_prefix("a", "", tokens, 12, history)  # type: ignore[arg-type]
     assert match.prefix_len == 9
 
 
@@ -61,7 +66,7 @@ def test_kv_past_the_history_is_not_matched() -> None:
     books = Books.make(4)
     tokens = tokens_from(0, 20)
     books.run_turn("a", tokens)
-    match = books.sessions.match_prefix("a", "", lambda: tokens, 19, 7)
+    match = books.sessions.match_prefix("a", "", lambda: tokens, 19, History(tokens.tolist(), 7))
     assert match.prefix_len == 7
     kv = books.sessions.begin(match, Owner("a", "r"))
     books.check()
@@ -98,7 +103,7 @@ def test_free_tail_frees_only_pages_wholly_past_the_prefix(page_size: int) -> No
         books.sessions.extend(kv, 4 * page_size) is Room.READY
     )  # a verify step allocated past what was accepted
     kv.commit(page_size + 1, None)
-    books.sessions.finish_turn("a", kv, 4 * page_size)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 4 * page_size), 4 * page_size)
     pages = kv.pages.tolist()
     again = books.begin("a", tokens_from(0, 4 * page_size))
     books.check()
@@ -113,7 +118,7 @@ def test_free_tail_is_a_no_op_in_the_common_case() -> None:
         before = (kv.pages.tolist(), kv.allocated_len)
         books.begin(f"s{length}", tokens_from(100 * length, length + 1))
         assert (kv.pages.tolist(), kv.allocated_len) == before
-        books.sessions.rollback_turn(f"s{length}", kv, length)
+        books.sessions.rollback_turn(f"s{length}", kv, tokens_from(100 * length, length), length)
         books.sessions.release_session(f"s{length}")
     books.assert_empty()
 
@@ -122,7 +127,7 @@ def test_a_turn_that_recomputes_one_token_keeps_its_part_filled_page() -> None:
     books = Books.make(4)
     kv = books.begin("a", tokens_from(0, 7))
     books.fill(kv, 7)
-    books.sessions.finish_turn("a", kv, 7)  # max_new_tokens=0: every token has KV
+    books.sessions.finish_turn("a", kv, tokens_from(0, 7), 7)  # max_new_tokens=0: every token has KV
     again = books.begin("a", tokens_from(0, 7))
     assert (again.committed_len, again.num_pages) == (6, 2)
 
@@ -133,7 +138,7 @@ def test_trim_overshoot_cuts_every_length_to_the_target(page_size: int) -> None:
     kv = books.begin("a", tokens_from(0, 10))
     books.fill(kv, 5 * page_size)  # accepted past a stop
     target = 2 * page_size + 1
-    books.sessions.finish_turn("a", kv, target)
+    books.sessions.finish_turn("a", kv, tokens_from(0, target), target)
     books.check()
     assert (kv.committed_len, kv.allocated_len) == (target, target)
     assert kv.num_pages == pages_for(target, page_size)
@@ -145,7 +150,7 @@ def test_trim_overshoot_leaves_an_exact_turn_alone() -> None:
     kv = books.begin("a", tokens_from(0, 10))
     books.fill(kv, 9)
     pages = kv.pages.tolist()
-    books.sessions.finish_turn("a", kv, 10)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 10), 10)
     assert (kv.pages.tolist(), kv.committed_len, kv.allocated_len) == (pages, 9, 9)
 
 
@@ -157,7 +162,7 @@ def test_rollback_keeps_the_committed_history(page_size: int) -> None:
     pages = kv.pages.tolist()
     turn = books.begin("a", tokens_from(0, 5 * page_size))
     books.fill(turn, 4 * page_size)
-    books.sessions.rollback_turn("a", turn, len(history))
+    books.sessions.rollback_turn("a", turn, history, len(history))
     books.check()
     assert books.sessions.held_tokens() == {"a": len(history)}
     assert books.slot_kv("a") is kv
@@ -168,7 +173,7 @@ def test_rollback_of_a_first_turn_leaves_no_slot() -> None:
     books = Books.make(4)
     kv = books.begin("a", tokens_from(0, 10))
     books.fill(kv, 6)
-    books.sessions.rollback_turn("a", kv, 0)
+    books.sessions.rollback_turn("a", kv, tokens_from(0, 10), 0)
     assert books.sessions.num_sessions == 0
     books.assert_empty()
 
@@ -179,7 +184,7 @@ def test_rollback_of_a_first_turn_returns_the_locks_on_its_shared_prompt() -> No
     kv = books.begin("a", tokens)
     books.fill(kv, 17)
     books.sessions.cache_unfinished(kv, tokens)
-    books.sessions.rollback_turn("a", kv, 0)
+    books.sessions.rollback_turn("a", kv, tokens_from(0, 10), 0)
     books.check()
     accounts = books.accounts()
     assert (accounts.protected, accounts.cached, books.sessions.num_sessions) == (0, 4, 0)

@@ -51,7 +51,7 @@ def test_whole_pages_are_shared_and_only_the_part_filled_one_is_copied(page_size
     books.run_turn("parent", tokens_from(0, 3 * page_size + 2))
     length = 2 * page_size + page_size // 2
     free = books.accounts().free
-    assert books.sessions.fork_session("parent", "child", tokens_from(0, length)) == length
+    assert books.fork("parent", "child", tokens_from(0, length)) == length
     books.check()
     parent, child = books.slot_kv("parent"), books.slot_kv("child")
     assert child.pages[:2].tolist() == parent.pages[:2].tolist()
@@ -113,7 +113,7 @@ def test_during_a_turn_of_either_nothing_is_forked() -> None:
     books.begin("a", tokens_from(0, 12))
     for parent, child in (("a", "c"), ("b", "a")):
         with pytest.raises(SessionBorrowed):
-            books.sessions.fork_session(parent, child, tokens_from(0, 8))
+            books.fork(parent, child, tokens_from(0, 8))
     assert books.sessions.held_tokens() == {"b": 9}
     books.check()
 
@@ -122,11 +122,11 @@ def test_a_child_that_had_kv_loses_it_and_an_unknown_parent_gives_none() -> None
     books = Books.make(4)
     books.run_turn("a", tokens_from(0, 10))
     books.run_turn("b", tokens_from(500, 10))
-    assert books.sessions.fork_session("a", "b", tokens_from(0, 8)) == 8
+    assert books.fork("a", "b", tokens_from(0, 8)) == 8
     books.check()
-    assert books.sessions.fork_session("nobody", "b", tokens_from(0, 8)) == 0
+    assert books.fork("nobody", "b", tokens_from(0, 8)) == 0
     assert books.sessions.held_tokens() == {"a": 9}
-    assert books.sessions.fork_session("a", "b", tokens_from(0, 0)) == 0
+    assert books.fork("a", "b", tokens_from(0, 0)) == 0
     assert books.sessions.num_sessions == 1
     books.sessions.release_session("a")
     books.assert_empty()
@@ -135,7 +135,7 @@ def test_a_child_that_had_kv_loses_it_and_an_unknown_parent_gives_none() -> None
 def test_without_a_free_page_the_child_computes_the_part_filled_one() -> None:
     books = Books.make(4, num_pages=3)
     books.run_turn("a", tokens_from(0, 11))
-    assert books.sessions.fork_session("a", "b", tokens_from(0, 10)) == 8
+    assert books.fork("a", "b", tokens_from(0, 10)) == 8
     assert books.take_orders() == []
 
 
@@ -232,6 +232,6 @@ def test_equal_tokens_elsewhere_are_not_taken_for_the_parent_s() -> None:
     """Tenants: a fork stays in its parent's namespace."""
     books = Books.make(4)
     books.run_turn("a", tokens_from(0, 10), namespace="tenant")
-    assert books.sessions.fork_session("a", "b", tokens_from(0, 9)) == 9
+    assert books.fork("a", "b", tokens_from(0, 9)) == 9
     assert books.slot_kv("b").namespace == "tenant"
     assert books.match(None, joined(tokens_from(0, 8), [1]), namespace="other").prefix_len == 0

@@ -59,7 +59,7 @@ def test_to_the_host_and_back() -> None:
     tiers = books.tiers
     assert (tiers.num_to_host, tiers.num_from_host, tiers.num_to_log) == (1, 1, 0)
     assert books.host.used_bytes == 0
-    books.sessions.rollback_turn("a", kv, 14)
+    books.sessions.rollback_turn("a", kv, tokens_from(0, 20), 14)
     books.sessions.release_session("a")
     books.assert_empty()
 
@@ -77,7 +77,7 @@ def test_a_turn_takes_back_what_is_being_saved(failed: bool) -> None:
     books.tiers.copy_done(save.key, failed=failed)
     assert [order.kind for order in books.take_orders()] == [DROP] * (not failed)
     books.fill(kv, 19)
-    books.sessions.finish_turn("a", kv, 20)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 20), 20)
     books.check()
     assert books.sessions.held_tokens() == {"a": 19}
     assert (books.tiers.num_to_host, books.tiers.num_to_log) == (0, 0)
@@ -90,7 +90,7 @@ def test_a_save_from_before_a_turn_does_not_settle_the_one_after() -> None:
     books.run_turn("a", tokens_from(0, 15))
     books.tiers.demote(books.slot("a"))
     (first,) = books.take_orders()
-    books.sessions.rollback_turn("a", books.begin("a", tokens_from(0, 20)), 15)
+    books.sessions.rollback_turn("a", books.begin("a", tokens_from(0, 20)), tokens_from(0, 20), 15)
     books.tiers.demote(books.slot("a"))
     (second,) = books.take_orders()
     assert books.tiers.copies_in_flight == 2
@@ -148,7 +148,7 @@ def test_a_turn_that_needs_none_of_it_begins_while_it_is_loaded() -> None:
     assert kv.committed_len == 0
     assert books.end_copies() == [LOAD]
     assert [order.kind for order in books.take_orders()] == [DROP]
-    books.sessions.rollback_turn("a", kv, 0)
+    books.sessions.rollback_turn("a", kv, tokens_from(0, 5), 0)
     books.assert_empty()
 
 
@@ -330,7 +330,7 @@ def test_window_pages_travel_with_the_session() -> None:
     kv = books.begin("a", tokens_from(0, 60))
     assert kv.committed_len == 49
     books.fill(kv, 59, keep_len=50)
-    books.sessions.finish_turn("a", kv, 60)
+    books.sessions.finish_turn("a", kv, tokens_from(0, 60), 60)
     books.check()
     books.sessions.release_session("a")
     books.assert_empty()

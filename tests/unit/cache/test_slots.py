@@ -7,6 +7,7 @@ import pytest
 from cache.sequence_kv import PageAccount, SequenceKV
 from cache.slots import SessionSlot, SlotState, SlotTable
 from cache.tiers import StoredKV
+from tests.unit.cache.books import no_chain
 
 
 def table_of(*session_ids: str, state: SlotState = SlotState.IDLE) -> SlotTable:
@@ -85,13 +86,12 @@ def test_only_kv_that_rests_on_the_device_can_give_way(state: SlotState, expecte
 
 
 def test_usable_tokens_are_those_of_the_copy_that_can_be_used() -> None:
-    kv = SequenceKV(4, PageAccount())
-    kv.grow(kv.pages, 0)
-    kv.committed_len = 9
-    entry = StoredKV(1, "a", "", 7, 7, 0, 100)
+    kv = SequenceKV(no_chain(4), PageAccount())
+    kv.chain.extend(range(9))
+    entry = StoredKV(1, "a", "", kv.chain.prefix(7), 7, 7, 0, 100)
     assert SessionSlot("a", SlotState.LENT, borrower="r").usable_len == 0
     assert SessionSlot("a", SlotState.IDLE, kv).usable_len == 9
     assert SessionSlot("a", SlotState.STORED, entry=entry).usable_len == 7
     assert SessionSlot("a", SlotState.LOADING, kv, entry=entry).usable_len == 7
-    assert SessionSlot("a", SlotState.STORED, entry=entry, valid_len=3).usable_len == 3
-    assert SessionSlot("a", SlotState.IDLE, kv, valid_len=30).usable_len == 9
+    entry.chain.cut(3)
+    assert SessionSlot("a", SlotState.STORED, entry=entry).usable_len == 3

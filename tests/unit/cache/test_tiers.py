@@ -6,10 +6,11 @@ import numpy as np
 
 from cache.audit import TierAccounts
 from cache.tiers import PoolPages, StoredKV, Tier, TierSizes
+from tests.unit.cache.books import no_chain
 
 
 def entry(key: int, num_bytes: int, *, copies: int = 0) -> StoredKV:
-    return StoredKV(key, f"s{key}", "", 10, 10, 0, num_bytes, copies=copies)
+    return StoredKV(key, f"s{key}", "", no_chain(4), 10, 10, 0, num_bytes, copies=copies)
 
 
 def pages(full: int, window: int = 0) -> PoolPages:

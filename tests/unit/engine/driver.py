@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cache.history import History
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache, token_array
 from cache.sequence_kv import SequenceKV
@@ -226,9 +227,11 @@ class Driver:
     def held(self, session_id: str) -> int:
         return self.cache.held_tokens().get(session_id, 0)
 
-    def fork(self, parent_id: str, child_id: str, history: Sequence[int]) -> int:
-        """As LocalEngine does it."""
-        covered = self.cache.fork_session(parent_id, child_id, token_array(history))
+    def fork(self, parent_id: str, child_id: str, history: Sequence[int], length: int | None = None) -> int:
+        """As LocalEngine does it, at the first `length` tokens of the parent's history (None: all)."""
+        length = len(history) if length is None else length
+        tokens = token_array(history[:length])
+        covered = self.cache.fork_session(parent_id, child_id, tokens, History(history, length))
         self.check()
         return covered
 

@@ -8,6 +8,7 @@ from typing import Any
 from cache.journal import Owner
 from cache.sequence_kv import SequenceKV, pages_for
 from cache.session_cache import CacheMatch
+from cache.token_chain import Tokens
 from engine.request import LiveRequest
 from engine.runner.null import null_generate
 from engine.speculative.proposers import NOTHING, NoProposer, Proposal
@@ -84,9 +85,9 @@ class Watch:
         self._free_tail(kv, prefix_len)
         _assert_no_tail(kv, prefix_len)
 
-    def park(self, session_id: str, kv: SequenceKV) -> None:
+    def park(self, session_id: str, kv: SequenceKV, tokens: Tokens) -> None:
         self.parked.append(Tail.of(kv, kv.committed_len))
-        self._park(session_id, kv)
+        self._park(session_id, kv, tokens)
         _assert_no_tail(kv, kv.committed_len)
 
 

@@ -203,9 +203,9 @@ def test_what_a_verify_step_accepted_past_the_end_is_cut(page_size: int, end: st
     overshoots: list[int] = []
     finish_turn = driver.cache.finish_turn
 
-    def watched(session_id: str, kv, target_len: int) -> None:  # type: ignore[no-untyped-def]
+    def watched(session_id: str, kv, tokens, target_len: int) -> None:  # type: ignore[no-untyped-def]
         overshoots.append(kv.committed_len - target_len)
-        finish_turn(session_id, kv, target_len)
+        finish_turn(session_id, kv, tokens, target_len)
 
     driver.cache.finish_turn = watched  # type: ignore[method-assign]
     for number in range(14):

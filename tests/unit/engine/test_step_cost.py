@@ -14,9 +14,15 @@ def test_a_continuing_turn_reads_nothing_of_its_history(history_len: int) -> Non
     driver = Driver(num_pages=300, page_size=16, context_len=4096, chunk_size=512, max_batch_tokens=512)
     talk = Talk(driver, "s")
     talk.turn([1 + n % 90 for n in range(history_len)], 2)
-    history = GuardedHistory(talk.history)
-    driver.generate(request("r", [5, 6, 7], 20, history=history, history_len=len(history), session_id="s"))
-    assert history.num_read == 1, "the last token of the turn before, whose KV was never computed"
+    history, chain = GuardedHistory(talk.history), driver.cache.empty_chain("")
+    chain.extend(talk.history)
+    driver.generate(
+        request(
+            "r", [5, 6, 7], 20,
+            history=history, history_len=len(history), history_chain=chain, session_id="s",
+        )
+    )  # fmt: skip
+    assert history.num_read == 2, "the last token, whose KV was never computed: to compute it and to name it"
 
 
 def test_decoding_takes_one_page_per_border_and_never_rebuilds_the_table(

@@ -147,7 +147,9 @@ class Rig:
         self.tasks = BackgroundTasks()
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         self.model = model or ServedModel(fingerprint_of(text, "null"), VOCAB_SIZE)
-        self.sessions = SessionController(time.monotonic, idle_timeout_s, self.model)
+        self.sessions = SessionController(
+            time.monotonic, idle_timeout_s, self.model, make_chain=self.engine.empty_chain
+        )
         self.host = SessionHost(
             replica_id,
             self.engine,

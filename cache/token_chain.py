@@ -1,0 +1,158 @@
+"""TokenChain: which KV a sequence's pages hold. Each page has a chain hash; equal hash, equal KV.
+
+A page's KV depends on every token before its end, on the model, and on how KV is kept. Its chain hash depends on the
+same: h(i) = BLAKE2b(key, h(i-1), tokens of page i), 16 bytes. The root, h(-1), is made of the tenant and the adapter,
+the key of all else in the KVIdentity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+DIGEST_BYTES = 16
+_SCHEME = "kedge-kv-1"
+_TOKEN = np.dtype("<u4")  # on every machine, since replicas compare hashes
+
+
+class Tokens(Protocol):
+    """A sequence's token ids, read in slices."""
+
+    def __getitem__(self, part: slice, /) -> Sequence[int] | NDArray[np.int32]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVIdentity:
+    """All that KV depends on but tenant and tokens.
+
+    `weights` is the fingerprint of the model's weights, `kv_format` says how a token's KV is kept (types, heads,
+    sizes), `adapter` names what is applied to the weights (nothing yet). Replicas that agree on all of it give equal
+    pages equal hashes. The key is made of these, so it is no secret: since the tenant is in every hash, a page of one
+    tenant that has the hash of another's takes 2**128 tries to find.
+    """
+
+    weights: str = ""
+    kv_format: str = ""
+    adapter: str = ""
+
+    def chain(self, tenant: str, page_size: int) -> TokenChain:
+        """Of a sequence of this tenant, without any token yet."""
+        kept = json.dumps([_SCHEME, self.weights, self.kv_format, page_size])
+        key = blake2b(kept.encode(), digest_size=32).digest()
+        owner = json.dumps([tenant, self.adapter])
+        root = blake2b(owner.encode(), key=key, digest_size=DIGEST_BYTES, person=b"kedge-kv-root")
+        return TokenChain(key, root.digest(), page_size)
+
+
+ANY_KV = KVIdentity()
+"""Of books whose pages nobody else will ever see."""
+
+
+class TokenChain:
+    """A sequence's tokens, and the chain hashes of its pages. Costs 4 bytes a token and 16 a page.
+
+    Owned by whoever owns the sequence; lent for reading only.
+    """
+
+    __slots__ = ("_digests", "_key", "_root", "_tokens", "page_size")
+
+    def __init__(self, key: bytes, root: bytes, page_size: int) -> None:
+        self._key = key
+        self._root = root
+        self._digests = bytearray()  # of the whole pages
+        self._tokens = bytearray()
+        self.page_size = page_size
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self._tokens) // _TOKEN.itemsize
+
+    @property
+    def num_pages(self) -> int:
+        """The part-filled last page included."""
+        return -(-len(self) // self.page_size)
+
+    def page_hash(self, index: int) -> bytes:
+        """The chain hash of page `index`; that of the part-filled last page is over the tokens it has so far.
+
+        Raises IndexError.
+        """
+        if not 0 <= index < self.num_pages:
+            raise IndexError(f"there is no page {index} in {len(self)} tokens")
+        if index < self._num_hashed:
+            return self._link(index)
+        return self._hash(self._link(index - 1), index)
+
+    def extend(self, tokens: Sequence[int] | NDArray[np.int32]) -> None:
+        """Appends tokens; costs their number."""
+        self._tokens += np.asarray(tokens, dtype=_TOKEN).tobytes()
+        link = self._link(self._num_hashed - 1)
+        for index in range(self._num_hashed, len(self) // self.page_size):
+            link = self._hash(link, index)
+            self._digests += link
+
+    def cut(self, length: int) -> None:
+        """Drops the tokens past the first `length`."""
+        if length < len(self):
+            del self._tokens[length * _TOKEN.itemsize :]
+            del self._digests[length // self.page_size * DIGEST_BYTES :]
+
+    def prefix(self, length: int) -> TokenChain:
+        """A copy of the first `length` tokens, for another owner."""
+        copy = TokenChain(self._key, self._root, self.page_size)
+        copy._tokens[:] = self._tokens[: length * _TOKEN.itemsize]
+        copy._digests[:] = self._digests[: len(copy) // self.page_size * DIGEST_BYTES]
+        return copy
+
+    def common_len(self, other: TokenChain) -> int:
+        """Tokens that both begin with: 0 if they are of different tenants or models.
+
+        Looks at one hash if all agree, else at O(log pages), and at the tokens of one page.
+        """
+        if (self._key, self._root, self.page_size) != (other._key, other._root, other.page_size):
+            return 0
+        start = self._num_common(other) * self.page_size
+        end = min(len(self), len(other), start + self.page_size)
+        differs = np.flatnonzero(self._read(start, end) != other._read(start, end))
+        return start + int(differs[0]) if len(differs) else end
+
+    @property
+    def _num_hashed(self) -> int:
+        return len(self._digests) // DIGEST_BYTES
+
+    def _num_common(self, other: TokenChain) -> int:
+        """Whole pages that both begin with. Where a link is equal all before it are."""
+        equal, differs = 0, min(self._num_hashed, other._num_hashed) + 1
+        probe = differs - 1  # most often all are equal
+        while differs - equal > 1:
+            if self._link(probe - 1) == other._link(probe - 1):
+                equal = probe
+            else:
+                differs = probe
+            probe = (equal + differs) // 2
+        return equal
+
+    def _link(self, index: int) -> bytes:
+        """What the page behind page `index` is chained to."""
+        if index < 0:
+            return self._root
+        return bytes(self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
+
+    def _hash(self, link: bytes, index: int) -> bytes:
+        num_bytes = self.page_size * _TOKEN.itemsize
+        tokens = self._tokens[index * num_bytes : (index + 1) * num_bytes]
+        return blake2b(link + tokens, key=self._key, digest_size=DIGEST_BYTES).digest()
+
+    def _read(self, start: int, end: int) -> NDArray[np.uint32]:
+        part = self._tokens[start * _TOKEN.itemsize : end * _TOKEN.itemsize]
+        return np.frombuffer(part, dtype=_TOKEN)
+
+    def __repr__(self) -> str:
+        last = self.page_hash(self.num_pages - 1).hex() if len(self) else "none"
+        return f"TokenChain({len(self)} tokens, last page {last})"
