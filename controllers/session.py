@@ -34,7 +34,7 @@ class Turn:
 
     Ownership: `history` is the session's own list, lent for reading; its first `history_len` entries do not
     change until the turn ends, nor does what `chain` has of them (None: no chain is kept). `room_tokens` is how many
-    tokens the turn may add (None: no limit). `rewound` says that `history_len` is below the committed length.
+    tokens the turn may add (None: no limit).
     """
 
     session_id: str
@@ -42,7 +42,6 @@ class Turn:
     turn_index: int
     history: list[int]
     history_len: int
-    rewound: bool
     room_tokens: int | None = None
     idempotency_key: str | None = None
     digest: str | None = None
@@ -179,7 +178,6 @@ class SessionController:
             turn_index=session.turns,
             history=session.history,
             history_len=history_len,
-            rewound=history_len < committed_len,
             room_tokens=room_tokens,
             idempotency_key=idempotency_key,
             digest=digest,

@@ -15,7 +15,7 @@ from typing import TypeVar
 from controllers.errors import ControllerError, SessionClosing, SessionMoved, StaleEpoch, TurnInFlight
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import Fork, SessionController, Turn
-from engine.api import Engine, EngineError, EngineOverloaded, SessionBusy
+from engine.api import Engine, EngineError, SessionBusy
 from serving.background import BackgroundTasks
 from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
@@ -125,12 +125,12 @@ class SessionHost:
         if self._sessions.take_closing(session_id):
             await self._end_quietly(session_id, None)
 
-    async def rewind_kv(self, session_id: str, length: int) -> None:
-        """Cuts the session's KV to `length` tokens. Raises EngineError."""
+    async def cut_kv(self, session_id: str, length: int) -> None:
+        """Frees the session's KV past `length` tokens: for the memory alone, like `_free_kv`."""
         try:
             await self._from_engine(self._engine.rewind_session(session_id, length))
-        except TimeoutError:
-            raise EngineOverloaded("the engine did not rewind the session in time") from None
+        except (EngineError, TimeoutError) as error:
+            logger.warning("session %s: KV not cut: %r", session_id, error)
 
     async def expire_idle(self) -> None:
         """Ends the sessions past their idle timeout, never one with a turn in flight."""

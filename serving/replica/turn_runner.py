@@ -128,8 +128,6 @@ class TurnRunner:
                 await self._host.offer(session.session_id, epoch)
             elif call.resumed.turn_index != begun.turn_index:
                 raise ServiceError(OVERTAKEN)
-            if begun.rewound:
-                await self._host.rewind_kv(session.session_id, begun.history_len)
             return await self._submit(call, begun, started_s, constraint)
         except SessionMoved:
             await self._tasks.outcome(self._tasks.start(self._host.let_go(begun)))
@@ -263,14 +261,8 @@ class TurnRunner:
             logger.error("request %s: the engine did not confirm the abort", live.request_id)
 
     async def _take_back(self, turn: Turn) -> None:
-        """Undoes a turn that the engine has finished: its KV is cut back to the history."""
-        try:
-            await self._host.rewind_kv(turn.session_id, turn.history_len)
-        except EngineError as error:
-            logger.error("session %s: KV not rewound: %s", turn.session_id, error.message)
-            self._sessions.abort_turn(turn)
-            await self._host.release(turn.session_id)
-            return
+        """Undoes a turn that the engine has finished."""
+        await self._host.cut_kv(turn.session_id, turn.history_len)
         self._sessions.abort_turn(turn)
 
     def _roll_back(self, live: LiveTurn) -> None:

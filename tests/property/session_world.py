@@ -115,7 +115,7 @@ class World:
             return
         assert isinstance(turn, Turn)
         assert turn.history == session.history
-        if turn.rewound:
+        if turn.history_len < len(session.history):
             self.events["rewound turn"] += 1
             if rewind_kv:
                 self.driver.cache.rewind_session(session_id, turn.history_len)
@@ -351,8 +351,8 @@ class World:
             session.key = name
             self.events["committed"] += 1
         else:
-            if done and (turn.rewound or len(outcome.token_ids) % 2):
-                # The replica always takes the turn's KV back. Past an unchanged history admission does it, too.
+            if done and len(outcome.token_ids) % 2:
+                # The replica frees the turn's KV at once. What it does not come to the next turn leaves unused.
                 self.driver.cache.rewind_session(turn.session_id, turn.history_len)
             self.controller.abort_turn(turn)
             self.events["commit failed"] += done

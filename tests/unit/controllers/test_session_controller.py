@@ -69,7 +69,7 @@ def test_turns_append(controller: SessionController) -> None:
 def test_an_adopted_history_is_continued(controller: SessionController) -> None:
     controller.adopt(_record([7, 8], turns=3, epoch=1))
     turn = _begin(controller)
-    assert (turn.history, turn.history_len, turn.turn_index, turn.rewound) == ([7, 8], 2, 3, False)
+    assert (turn.history, turn.history_len, turn.turn_index) == ([7, 8], 2, 3)
 
 
 def test_history_is_lent_not_copied(controller: SessionController) -> None:
@@ -143,7 +143,6 @@ def test_one_turn_in_flight(controller: SessionController) -> None:
 def test_rewind_takes_effect_at_commit(controller: SessionController) -> None:
     controller.adopt(_record([1, 2, 3, 4]))
     turn = _begin(controller, rewind_to=2)
-    assert turn.rewound
     assert turn.history_len == 2
     assert controller.committed_len("s") == 4
     controller.commit_turn(turn, controller.prepare_commit(turn, [9], [10], b""))
@@ -160,7 +159,7 @@ def test_aborted_rewind_leaves_history(controller: SessionController) -> None:
 
 def test_rewind_to_the_end_is_none(controller: SessionController) -> None:
     controller.adopt(_record([1, 2]))
-    assert not _begin(controller, rewind_to=2).rewound
+    assert _begin(controller, rewind_to=2).history_len == 2
 
 
 @pytest.mark.parametrize("rewind_to", [-1, 3, 10**9])
