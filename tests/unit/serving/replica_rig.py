@@ -101,13 +101,20 @@ class SlowRunner(NullRunner):
         super().__init__(*args, **kwargs)
         self.step_s = step_s
         self.wanted = threading.Semaphore(0)
+        self.entered = threading.Event()
 
     def execute(self, batch: Any) -> Any:
+        self.entered.set()
         self.wanted.acquire(timeout=self.step_s)
         return super().execute(batch)
 
     def hold(self) -> None:
+        self.entered.clear()
         self.step_s = 60.0
+
+    async def held(self) -> None:
+        """Waits until the engine stands still in a step."""
+        assert await asyncio.to_thread(self.entered.wait, WAIT_S)
 
     def go_on(self) -> None:
         self.step_s = 0.0
