@@ -30,6 +30,7 @@ from controllers.records import (
 )
 from controllers.settings import ClusterSettings, Deployment, LogSettings
 from controllers.store import SessionStore
+from controllers.wire_record import WIRE_VERSION
 
 _HEAD_NODE = "node:__internal_head__"
 _HEAD_NODE_SHARE = 0.001
@@ -57,6 +58,9 @@ class ClusterController:
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
+
+    async def wire_version(self) -> int:
+        return WIRE_VERSION
 
     async def announce(self, deployment: Deployment) -> None:
         """The settings of a new deployment take effect, see Deployments.announce. Raises SettingsRefused."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from controllers.tokens import count_tokens
+from controllers.wire_record import wire_record
 
 KEPT_RESULTS = 8
 """How many of a session's latest idempotency keys can be replayed."""
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
     """Which model made a history, each part a hash (serving/text/fingerprint.py).
@@ -27,6 +29,7 @@ class ModelFingerprint:
     template: str | None = None
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class StoredResult:
     """What a turn with an idempotency key answered. `digest` identifies the request, if one was given."""
@@ -37,6 +40,7 @@ class StoredResult:
     digest: str | None = None
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
     """A session as its owner needs it: identity, committed history and the results that can be replayed.
@@ -66,6 +70,7 @@ class SessionRecord:
         return count_tokens(self.history)
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
     """One committed turn: history becomes `history[:start_len] + tokens`.
@@ -93,6 +98,7 @@ class TurnRecord:
         return self.start_len + count_tokens(self.tokens)
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ForkOrder:
     """A session to start from another: `child_id` gets its first `length` tokens (None: all of them).
@@ -107,6 +113,7 @@ class ForkOrder:
     timeout_s: float | None = None
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """Who owns a session. `fresh`: created or moved by this very call, so the owner has not loaded it yet."""
@@ -117,6 +124,7 @@ class Assignment:
     fresh: bool
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
     """A session as the ledger knows it. `size_bytes` and `in_turn` are what its owner said at `reported_s`."""
@@ -178,6 +186,7 @@ class LedgerEntry:
         )
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """What a replica reports of itself. `seen_s` is set by the cluster controller."""
@@ -192,6 +201,7 @@ class ReplicaStatus:
     seen_s: float = 0.0
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
     """What a replica reports of a session it holds. `idle_s` is 0 during a turn."""
@@ -206,6 +216,7 @@ class SessionStatus:
     size_bytes: int = 0
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
     """The controller's answer to a heartbeat.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from controllers.wire_record import wire_record
+
 REDIS_PASSWORD = "KEDGE_REDIS_PASSWORD"
 """The environment variable of the controller's process that has it: Ray writes settings to its logs."""
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class RebalancingSettings:
     """When sessions move to even out load, see controllers/rebalancing.py.
@@ -20,6 +23,7 @@ class RebalancingSettings:
     tokens_per_s: float = 5000.0
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class SqliteLogSettings:
     """The session log's file on the head node. `full_sync` makes every commit survive a loss of power, not only of the
@@ -32,6 +36,7 @@ class SqliteLogSettings:
         return self.path
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class RedisLogSettings:
     """A session log in Redis, under keys that begin with `name`. The password is none of the settings."""
@@ -46,6 +51,7 @@ class RedisLogSettings:
 LogSettings = SqliteLogSettings | RedisLogSettings
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
     """What the cluster controller needs to know.
@@ -63,6 +69,7 @@ class ClusterSettings:
     rebalancing: RebalancingSettings | None = RebalancingSettings()
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """What a deployment of the application, each `serve deploy`, tells the controller. `deployment_id` is unique."""

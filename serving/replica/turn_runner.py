@@ -27,6 +27,7 @@ from serving.watch.metrics import ReplicaMetrics
 from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
+from serving.wire.versions import mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ class TurnRunner:
     async def _begin(self, call: TurnCall, epoch: int | None) -> LiveTurn | Replay:
         """Lends the history, builds the request and submits it. On any error nothing is changed."""
         started_s = self._clock()
+        if (refusal := mismatch(call.wire_version, "front end")) is not None:
+            raise ServiceError(refusal)
         constraint = await self._builder.constraint(call)
         if call.session is None:
             return await self._submit(call, None, started_s, constraint)

@@ -27,6 +27,7 @@ from controllers.records import (
     TurnRecord,
 )
 from controllers.settings import Deployment
+from controllers.wire_record import WIRE_VERSION
 from serving.settings.strict_settings import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,20 @@ class ControllerCalls:
         self._deployment = deployment
 
     async def announce(self) -> None:
-        """Lets the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
-        if self._deployment is not None:
-            await self._call("announce", self._deployment)
+        """Lets the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused.
+
+        A controller outlives deployments. One of an earlier version of Kedge is replaced first by one of this version:
+        everything is in the log, and whoever calls it connects again.
+        """
+        if self._deployment is None:
+            return
+        async with asyncio.timeout(self._timeout_s):
+            while not await self._is_current():
+                logger.warning("the cluster controller is of an earlier version; replacing it")
+                ray.kill(self._actor, no_restart=True)
+                await asyncio.sleep(RETRY_PAUSE_S)
+                self._actor = self._connect()
+        await self._call("announce", self._deployment)
 
     async def register_replica(self, status: ReplicaStatus) -> None:
         await self._call("register_replica", status)
@@ -109,6 +121,10 @@ class ControllerCalls:
 
     async def stats(self) -> dict[str, float]:
         return cast(dict[str, float], await self._call("stats"))
+
+    async def _is_current(self) -> bool:
+        """Version 1 has no such method."""
+        return hasattr(self._actor, "wire_version") and await self._call("wire_version") >= WIRE_VERSION
 
     async def _call(self, method: str, *args: Any) -> Any:
         last: list[RayActorError] = []

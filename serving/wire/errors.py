@@ -33,6 +33,7 @@ STATUS_BY_CODE = MappingProxyType(
         "overloaded": 429,
         "idempotency_conflict": 409,
         "store_unavailable": 503,
+        "settings_refused": 409,
         "controller_unavailable": 503,
     }
 )

@@ -11,10 +11,17 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from controllers.wire_record import ABSENT, FIRST_VERSION, WIRE_VERSION, wire_record
 from engine.api import LogprobParams, SamplingParams, TokenLogprob
 from serving.text.tool_calls.formats import FormatName
 
+# The engine's own travel, too. It knows nothing of that.
+wire_record(LogprobParams)
+wire_record(SamplingParams)
+wire_record(TokenLogprob)
 
+
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Chat messages, rendered with the model's template. In a session only the new messages are given.
@@ -27,6 +34,7 @@ class ChatPrompt:
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     """Plain text, tokenized as it is. `add_bos` follows the tokenizer's default for a fresh sequence."""
@@ -34,6 +42,7 @@ class TextPrompt:
     text: str
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     """Token ids, used as they are; the replica checks their range."""
@@ -44,6 +53,7 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
     """What the whole output must be: JSON that fits a schema, what a regular expression matches from end to end, or
@@ -53,6 +63,7 @@ class OutputConstraint:
     source: str
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
     """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens.
@@ -66,6 +77,7 @@ class SessionTurn:
     create: bool = True
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
     """A TokenLogprob with the tokens' texts. Bytes that are no whole character are surrogate escapes in them."""
@@ -75,6 +87,7 @@ class TextLogprob:
     top_texts: tuple[str, ...] = ()
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ResumedTurn:
     """What a client has been told of a turn whose replica was lost: the output so far, to be gone on from.
@@ -88,6 +101,7 @@ class ResumedTurn:
     turn_index: int | None = None
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class TurnCall:
     """One generation as the protocols ask for it.
@@ -97,6 +111,7 @@ class TurnCall:
     are special tokens that are part of the text, whatever `skip_special_tokens` says.
 
     `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
+    `wire_version` is that of the front end that made the call.
     """
 
     request_id: str
@@ -113,12 +128,14 @@ class TurnCall:
     session: SessionTurn | None = None
     tenant: str = ""
     resumed: ResumedTurn | None = None
+    wire_version: int = field(default=WIRE_VERSION, metadata={ABSENT: FIRST_VERSION})
 
     def named(self, request_id: str | None, tenant: str) -> bool:
         """Whether who names `request_id` of `tenant` means this call; None names all of the tenant's."""
         return self.tenant == tenant and request_id in (None, self.request_id)
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """An error as data: it crosses process borders without pickling exceptions. `status` is the HTTP status."""
@@ -130,6 +147,7 @@ class ErrorInfo:
     retry_after_s: float | None = None
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class TurnFinish:
     """How the turn ended. `reason` is "stop", "length" or "abort"; `matched` is the stop token id or string."""
@@ -139,6 +157,7 @@ class TurnFinish:
     message: str | None = None
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class TurnEvent:
     """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error.
@@ -163,6 +182,7 @@ class TurnEvent:
     replayed: bool = False
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class FeedLine:
     """Where a replica is to tell a turn's news: the feed of one ingress, and the turn's number in it."""
@@ -171,6 +191,7 @@ class FeedLine:
     number: int
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class TurnReply:
     """The end of a turn: `told` events went ahead over the feed, these are the rest.
@@ -190,6 +211,7 @@ class ServiceError(Exception):
         self.info = info
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the protocols report of the served model. `tool_calls`: the format of its function calls, if it has one."""
@@ -203,6 +225,7 @@ class ModelInfo:
     tool_calls: FormatName | None = None
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
     """A session as the ledger knows it. Times are seconds."""
@@ -218,6 +241,7 @@ class SessionInfo:
     tenant: str = ""
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ForkedSession:
     """A session that began as a fork: its committed tokens, and how many of them have KV already."""

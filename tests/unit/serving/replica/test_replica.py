@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from controllers.errors import SessionMoved, SessionNotFound, StaleEpoch, StoreError
 from controllers.records import ReplicaStatus
+from controllers.wire_record import WIRE_VERSION
 from engine.api import (
     ConstraintFailed,
     EngineError,
@@ -384,3 +386,15 @@ async def test_figures_say_what_it_runs_on(rig: Rig) -> None:
     assert (figures["replica_id"], figures["live_turns"], figures["feeds"]) == ("replica-a", 0, 2)
     assert json.loads(json.dumps(figures)) == figures
     assert "runner null" in execution_line(rig.engine)
+
+
+async def test_a_front_end_two_versions_away_is_refused_by_name(tmp_path: Path) -> None:
+    """What its call says might be misread."""
+    async with running_rig(tmp_path) as rig:
+        epoch = rig.open_session("s")
+        for version in (WIRE_VERSION - 2, WIRE_VERSION + 2):
+            (event,) = await rig.run(replace(call([1], "s"), wire_version=version), epoch)
+            assert event.error is not None
+            assert (event.error.status, event.error.code) == (503, "version_mismatch")
+        for version in (WIRE_VERSION - 1, WIRE_VERSION + 1):
+            assert tokens_of(await rig.run(replace(call([1], "s"), wire_version=version), epoch))

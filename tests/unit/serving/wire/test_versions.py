@@ -1,0 +1,196 @@
+"""What the version before has sent is read, what the next one will send too, and what is further apart is refused.
+
+`recorded/wire_version_1.json` holds records as version 1 pickled them, in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+from controllers import records, settings
+from controllers.records import (
+    Assignment,
+    ForkOrder,
+    HeartbeatReply,
+    LedgerEntry,
+    ReplicaStatus,
+    SessionRecord,
+    SessionStatus,
+    StoredResult,
+    TurnRecord,
+)
+from controllers.tokens import encode_tokens
+from controllers.wire_record import ABSENT, FIRST_VERSION, WIRE_VERSION, wire_record
+from engine.api import LogprobParams, SamplingParams, TokenLogprob
+from serving.wire import turns
+from serving.wire.turns import (
+    ChatPrompt,
+    ErrorInfo,
+    FeedLine,
+    ForkedSession,
+    ModelInfo,
+    OutputConstraint,
+    ResumedTurn,
+    SessionTurn,
+    TextLogprob,
+    TextPrompt,
+    TokenPrompt,
+    TurnCall,
+    TurnEvent,
+    TurnFinish,
+    TurnReply,
+)
+from serving.wire.versions import mismatch
+
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "wire_version_1.json").read_text())
+TEXT = TextLogprob(TokenLogprob(7, -0.5, ((7, -0.5), (8, -1.5))), "a", ("a", "b"))
+EVENT = TurnEvent(
+    text="ab",
+    token_ids=(7, 8),
+    prompt_tokens=3,
+    cached_tokens=2,
+    completion_tokens=2,
+    logprobs=(TEXT,),
+    input_logprobs=(TEXT,),
+    finish=TurnFinish("stop", 2, "m"),
+    error=ErrorInfo(409, "c", "m", "p", 1.5),
+    draft_tokens=4,
+    accepted_draft_tokens=1,
+    turn_index=5,
+    replayed=True,
+)
+SENT_BY_VERSION_1 = {
+    "turn_call": TurnCall(
+        "r",
+        ChatPrompt(({"role": "user", "content": "x"},), {"k": 1}, ({"type": "function"},)),
+        SamplingParams(temperature=0.5, seed=9),
+        seed=3,
+        max_new_tokens=8,
+        stop=("x",),
+        trim_stop=False,
+        skip_special_tokens=False,
+        shown_tokens=("<t>",),
+        logprobs=LogprobParams(top=2, input_start=1),
+        constraint=OutputConstraint("regex", "a+"),
+        session=SessionTurn("s", 4, "key", False),
+        tenant="t",
+        resumed=ResumedTurn((7,), (TEXT,), (TEXT,), 5),
+        wire_version=FIRST_VERSION,
+    ),
+    "text_call": TurnCall("r", TextPrompt("x"), SamplingParams(), wire_version=FIRST_VERSION),
+    "token_call": TurnCall("r", TokenPrompt((1, 2)), SamplingParams(), wire_version=FIRST_VERSION),
+    "turn_reply": TurnReply(3, (EVENT,)),
+    "feed_batch": {4: EVENT},
+    "feed_line": FeedLine("f", 4),
+    "model_info": ModelInfo("m", "p", "tp", 100, 50, 12, "hermes"),
+    "forked_session": ForkedSession("c", 3, 2),
+    "session_record": SessionRecord(
+        "s",
+        "t",
+        2,
+        "a",
+        encode_tokens([1, 2]),
+        1,
+        30.0,
+        99,
+        5.0,
+        (StoredResult("k", 0, b"r", "d"),),
+        "o",
+        "tools",
+    ),
+    "turn_record": TurnRecord("s", 2, 1, 2, encode_tokens([3]), 1, "k", b"r", "d", "tools"),
+    "fork_order": ForkOrder("c", "fk", 2, 9.0),
+    "assignment": Assignment("s", "a", 2, True),
+    "ledger_entry": LedgerEntry("s", "t", "a", 2, 2, 1, 5.0, 6.0, 7, True, 8.0, 30.0, 99, "o"),
+    "replica_status": ReplicaStatus("a", 10, 20, 1, 2, 3, True, 4.0),
+    "session_status": SessionStatus("s", 2, 2, 1, 0.5, True, True, 7),
+    "heartbeat_reply": HeartbeatReply(True, ("s",), True),
+}
+
+
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_records_of_the_version_before_are_read(name: str) -> None:
+    """Those that lack a field raised AttributeError where it was first asked for."""
+    read = cloudpickle.loads(base64.b64decode(RECORDED[name]))
+    assert read == SENT_BY_VERSION_1[name]
+    assert cloudpickle.loads(cloudpickle.dumps(read)) == read
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
+class Older:
+    name: str
+    number: int = 1
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
+class Newer:
+    name: str
+    number: int = 1
+    added: int = 5
+    made: list[int] = field(default_factory=list)
+    told: int = field(default=2, metadata={ABSENT: 1})
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
+class Whole:
+    name: str
+    number: int
+    added: int
+
+
+def as_another_version(record: Any, kind: type) -> Any:
+    """The pickled record, read by a process in which its class is `kind`."""
+    sent = cloudpickle.dumps(record)
+    own, other = type(record).__name__.encode(), kind.__name__.encode()
+    assert sent.count(own) == 1
+    assert len(own) == len(other)
+    return cloudpickle.loads(sent.replace(own, other))
+
+
+def test_what_is_missing_is_filled_in_and_what_is_new_is_left_out() -> None:
+    read = as_another_version(Older("n", 3), Newer)
+    assert read == Newer("n", 3, 5, [], 1)
+    assert read.made is not as_another_version(Older("n", 3), Newer).made
+    assert as_another_version(Newer("n", 3, 9, [4], 7), Older) == Older("n", 3)
+
+
+def test_a_missing_field_without_a_default_is_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match="a Whole of another version has no added"):
+        as_another_version(Older("n", 3), Whole)
+
+
+@pytest.mark.parametrize("module", [records, settings, turns], ids=lambda module: module.__name__)
+def test_everything_that_travels_can_be_read_by_the_versions_beside_this_one(module: ModuleType) -> None:
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and is_dataclass(kind)]
+    assert len(kinds) > 3
+    for kind in kinds:
+        assert kind.__setstate__.__module__ == "controllers.wire_record", f"{kind.__name__} is no wire_record"
+
+
+def test_versions_beside_each_other_are_understood() -> None:
+    for theirs in (WIRE_VERSION - 1, WIRE_VERSION, WIRE_VERSION + 1):
+        assert mismatch(theirs, "front end") is None
+
+
+@pytest.mark.parametrize("theirs", [WIRE_VERSION - 2, WIRE_VERSION + 2])
+def test_versions_further_apart_are_refused_by_name(theirs: int) -> None:
+    refusal = mismatch(theirs, "front end")
+    assert refusal is not None
+    assert (refusal.status, refusal.code) == (503, "version_mismatch")
+    assert f"front end speaks version {theirs}" in refusal.message
+
+
+def test_calls_tell_their_version() -> None:
+    assert TurnCall("r", TokenPrompt((1,)), SamplingParams()).wire_version == WIRE_VERSION
+    assert fields(TurnCall)[-1].metadata[ABSENT] == FIRST_VERSION
