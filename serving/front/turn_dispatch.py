@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from controllers.errors import ControllerError, NoReplica
+from controllers.errors import ControllerError, NoAnswer, NoReplica, StoreError
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
@@ -34,6 +34,8 @@ from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 logger = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.05
+LOG_PAUSE_S = 0.25
+"""While the session log is away, or the controller: everybody waits for the same."""
 NEWCOMER_GRACE_S = 5.0
 """A replica makes itself known to the controller a moment before this ingress's router hears of it."""
 GONE = unavailable("the session's replica is gone and no other could take over in time")
@@ -44,6 +46,8 @@ MOST_TAKEOVERS = 3
 RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, "engine_stopped"})
 LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 """A replica that had the session says so: the first time nothing is wrong but who was asked."""
+LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
+"""Nothing was begun, or nobody knows: a call that bears repetition waits until somebody does."""
 RETRIED_AFTER_FAILURE = frozenset({"turn_in_flight", SESSION_NOT_FOUND})
 CLIENTS_FAULTS = frozenset({400, 413})
 
@@ -106,7 +110,8 @@ class TurnDispatcher:
     async def open_session(
         self, session_id: str | None, tenant: str, timeout_s: float | None, capacity_tokens: int | None
     ) -> str:
-        """Registers and places a session, waiting for a replica if there is none yet. Raises ServiceError."""
+        """Registers and places a session. Waits while there is no replica, and for a log that is away. Raises
+        ServiceError."""
         open_key = uuid.uuid4().hex
         deadline_s = _now_s() + self._failover_timeout_s
         while True:
@@ -114,7 +119,7 @@ class TurnDispatcher:
                 assignment = await self._controller.open_session(
                     session_id, tenant, timeout_s, capacity_tokens, open_key
                 )
-            except NoReplica as error:
+            except (NoReplica, StoreError) as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:
                 raise ServiceError(error_info(error)) from error
@@ -141,6 +146,9 @@ class TurnDispatcher:
             if not isinstance(answer, ErrorInfo):
                 self._saw(owner.replica_id)
                 return answer
+            if answer.code in LOG_AWAY:
+                await self._pause(deadline_s, answer)
+                continue
             self.forget(session_id, tenant)
             if answer.code in LET_GO and not asked_anew:
                 asked_anew = True
@@ -202,6 +210,9 @@ class TurnDispatcher:
                 ) from None
             finally:
                 await entered.aclose()
+            if refusal.code in LOG_AWAY:
+                await self._pause(deadline_s, refusal)
+                continue
             if refusal.code in LET_GO and call.session is not None and not asked_anew:
                 # The remembered owner let it go (moved, timed out, closed elsewhere): the controller has the last word.
                 self._owners.forget(call.tenant, call.session.session_id)
@@ -222,11 +233,11 @@ class TurnDispatcher:
         return await self._find(session.session_id, call.tenant, deadline_s, create=session.create)
 
     async def _find(self, session_id: str, tenant: str, deadline_s: float, *, create: bool) -> Owner:
-        """The session's owner; waits while no replica can take it."""
+        """The session's owner; waits while no replica can take it, and for a log that is away."""
         while True:
             try:
                 return await self.owner_of(session_id, tenant, create=create)
-            except NoReplica as error:
+            except (NoReplica, StoreError) as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:
                 raise ServiceError(error_info(error)) from error
@@ -311,9 +322,10 @@ class TurnDispatcher:
             logger.warning("replica %s is lost; %d sessions move when they are next used", replica_id, count)
 
     async def _pause(self, deadline_s: float, reason: ErrorInfo) -> None:
-        if _now_s() + RETRY_PAUSE_S > deadline_s:
+        pause_s = LOG_PAUSE_S if reason.code in LOG_AWAY else RETRY_PAUSE_S
+        if _now_s() + pause_s > deadline_s:
             raise ServiceError(reason)
-        await asyncio.sleep(RETRY_PAUSE_S)
+        await asyncio.sleep(pause_s)
 
 
 def _now_s() -> float:

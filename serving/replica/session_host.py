@@ -23,6 +23,9 @@ from serving.wire.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
 
+OFFER_TIMEOUT_S = 1.0
+"""A turn waits no longer for a place that may be better. A controller that is away keeps it from none."""
+
 T = TypeVar("T")
 
 
@@ -84,11 +87,13 @@ class SessionHost:
         if not self._crowded:
             return
         try:
-            moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
+            async with asyncio.timeout(OFFER_TIMEOUT_S):
+                moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
         except StaleEpoch:  # by an earlier try of this call
             moved = True
-        except ControllerError as error:
-            logger.warning("session %s: not offered to others: %s", session_id, error)
+        except (ControllerError, TimeoutError) as error:
+            # If it was moved nevertheless the turn is refused by its epoch, and goes on at the new owner.
+            logger.warning("session %s: not offered to others: %r", session_id, error)
             return
         if moved:
             raise SessionMoved(f"session {session_id!r} has moved to a less busy replica")

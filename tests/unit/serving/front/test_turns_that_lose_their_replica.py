@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from controllers.errors import NoReplica, StoreError
+from controllers.errors import NoReplica, StaleEpoch
 from controllers.tokens import decode_tokens
 from engine.api import EngineOverloaded, GenerateRequest, LogprobParams, RequestTooLarge, SamplingParams
 from engine.batch import ModelOutput, ScheduledBatch
@@ -210,7 +210,7 @@ async def test_when_all_but_the_end_was_told_the_end_is_told(served: Failover, c
     served.open_session("s")
     served.replicas.losses = {"a": at_the_end}
     if not committed:
-        served.controller.failures["commit_turn"] = [StoreError("killed before it was written")]
+        served.controller.failures["commit_turn"] = [StaleEpoch("killed before it was written")]
     whole = await served.turn(turn_of("s", stop=("no such text",)))
     assert list(whole.token_ids) == WHOLE
     assert whole.text == shown_text(list(whole.token_ids))

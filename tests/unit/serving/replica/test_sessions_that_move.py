@@ -13,6 +13,7 @@ from controllers.errors import StaleEpoch, StoreError
 from controllers.records import ForkOrder, ReplicaStatus
 from engine.runner.null import null_generate
 from serving.front.ownership_cache import Owner
+from serving.replica import session_host
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
@@ -232,6 +233,22 @@ async def test_a_controller_that_cannot_be_asked_keeps_no_turn_from_running(crow
     await crowd.crowd()
     crowd.controller.failures["offer_session"] = [StoreError("no answer")]
     assert (await crowd.say([5])).cached_tokens > 0
+    assert crowd.owner() == ("a", 1)
+
+
+async def test_a_controller_that_is_frozen_keeps_no_turn_from_its_owner(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every turn of a crowded replica waited for it for a quarter of a minute."""
+    monkeypatch.setattr(session_host, "OFFER_TIMEOUT_S", 0.05)
+    await crowd.crowd()
+    crowd.controller.gate.clear()
+    turn = asyncio.create_task(crowd.rigs[0].run(turn_of([5]), 1))
+    await crowd.rigs[0].pending_commits(1)
+    assert not turn.done()
+    crowd.controller.gate.set()
+    expected = null_generate([*crowd.history, 5], 8, VOCAB_SIZE)
+    assert [token for event in await turn for token in event.token_ids] == expected
     assert crowd.owner() == ("a", 1)
 
 

@@ -1,0 +1,141 @@
+"""While the session log is away calls that need it wait, and a turn that was finished is told as what the log has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from controllers.errors import NoAnswer, StoreError
+from controllers.records import ForkOrder
+from engine.runner.null import null_generate
+from serving.front import turn_dispatch
+from serving.wire.turns import ServiceError, TurnEvent
+from tests.unit.serving.failover_rig import Failover, running_failover
+from tests.unit.serving.replica_rig import VOCAB_SIZE, call
+
+SHORT_S = 0.1
+LENGTH = 8
+PROMPT = [5, 6, 7]
+WHOLE = null_generate(PROMPT, LENGTH, VOCAB_SIZE)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Failover]:
+    async with running_failover(tmp_path) as failover:
+        yield failover
+        await failover.settled()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_dispatch, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+
+
+async def waits(task: asyncio.Task[TurnEvent] | asyncio.Task[str]) -> None:
+    await asyncio.wait([task], timeout=SHORT_S)
+    assert not task.done()
+
+
+async def test_a_turn_whose_session_must_be_loaded_waits_for_the_log(served: Failover) -> None:
+    served.open_session("s")
+    served.controller.log.away = True
+    turn = asyncio.create_task(served.turn(call(PROMPT, "s")))
+    await waits(turn)
+    served.controller.log.away = False
+    assert list((await turn).token_ids) == WHOLE
+    assert served.committed("s") == (1, len(PROMPT) + LENGTH)
+
+
+async def test_an_open_waits_for_the_log(served: Failover) -> None:
+    served.open_session("other")
+    served.controller.log.away = True
+    opening = asyncio.create_task(served.dispatcher.open_session("s", "", None, None))
+    await waits(opening)
+    served.controller.log.away = False
+    assert await opening == "s"
+
+
+async def test_a_fork_waits_for_the_log(served: Failover) -> None:
+    served.open_session("s")
+    await served.turn(call(PROMPT, "s"))
+
+    class Pinned:
+        """The one call that the dispatcher makes to an owner."""
+
+        async def call(self, replica_id: str, method: str, *args: object) -> object:
+            assert (replica_id, method) == ("a", "fork_session")
+            try:
+                return await served.rigs[0].host.fork(*args)  # type: ignore[arg-type]
+            except StoreError as error:
+                return turn_dispatch.error_info(error)
+
+    served.dispatcher._replicas = Pinned()  # type: ignore[assignment]
+    served.controller.log.away = True
+    order = ForkOrder("child", "key")
+    forking = asyncio.create_task(served.dispatcher.ask_owner("s", "", "fork_session", order))
+    await waits(forking)
+    served.controller.log.away = False
+    assert (await forking).tokens == len(PROMPT) + LENGTH
+
+
+async def test_a_turn_that_needs_nothing_of_the_log_ends_with_its_return(served: Failover) -> None:
+    served.open_session("s")
+    await served.turn(call(PROMPT, "s"))
+    served.controller.log.away = True
+    async with aclosing(served.events(call([8], "s"))) as events:
+        first = await anext(events)
+        assert first.error is None
+        served.controller.log.away = False
+        *_, last = [event async for event in events]
+    assert last.finish is not None
+    assert served.committed("s") == (2, len(PROMPT) + LENGTH + 1 + LENGTH)
+    assert 'kedge_failovers_total{ingress="i"} 0.0' in served.metrics.render(), "no owner was lost"
+
+
+@pytest.mark.parametrize("failure", [StoreError("away"), NoAnswer("frozen")])
+async def test_past_its_time_a_call_that_waited_ends_in_a_typed_error(
+    tmp_path: Path, failure: StoreError
+) -> None:
+    async with running_failover(tmp_path, failover_timeout_s=SHORT_S) as served:
+        served.open_session("s")
+        for method in ("load_session", "open_session"):
+            served.controller.failures[method] = [failure] * 1000
+        with pytest.raises(ServiceError) as caught:
+            await served.turn(call(PROMPT, "s"))
+        assert (caught.value.info.status, caught.value.info.code) == (503, failure.code)
+        with pytest.raises(ServiceError) as caught:
+            await served.dispatcher.open_session("t", "", None, None)
+        assert (caught.value.info.status, caught.value.info.code) == (503, failure.code)
+
+
+@pytest.mark.parametrize("in_log", [False, True])
+async def test_a_session_that_moves_while_its_turn_is_pending(served: Failover, in_log: bool) -> None:
+    """Its replica only seemed dead. The turn is in the log or it is not: the next owner answers it from there, or goes
+    on behind what was told. Once, either way."""
+    served.open_session("s")
+    a, b = served.rigs
+    await served.turn(call([1], "s"))
+    failures = [NoAnswer("no route")] * 100_000
+    controller = served.controller
+    (controller.lost_replies if in_log else controller.failures)["commit_turn"] = failures
+    turn = asyncio.create_task(served.turn(call([9, 9], "s")))
+    await a.pending_commits(1)
+    async with asyncio.timeout(20):
+        while a.figure("kedge_commit_retries_total") < 1:
+            await asyncio.sleep(0.001)
+    served.cluster.report_lost("a")
+    assert served.cluster.resolve("s", False, "").replica_id == "b"
+    failures.clear()
+    last = await turn
+    assert last.finish is not None
+    history = [1, *null_generate([1], LENGTH, VOCAB_SIZE), 9, 9]
+    assert list(last.token_ids) == null_generate(history, LENGTH, VOCAB_SIZE)
+    assert served.committed("s") == (2, len(history) + LENGTH)
+    assert b.figure("kedge_turns_total", outcome="replayed" if in_log else "committed") == 1
+    assert a.sessions.epoch("s") is None
+    assert a.figure("kedge_turns_total", outcome="stale") == 1
