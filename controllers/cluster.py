@@ -1,6 +1,6 @@
 """ClusterController's logic without Ray: the ledger, the replicas and the session log kept in step.
 
-Single writer. Invariant: the log is written before the ledger, so whatever the ledger says survives a crash.
+Invariant: the log is written before the ledger, so whatever the ledger says survives a crash.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from dataclasses import replace
 
 from controllers.admission import admit_session
 from controllers.cluster_stats import ClusterStats
-from controllers.errors import ControllerError, SessionExists, SessionNotFound, StoreError
+from controllers.errors import (
+    ControllerError,
+    SessionExists,
+    SessionNotFound,
+    SessionTakenOver,
+    StoreError,
+)
 from controllers.ownership import OwnershipLedger
 from controllers.placement import choose_replica
 from controllers.rebalancing import Rebalancing, kv_tokens_at_owner
@@ -28,9 +34,11 @@ from controllers.records import (
 )
 from controllers.replicas import ReplicaDirectory
 from controllers.retention import expires_at_s
+from controllers.session_claims import SessionClaims
 from controllers.settings import ClusterSettings
 from controllers.store import SessionStore
 
+FIRST_EPOCH = 1
 _SESSION_ID_BYTES = 16
 _TOUCH_LOG_AFTER_S = 30.0
 _EXPIRE_INTERVAL_S = 1.0
@@ -56,7 +64,8 @@ class Cluster:
         self._store = store
         self._clock = clock
         self._stats = ClusterStats(timer)
-        self._ledger = OwnershipLedger(clock, store.load_all_entries(), store.epoch_floor())
+        self._ledger = OwnershipLedger(clock, store.load_all_entries())
+        self._claims = SessionClaims(self._ledger, store, self._stats)
         self._replicas = ReplicaDirectory(clock, settings.replica_timeout_s)
         self._timer = timer
         self._rebalancing = self._rebalancing_by(settings)
@@ -108,7 +117,7 @@ class Cluster:
         """
         if session_id is None:
             session_id = secrets.token_urlsafe(_SESSION_ID_BYTES)
-        if session_id in self._ledger:
+        if self._claims.still_held(session_id):
             entry = self._ledger.get(session_id)
             if open_key is None or (entry.open_key, entry.tenant) != (open_key, tenant):
                 raise SessionExists(f"session {session_id!r} is open already", "session_id")
@@ -117,7 +126,7 @@ class Cluster:
         record = SessionRecord(
             session_id=session_id,
             tenant=tenant,
-            epoch=self._ledger.first_epoch,
+            epoch=FIRST_EPOCH,
             replica_id=self._place(),
             timeout_s=timeout_s,
             capacity_tokens=capacity_tokens,
@@ -125,7 +134,7 @@ class Cluster:
             open_key=open_key,
         )
         with self._stats.timed("open"):
-            self._store.open(record)
+            record = self._store.open(record)
         self._replicas.assign_tokens(record.replica_id, self._settings.placement_tokens)
         self._stats.count("sessions_opened")
         return _assignment(self._ledger.open(record), fresh=True)
@@ -136,49 +145,43 @@ class Cluster:
         Gives the child's record without its history. Repeating a fork with the same `fork_key` gives the same child,
         brought to the parent's replica. Raises SessionNotFound, StaleEpoch, SessionExists, InvalidFork, Overloaded.
         """
-        parent = self._ledger.fence(parent_id, epoch, replica_id)
+        parent = self._claims.fence(parent_id, epoch, replica_id)
         length = parent.tokens if order.length is None else order.length
-        if order.child_id in self._ledger:
+        if self._claims.still_held(order.child_id):
             return self._repeated_fork(parent, length, order)
         self._make_room()
         record = SessionRecord(
             session_id=order.child_id,
             tenant=parent.tenant,
-            epoch=self._ledger.first_epoch,
+            epoch=FIRST_EPOCH,
             replica_id=replica_id,
             timeout_s=parent.timeout_s if order.timeout_s is None else order.timeout_s,
             capacity_tokens=parent.capacity_tokens,
             created_s=self._clock(),
             open_key=order.fork_key,
         )
-        with self._stats.timed("fork"):
+        with self._claims.changing(parent_id), self._stats.timed("fork"):
             forked = self._store.fork(parent_id, length, record)
         self._replicas.assign_tokens(replica_id, self._settings.placement_tokens)
         self._stats.count("sessions_forked")
-        self._ledger.open(forked)
-        return record
+        return self._ledger.open(forked).record()
 
     def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
-        """The session's owner; a session whose owner is gone or drains is moved first, at the next epoch.
+        """The session's owner; a session whose owner is gone or drains, or is another cluster's, is moved first, at the
+        next epoch.
 
         Raises SessionNotFound for unknown ids (unless `create`) and for other tenants' sessions; NoReplica.
         """
-        if session_id not in self._ledger and create:
-            return self.open_session(session_id, tenant, None, None)
-        entry = self._ledger.get(session_id, tenant)
-        if self._must_move(entry):
-            return self._move(entry)
-        if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
-            # It only sets an idle clock: a log that is away keeps nobody from an owner that is known.
-            with suppress(StoreError), self._stats.timed("touch"):
-                self._store.touch(session_id, self._clock())
-        return _assignment(self._ledger.touch(session_id), fresh=False)
+        try:
+            return self._resolve(session_id, create, tenant)
+        except SessionTakenOver:  # between two turns of which this is the second: it comes back
+            return self._resolve(session_id, create, tenant)
 
     def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         """The session with its committed history, for its owner. Raises SessionNotFound, StaleEpoch."""
-        self._ledger.fence(session_id, epoch, replica_id)
+        self._claims.fence(session_id, epoch, replica_id)
         self._ledger.touch(session_id)
-        with self._stats.timed("load"):
+        with self._claims.changing(session_id), self._stats.timed("load"):
             return self._store.load(session_id)
 
     def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
@@ -186,7 +189,7 @@ class Cluster:
 
         Raises SessionNotFound, and StaleEpoch, also for a repeated call of which the first moved it.
         """
-        entry = self._ledger.fence(session_id, epoch, replica_id)
+        entry = self._claims.fence(session_id, epoch, replica_id)
         if self._rebalancing is None:
             return False
         kv_tokens = kv_tokens_at_owner(entry)
@@ -204,8 +207,8 @@ class Cluster:
         Raises SessionNotFound, StaleEpoch and IdempotencyConflict; nothing is changed then.
         """
         try:
-            entry = self._ledger.fence(record.session_id, record.epoch)
-            with self._stats.timed("commit"):
+            entry = self._claims.fence(record.session_id, record.epoch)
+            with self._claims.changing(record.session_id), self._stats.timed("commit"):
                 self._store.append_turn(record)
         except StoreError:
             self._stats.count("commits_failed")
@@ -223,32 +226,37 @@ class Cluster:
         An owner gives its `epoch`, so that a former one cannot close a session that moved on: raises StaleEpoch.
         """
         try:
-            self._ledger.get(session_id, tenant)
             if epoch is not None:
-                self._ledger.fence(session_id, epoch)
+                self._claims.fence(session_id, epoch)
+            elif self._claims.claimable(session_id, tenant):
+                self._claims.claim(session_id, replica_id="")
+            self._ledger.get(session_id, tenant)
+            closed = self._forget(session_id)
         except SessionNotFound:
             return False
-        self._forget(session_id)
-        self._stats.count("sessions_closed")
-        return True
+        except SessionTakenOver:
+            if epoch is not None:
+                raise
+            return self.close_session(session_id, tenant)
+        self._stats.count("sessions_closed", closed)
+        return closed
 
     def expire_idle(self) -> list[str]:
         """Ends sessions past their idle timeout that no owner will end; returns their ids.
 
         An owner that reports a session expires it itself. Nothing expires before owners had time to report
-        after a restart of the controller.
+        after a restart of the controller. Sessions of clusters that are gone end here, too.
         """
         now_s = self._clock()
+        idle = self._claims.refresh(self._expires_at_s, now_s)
         if now_s - self._started_s <= self._settings.replica_timeout_s:
-            return []
-        expired = [
+            return self._end(idle)
+        idle += [
             entry.session_id
             for entry in self._ledger.entries()
             if not self._held(entry, now_s) and self._expires_at_s(entry) < now_s
         ]
-        for session_id in expired:
-            self._forget(session_id)
-        self._stats.count("sessions_expired", len(expired))
+        expired = self._end(idle)
         soonest_s = min(map(self._expires_at_s, self._ledger.entries()), default=now_s)
         self._next_expiry_s = max(soonest_s, now_s + _EXPIRE_INTERVAL_S)
         self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
@@ -282,6 +290,23 @@ class Cluster:
             **self._stats.figures(),
         }
 
+    def _resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+        claimed = self._claims.claimable(session_id, tenant)
+        if claimed:
+            entry = self._claims.claim(session_id, self._place())
+            self._replicas.assign_tokens(entry.replica_id, entry.tokens + self._settings.placement_tokens)
+        elif session_id not in self._ledger and create:
+            return self.open_session(session_id, tenant, None, None)
+        entry = self._ledger.get(session_id, tenant)
+        with self._claims.changing(session_id):
+            if self._must_move(entry):
+                return self._move(entry)
+            if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
+                # It only sets an idle clock: a log that is away keeps nobody from an owner that is known.
+                with suppress(StoreError), self._stats.timed("touch"):
+                    self._store.touch(session_id, self._clock())
+        return _assignment(self._ledger.touch(session_id), fresh=claimed)
+
     def _held(self, entry: LedgerEntry, now_s: float) -> bool:
         """True if the session's owner lives and said lately that it holds the session."""
         if entry.reported_s is None or self._replicas.gone(entry.replica_id):
@@ -310,7 +335,7 @@ class Cluster:
         return self._move_to(entry, self._place())
 
     def _move_to(self, entry: LedgerEntry, replica_id: str) -> Assignment:
-        with self._stats.timed("assign"):
+        with self._claims.changing(entry.session_id), self._stats.timed("assign"):
             self._store.assign(entry.session_id, replica_id, entry.epoch + 1)
         self._replicas.assign_tokens(replica_id, entry.tokens + self._settings.placement_tokens)
         self._stats.count("transfers")
@@ -344,10 +369,24 @@ class Cluster:
     def _expires_at_s(self, entry: LedgerEntry) -> float:
         return expires_at_s(entry, self._settings.session_timeout_s)
 
-    def _forget(self, session_id: str) -> None:
-        with self._stats.timed("close"):
-            self._store.close(session_id)
+    def _end(self, idle: Sequence[str]) -> list[str]:
+        """Ends those that are still this cluster's."""
+        ended = []
+        for session_id in idle:
+            try:
+                if self._forget(session_id):
+                    ended.append(session_id)
+            except SessionTakenOver:
+                continue
+        self._stats.count("sessions_expired", len(ended))
+        return ended
+
+    def _forget(self, session_id: str) -> bool:
+        """False if the log did not have it any more."""
+        with self._claims.changing(session_id), self._stats.timed("close"):
+            closed = self._store.close(session_id)
         self._ledger.expire(session_id)
+        return closed
 
 
 def _assignment(entry: LedgerEntry, *, fresh: bool) -> Assignment:

@@ -40,20 +40,21 @@ class ClusterController:
     """Actor methods; `controllers.cluster.Cluster` says what each does and which ControllerError it raises.
 
     `settings` count until a deployment is announced, and after that those of the newest one, also once the actor has
-    been started again. `clock` returns Unix time, `timer` monotonic time, in seconds. Construction raises StoreError if
-    the session log cannot be used.
+    been started again. `cluster` names the cluster to others on the same session log. `clock` returns Unix time,
+    `timer` monotonic time, in seconds. Construction raises StoreError if the session log cannot be used.
     """
 
     def __init__(
         self,
         settings: ClusterSettings,
         log: LogSettings,
+        cluster: str,
         *,
-        open_log: Callable[[LogSettings, Callable[[], float]], SessionStore] = open_store,
+        open_log: Callable[[LogSettings, str, Callable[[], float]], SessionStore] = open_store,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        store = open_log(log, clock)
+        store = open_log(log, cluster, clock)
         self._deployments = Deployments(store, log, settings)
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
         count = len(self._cluster.sessions())
@@ -143,4 +144,6 @@ def get_or_create_controller(
         resources={_HEAD_NODE: _HEAD_NODE_SHARE},
         scheduling_strategy="DEFAULT",  # else it would join the placement group of the replica that creates it
     )
-    return actor_class.remote(settings, log)
+    # Ray keeps its session's name for as long as a cluster lives, also through a restart of the head node from Ray's
+    # own state in Redis. No two clusters have the same one.
+    return actor_class.remote(settings, log, ray.get_runtime_context().get_session_name())

@@ -10,13 +10,15 @@ COUNTERS = (
     "sessions_forked",
     "sessions_closed",
     "sessions_expired",
+    "sessions_claimed",
+    "sessions_taken_over",
     "transfers",
     "rebalanced",
     "turns_committed",
     "turns_refused",
     "commits_failed",
 )
-STORE_OPERATIONS = ("open", "fork", "assign", "touch", "load", "commit", "close")
+STORE_OPERATIONS = ("open", "fork", "assign", "touch", "load", "commit", "close", "find", "claim", "news")
 
 
 class ClusterStats:

@@ -60,6 +60,10 @@ class StaleEpoch(ControllerError):
     code = "stale_epoch"
 
 
+class SessionTakenOver(StaleEpoch):
+    """Another cluster on the same session log has claimed the session."""
+
+
 class SessionMoved(ControllerError):
     """As this very call began the session was given to another owner, where it has a better place."""
 

@@ -1,7 +1,7 @@
 """OwnershipLedger: which replica owns which session, at which epoch. Pure logic, one owner.
 
-Invariant: a session's epoch grows by one with every change of owner and never otherwise, and a session opened
-under the id of a closed one starts above it. So a former owner can always be told apart.
+Invariant: a session's epoch grows by one with every change of owner and never otherwise. (That a session opened under
+the id of a closed one starts above it is the log's care.) So a former owner can always be told apart.
 """
 
 from __future__ import annotations
@@ -14,20 +14,14 @@ from controllers.records import LedgerEntry, SessionRecord, SessionStatus
 
 
 class OwnershipLedger:
-    """Sessions and their owners. `clock` returns Unix time in seconds.
+    """Sessions and their owners. `clock` returns Unix time in seconds."""
 
-    `epoch_floor` is the highest epoch that any closed session ever had.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float], entries: Iterable[LedgerEntry] = (), epoch_floor: int = 0
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], entries: Iterable[LedgerEntry] = ()) -> None:
         self._clock = clock
-        self._epoch_floor = epoch_floor
-        self._entries: dict[str, LedgerEntry] = {entry.session_id: entry for entry in entries}
+        self._entries: dict[str, LedgerEntry] = {}
         self._by_replica: dict[str, set[str]] = {}
-        for entry in self._entries.values():
-            self._by_replica.setdefault(entry.replica_id, set()).add(entry.session_id)
+        for entry in entries:
+            self.add(entry)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -35,16 +29,14 @@ class OwnershipLedger:
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries
 
-    @property
-    def first_epoch(self) -> int:
-        """The epoch at which a session has to be opened."""
-        return self._epoch_floor + 1
-
     def open(self, record: SessionRecord) -> LedgerEntry:
         """Adds a session with its first owner. Raises SessionExists."""
-        if record.session_id in self._entries:
-            raise SessionExists(f"session {record.session_id!r} is open already", "session_id")
-        entry = LedgerEntry.of(record, self._clock())
+        return self.add(LedgerEntry.of(record, self._clock()))
+
+    def add(self, entry: LedgerEntry) -> LedgerEntry:
+        """Adds a session as the log has it. Raises SessionExists."""
+        if entry.session_id in self._entries:
+            raise SessionExists(f"session {entry.session_id!r} is open already", "session_id")
         self._entries[entry.session_id] = entry
         self._by_replica.setdefault(entry.replica_id, set()).add(entry.session_id)
         return entry
@@ -112,11 +104,10 @@ class OwnershipLedger:
         return True
 
     def expire(self, session_id: str) -> bool:
-        """Forgets a session, closed or expired. False if it was unknown."""
+        """Forgets a session that was closed, has expired or is another cluster's. False if it was unknown."""
         entry = self._entries.pop(session_id, None)
         if entry is None:
             return False
-        self._epoch_floor = max(self._epoch_floor, entry.epoch)
         owned = self._by_replica[entry.replica_id]
         owned.discard(session_id)
         if not owned:

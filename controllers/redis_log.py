@@ -1,9 +1,10 @@
-"""A session log in Redis, as far as it is Redis: how it is opened, claimed by one writer, read and changed."""
+"""A session log in Redis, as far as it is Redis: how it is opened, who may write, how it is read and changed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,17 +18,52 @@ from controllers.settings import REDIS_PASSWORD, RedisLogSettings
 
 LAYOUT = b"2"
 READABLE = (b"1", LAYOUT)
-"""Sessions of layout 1 are read as they are, and written anew with their next change."""
+"""Sessions of layout 1 are read as they are, and written anew with their next change. They name no writer: one number,
+`writer`, stood for all of them."""
+
+ALIVE_S = 60
+"""A cluster that has said nothing for so long is gone, by the clock of Redis."""
+
 
 TIMEOUT_S = 1.0
 """For each answer: the controller does nothing else meanwhile. A change that takes longer is told again."""
 
 _FORGETFUL = "allkeys-"
 
-_APPLY = """
--- KEYS[1]: the number of the writer. ARGV[1]: the caller's. Then each command: how many words it has, and the words.
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local at = 2
+_OPEN = """
+-- KEYS: layout, writer (of the former layout), writers, alive. ARGV: layout, former layout, cluster, nonce, seconds.
+local layout = redis.call('GET', KEYS[1])
+if layout == ARGV[2] then
+    redis.call('DEL', KEYS[2])  -- its writer knows nothing of claims: it may write no more
+    layout = false
+end
+if not layout then
+    redis.call('SET', KEYS[1], ARGV[1])
+elseif layout ~= ARGV[1] then
+    return {0, layout}
+end
+local former = redis.call('HGET', KEYS[3], ARGV[3]) or '0'
+local number = tonumber(string.match(former, '^%d+')) + 1
+redis.call('HSET', KEYS[3], ARGV[3], number .. ':' .. ARGV[4])
+redis.call('SET', KEYS[4], 1, 'EX', ARGV[5])
+return {number, layout}
+"""
+
+_CHANGE = """
+-- KEYS[1]: the writers. ARGV: the caller's cluster, its number, its nonce; how many guards there are, then the key and
+-- the text of each; then each command: how many words it has, and the words. 0: fenced, 1: done, 2: a guard failed.
+local stored = redis.call('HGET', KEYS[1], ARGV[1])
+local mine = ARGV[2] .. ':' .. ARGV[3]
+if stored ~= mine then
+    -- A lower number is an earlier controller's: a failover of Redis lost that this one had opened the log.
+    if not stored or tonumber(string.match(stored, '^%d+')) >= tonumber(ARGV[2]) then return 0 end
+    redis.call('HSET', KEYS[1], ARGV[1], mine)
+end
+local at = 5
+for _ = 1, tonumber(ARGV[4]) do
+    if (redis.call('GET', ARGV[at]) or '') ~= ARGV[at + 1] then return 2 end
+    at = at + 2
+end
 while at <= #ARGV do
     local size = tonumber(ARGV[at])
     redis.call(unpack(ARGV, at + 1, at + size))
@@ -38,17 +74,24 @@ return 1
 
 Word = str | bytes | int | float
 Command = tuple[Word, ...]
+Guards = Mapping[str, bytes | None]
+"""What a change was derived from: keys and the texts that they had; None: the key did not exist."""
 
 
 class RedisLog:
-    """Owns the connection. The last who opened the log is its only writer.
+    """Owns the connection. `cluster` names the cluster that writes, through all restarts of its controller.
+
+    Of each cluster the controller that opened the log last may write: it takes the place of those before it. Clusters
+    do not fence each other: which of them may change a session is part of what the session's guards compare.
 
     Raises StoreError if Redis cannot be reached, takes no writes, may forget keys, or has something else there.
     """
 
-    def __init__(self, settings: RedisLogSettings, timer: Callable[[], float]) -> None:
+    def __init__(self, settings: RedisLogSettings, cluster: str, timer: Callable[[], float]) -> None:
+        self.cluster = cluster
         self._settings = settings
         self._prefix = f"kedge:{{{settings.name}}}:"  # braces: all in one slot of a Redis Cluster
+        self._nonce = secrets.token_hex(8)
         self._breaker = CircuitBreaker(self._answers, timer, call_timeout_s=TIMEOUT_S)
         try:
             self._redis = redis.Redis.from_url(
@@ -61,9 +104,9 @@ class RedisLog:
             )
         except ValueError as error:
             raise StoreError(f"session log {settings}: {error}", "redis_url") from error
-        self._apply = self._redis.register_script(_APPLY)
+        self._change = self._redis.register_script(_CHANGE)
         try:
-            self._writer = self._claim()
+            self._number = self._open()
         except StoreError as error:
             self.close()
             raise StoreError(f"cannot open {error.message}", "redis_url") from error
@@ -71,25 +114,35 @@ class RedisLog:
     def key(self, *parts: str) -> str:
         return self._prefix + ":".join(parts)
 
+    def alive_key(self, cluster: str) -> str:
+        """The key that is there while the cluster's controller sweeps."""
+        return self.key("alive", cluster)
+
     def read(self, *commands: Command) -> list[Any]:
-        """Their answers, in one round trip. Nobody writes in between but who has taken the log over."""
+        """Their answers, in one round trip; nobody writes in between."""
         with self._asked():
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._redis.pipeline(transaction=len(commands) > 1)
             for command in commands:
                 pipeline.execute_command(*command)
             return list(pipeline.execute())
 
-    def change(self, commands: Sequence[Command]) -> None:
-        """All of them at once, in one round trip, or none. Raises StoreError if another has taken the log over."""
-        words: list[Word] = []
+    def change(self, commands: Sequence[Command], guards: Guards | None = None) -> bool:
+        """All of them at once, in one round trip, or none. False, and none, if a guard does not hold any more.
+
+        A change whose answer was lost is repeated: its guards fail then, though it was made. Raises StoreError if
+        another controller of this cluster has taken the log over.
+        """
+        guards = guards or {}
+        words: list[Word] = [self.cluster, self._number, self._nonce, len(guards)]
+        for key, text in guards.items():
+            words += [key, text or b""]
         for command in commands:
             words += [len(command), *command]
         with self._asked():
-            if not self._apply(keys=[self.key("writer")], args=[self._writer, *words]):
-                raise self.error(
-                    "another controller has taken it over, or it was emptied"
-                    " (each cluster needs a controller.name or a Redis of its own)"
-                )
+            outcome = self._change(keys=[self.key("writers")], args=words)
+            if not outcome:
+                raise self.error("another controller of this cluster has taken it over, or it was emptied")
+            return bool(outcome == 1)
 
     def close(self) -> None:
         self._redis.close()
@@ -97,21 +150,21 @@ class RedisLog:
     def error(self, reason: str) -> StoreError:
         return StoreError(f"session log {self._settings}: {reason}")
 
-    def _claim(self) -> int:
+    def _open(self) -> int:
         with self._asked():
             policy = self._redis.info("memory").get("maxmemory_policy", "")
             if policy.startswith(_FORGETFUL):
                 raise self.error(
                     f"with maxmemory-policy {policy} Redis may drop sessions; noeviction keeps them"
                 )
-            layout = self._redis.get(self.key("layout"))
-            if layout not in (None, *READABLE):
-                known = LAYOUT.decode()
+            keys = [self.key("layout"), self.key("writer"), self.key("writers"), self.alive_key(self.cluster)]
+            words: list[Word] = [LAYOUT, READABLE[0], self.cluster, self._nonce, ALIVE_S]
+            number, layout = self._redis.register_script(_OPEN)(keys=keys, args=words)
+            if not number:
                 raise self.error(
-                    f"it has layout {layout!r}; this version of Kedge reads layouts up to {known}"
+                    f"it has layout {layout!r}; this version of Kedge reads layouts up to {LAYOUT.decode()}"
                 )
-            self._redis.set(self.key("layout"), LAYOUT)
-            return int(self._redis.incr(self.key("writer")))
+            return int(number)
 
     @contextmanager
     def _asked(self) -> Iterator[None]:

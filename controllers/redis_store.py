@@ -7,42 +7,61 @@ Of each session there are
   comes next, so that turns and rewinds cost O(new tokens);
 - `results`, a hash: what turns with an idempotency key answered, by their index.
 
-Besides there are `sessions`, the set of all ids, `epoch_floor`, and `deployment`.
+Besides there are `sessions`, the set of all ids, and `epoch_floor`. Of each cluster there are `alive`, which is there
+while it lives, `deployment`, and `taken`, a hash: the sessions that others took from it, and at which epochs.
+
+Several clusters may write one log, each its own sessions: a session names the cluster that claimed it last. Each
+change is made only if the session is still as it was read, so whoever lost it in between changes nothing.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
+from controllers.errors import SessionTakenOver, StoreError
 from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, made_by, not_found
 from controllers.records import (
     KEPT_RESULTS,
     LedgerEntry,
+    LogNews,
     ModelFingerprint,
     SessionRecord,
     StoredResult,
     TurnRecord,
 )
-from controllers.redis_log import Command, RedisLog
+from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
 from controllers.settings import RedisLogSettings
 from controllers.tokens import TOKEN_BYTES, count_tokens
 
 ENTRIES_AT_ONCE = 1000
+SWEPT_AT_ONCE = 100
+"""Sessions of the whole log that one call of `news` looks at: each sweep costs the same, however many there are."""
+
+TAKEN_KEPT_S = 3600
+"""A cluster that has not asked for so long what was taken from it is not coming back."""
+
+DEPLOYMENT_KEPT_S = 30 * 24 * 3600
+"""After its last sweep a cluster may come back with its settings for so long: Ray can restore it from its own state."""
+
+MOST_TRIES = 5
+"""Of a change in whose way others came: an answer that was lost is one, a session that is taken over another."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """`last` identifies the last turn, its tokens aside. `kept` are the turns whose results are, oldest first: index,
-    idempotency key, digest. Layout 1 has no `model`."""
+    """`writer` is the cluster that claimed it last; empty: none did. `last` identifies the last turn, its tokens aside.
+    `kept` are the turns whose results are, oldest first: index, idempotency key, digest. Layout 1 has neither `model`
+    nor `writer`."""
 
     entry: LedgerEntry
     tools: str | None = None
     last: list[int | str | None] | None = None
     kept: tuple[tuple[int, str, str | None], ...] = ()
     model: ModelFingerprint | None = None
+    writer: str = ""
 
     @classmethod
     def parse(cls, text: bytes) -> _Session:
@@ -56,13 +75,13 @@ class _Session:
             **fields,
         )
 
-    def text(self) -> str:
-        return json.dumps(asdict(self))
+    def text(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
 
 class RedisSessionStore:
-    """A SessionStore in Redis. `clock` returns Unix time, `timer` monotonic time, in seconds. Raises StoreError, see
-    RedisLog.
+    """A SessionStore in Redis. `cluster` names the cluster that writes, see RedisLog, which also says when StoreError
+    is raised. `clock` returns Unix time, `timer` monotonic time, in seconds.
 
     What outlives Redis itself is for its configuration to say.
     """
@@ -70,39 +89,215 @@ class RedisSessionStore:
     def __init__(
         self,
         settings: RedisLogSettings,
+        cluster: str,
         *,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._log = RedisLog(settings, timer)
+        self._log = RedisLog(settings, cluster, timer)
         self._clock = clock
+        self._deployment_key = self._log.key("deployment", cluster)
+        self._cursor = 0  # of the walk over all sessions that `news` goes on with
 
-    def open(self, record: SessionRecord) -> None:
+    def open(self, record: SessionRecord) -> SessionRecord:
         assert not record.history
         assert not record.turns
-        self._refuse_known(record.session_id)
-        self._log.change(self._added(record))
+        return self._add(lambda: (record, [], {}))
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
-        parent = self._session(parent_id)
-        check_fork(parent.entry, length)
-        self._refuse_known(record.session_id)
-        history = self._tokens(parent_id, 0, length)
-        record = replace(record, history=history, tools=parent.tools, model=parent.model)
-        self._log.change([self._written(record.session_id, 0, record.history), *self._added(record)])
-        return record
+        def child() -> tuple[SessionRecord, list[Command], Guards]:
+            parent, text = self._own(parent_id)
+            check_fork(parent.entry, length)
+            history = self._tokens(parent_id, 0, length)
+            forked = replace(record, history=history, tools=parent.tools, model=parent.model)
+            return forked, [self._written(record.session_id, 0, history)], {self._key(parent_id): text}
+
+        return self._add(child)
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
-        session = self._session(session_id)
-        if changes_owner(session.entry, replica_id, epoch):
+        def assigned(session: _Session) -> list[Command]:
+            if not changes_owner(session.entry, replica_id, epoch):
+                return []
             entry = replace(session.entry, replica_id=replica_id, epoch=epoch, last_used_s=self._clock())
-            self._log.change([self._set(replace(session, entry=entry))])
+            return [self._set(replace(session, entry=entry))]
+
+        self._change(session_id, assigned)
 
     def append_turn(self, record: TurnRecord) -> None:
         assert len(record.tokens) % TOKEN_BYTES == 0
-        session = self._session(record.session_id)
-        if not adds_turn(session.entry, record, lambda: self._is_last(session, record)):
-            return
+
+        def appended(session: _Session) -> list[Command]:
+            if not adds_turn(session.entry, record, lambda: self._is_last(session, record)):
+                return []
+            return self._appended(session, record)
+
+        self._change(record.session_id, appended)
+
+    def load(self, session_id: str) -> SessionRecord:
+        key, history_key, results_key = self._keys(session_id)
+        found, history, results = self._log.read(("GET", key), ("GET", history_key), ("HGETALL", results_key))
+        session = self._checked(session_id, found)
+        kept = (
+            StoredResult(key, index, self._result(results, index), digest)
+            for index, key, digest in session.kept
+        )
+        tokens = (history or b"")[: session.entry.tokens * TOKEN_BYTES]
+        self._check_whole(session_id, tokens, session.entry.tokens)
+        return session.entry.record(tokens, tuple(kept), session.tools, session.model)
+
+    def find(self, session_id: str) -> LedgerEntry:
+        return self._any(session_id)[0].entry
+
+    def claim(self, session_id: str, replica_id: str) -> LedgerEntry:
+        for _ in range(MOST_TRIES):
+            session, text = self._any(session_id)
+            if session.writer == self._log.cluster:
+                return session.entry
+            entry = replace(
+                session.entry,
+                replica_id=replica_id,
+                epoch=session.entry.epoch + 1,
+                last_used_s=self._clock(),
+            )
+            commands = [self._set(replace(session, entry=entry, writer=self._log.cluster))]
+            if session.writer:
+                taken = self._log.key("taken", session.writer)
+                commands += [("HSET", taken, session_id, entry.epoch), ("EXPIRE", taken, TAKEN_KEPT_S)]
+            if self._log.change(commands, {self._key(session_id): text}):
+                return entry
+        raise self._busy(session_id)
+
+    def news(self) -> LogNews:
+        taken_key = self._log.key("taken", self._log.cluster)
+        taken, (cursor, members) = self._log.read(
+            ("HGETALL", taken_key),
+            ("SSCAN", self._log.key("sessions"), self._cursor, "COUNT", SWEPT_AT_ONCE),
+        )
+        commands: list[Command] = [
+            ("SET", self._log.alive_key(self._log.cluster), 1, "EX", ALIVE_S),
+            ("EXPIRE", self._deployment_key, DEPLOYMENT_KEPT_S),
+        ]
+        if taken:
+            commands.append(("HDEL", taken_key, *taken))
+        self._log.change(commands)
+        abandoned = self._abandoned([member.decode() for member in members])
+        self._cursor = int(cursor)
+        return LogNews(tuple((key.decode(), int(epoch)) for key, epoch in taken.items()), abandoned)
+
+    def load_all_entries(self) -> list[LedgerEntry]:
+        (members,) = self._log.read(("SMEMBERS", self._log.key("sessions")))
+        session_ids = sorted(member.decode() for member in members)
+        return [
+            session.entry for session in self._sessions(session_ids) if session.writer == self._log.cluster
+        ]
+
+    def epoch_floor(self) -> int:
+        return int(self._log.read(("GET", self._log.key("epoch_floor")))[0] or 0)
+
+    def touch(self, session_id: str, last_used_s: float) -> None:
+        self._change(
+            session_id,
+            lambda session: [
+                self._set(replace(session, entry=replace(session.entry, last_used_s=last_used_s)))
+            ],
+        )
+
+    def close(self, session_id: str) -> bool:
+        floor_key = self._log.key("epoch_floor")
+        for tries in range(MOST_TRIES):
+            found, floor = self._log.read(("GET", self._key(session_id)), ("GET", floor_key))
+            if found is None:
+                return tries > 0  # by an earlier try, whose answer was lost
+            session = self._checked(session_id, found)
+            commands: list[Command] = [
+                ("SET", floor_key, max(int(floor or 0), session.entry.epoch)),
+                ("SREM", self._log.key("sessions"), session_id),
+                ("DEL", *self._keys(session_id)),
+            ]
+            if self._log.change(commands, {self._key(session_id): found, floor_key: floor}):
+                return True
+        raise self._busy(session_id)
+
+    def deployment(self) -> str | None:
+        (text,) = self._log.read(("GET", self._deployment_key))
+        return None if text is None else text.decode()
+
+    def set_deployment(self, text: str) -> None:
+        self._log.change([("SET", self._deployment_key, text, "EX", DEPLOYMENT_KEPT_S)])
+
+    def disconnect(self) -> None:
+        self._log.close()
+
+    def _keys(self, session_id: str) -> tuple[str, str, str]:
+        """Of all that there is of the session: `session`, `history` and `results`."""
+        return self._key(session_id), self._history(session_id), self._results(session_id)
+
+    def _key(self, session_id: str) -> str:
+        return self._log.key("session", session_id)
+
+    def _history(self, session_id: str) -> str:
+        return self._log.key("history", session_id)
+
+    def _results(self, session_id: str) -> str:
+        return self._log.key("results", session_id)
+
+    def _any(self, session_id: str) -> tuple[_Session, bytes]:
+        """The session, whoever writes it, and the text that it has in the log."""
+        (found,) = self._log.read(("GET", self._key(session_id)))
+        if found is None:
+            raise not_found(session_id)
+        return self._parsed(found), found
+
+    def _own(self, session_id: str) -> tuple[_Session, bytes]:
+        (found,) = self._log.read(("GET", self._key(session_id)))
+        return self._checked(session_id, found), found
+
+    def _checked(self, session_id: str, found: bytes | None) -> _Session:
+        """Raises SessionNotFound and SessionTakenOver."""
+        if found is None:
+            raise not_found(session_id)
+        session = self._parsed(found)
+        if session.writer != self._log.cluster:
+            raise SessionTakenOver(f"session {session_id!r} has been taken over by another cluster")
+        return session
+
+    def _change(self, session_id: str, changed: Callable[[_Session], list[Command]]) -> None:
+        """Does what `changed` makes of the session, which is nothing if that is done already."""
+        for _ in range(MOST_TRIES):
+            session, text = self._own(session_id)
+            commands = changed(session)
+            if not commands or self._log.change(commands, {self._key(session_id): text}):
+                return
+        raise self._busy(session_id)
+
+    def _busy(self, session_id: str) -> StoreError:
+        return self._log.error(f"session {session_id!r} was changed by others at each of {MOST_TRIES} tries")
+
+    def _add(self, made: Callable[[], tuple[SessionRecord, list[Command], Guards]]) -> SessionRecord:
+        """Adds the session that `made` gives, with what else is to be done and what it derives from, above the epochs
+        of all closed ones. Raises SessionExists."""
+        added = b""
+        for _ in range(MOST_TRIES):
+            record, commands, guards = made()
+            key, floor_key = self._key(record.session_id), self._log.key("epoch_floor")
+            found, floor = self._log.read(("GET", key), ("GET", floor_key))
+            if found is not None:
+                if found == added:  # by an earlier try, whose answer was lost
+                    return replace(record, epoch=self._parsed(found).entry.epoch)
+                raise exists(record.session_id)
+            record = replace(record, epoch=max(record.epoch, int(floor or 0) + 1))
+            entry = LedgerEntry.of(record, self._clock())
+            added = _Session(entry, record.tools, model=record.model, writer=self._log.cluster).text()
+            change = [
+                *commands,
+                ("SET", key, added),
+                ("SADD", self._log.key("sessions"), record.session_id),
+            ]
+            if self._log.change(change, {**guards, key: None, floor_key: floor}):
+                return record
+        raise self._busy(record.session_id)
+
+    def _appended(self, session: _Session, record: TurnRecord) -> list[Command]:
         entry = replace(
             session.entry,
             tokens=record.end_len,
@@ -121,76 +316,28 @@ class RedisSessionStore:
             results = self._results(record.session_id)
             commands.append(("HSET", results, record.turn_index, record.result))
             commands += [("HDEL", results, index) for index, _, _ in kept[:-KEPT_RESULTS]]
-        self._log.change([*commands, self._set(session)])
+        return [*commands, self._set(session)]
 
-    def load(self, session_id: str) -> SessionRecord:
-        session = self._session(session_id)
-        (results,) = self._log.read(("HGETALL", self._results(session_id)))
-        kept = (
-            StoredResult(key, index, self._result(results, index), digest)
-            for index, key, digest in session.kept
-        )
-        history = self._tokens(session_id, 0, session.entry.tokens)
-        return session.entry.record(history, tuple(kept), session.tools, session.model)
+    def _sessions(self, session_ids: list[str]) -> Iterator[_Session]:
+        """Those of them that have not been closed meanwhile."""
+        for start in range(0, len(session_ids), ENTRIES_AT_ONCE):
+            some = session_ids[start : start + ENTRIES_AT_ONCE]
+            (texts,) = self._log.read(("MGET", *map(self._key, some)))
+            for session_id, text in zip(some, texts, strict=True):
+                if text is not None:
+                    yield self._parsed(text)
+                elif self._log.read(("SISMEMBER", self._log.key("sessions"), session_id))[0]:
+                    raise self._log.error(f"session {session_id!r} is missing")
 
-    def load_all_entries(self) -> list[LedgerEntry]:
-        (members,) = self._log.read(("SMEMBERS", self._log.key("sessions")))
-        keys = [self._key(session_id) for session_id in sorted(member.decode() for member in members)]
-        entries: list[LedgerEntry] = []
-        for start in range(0, len(keys), ENTRIES_AT_ONCE):
-            (texts,) = self._log.read(("MGET", *keys[start : start + ENTRIES_AT_ONCE]))
-            entries += [self._parsed(text).entry for text in texts]
-        return entries
-
-    def epoch_floor(self) -> int:
-        return int(self._log.read(("GET", self._log.key("epoch_floor")))[0] or 0)
-
-    def touch(self, session_id: str, last_used_s: float) -> None:
-        session = self._session(session_id)
-        self._log.change([self._set(replace(session, entry=replace(session.entry, last_used_s=last_used_s)))])
-
-    def close(self, session_id: str) -> bool:
-        found, floor = self._log.read(("GET", self._key(session_id)), ("GET", self._log.key("epoch_floor")))
-        if found is None:
-            return False
-        keys = (self._key(session_id), self._history(session_id), self._results(session_id))
-        self._log.change(
-            [
-                (
-                    "SET",
-                    self._log.key("epoch_floor"),
-                    max(int(floor or 0), self._parsed(found).entry.epoch),
-                ),
-                ("SREM", self._log.key("sessions"), session_id),
-                ("DEL", *keys),
-            ]
-        )
-        return True
-
-    def deployment(self) -> str | None:
-        (text,) = self._log.read(("GET", self._log.key("deployment")))
-        return None if text is None else text.decode()
-
-    def set_deployment(self, text: str) -> None:
-        self._log.change([("SET", self._log.key("deployment"), text)])
-
-    def disconnect(self) -> None:
-        self._log.close()
-
-    def _key(self, session_id: str) -> str:
-        return self._log.key("session", session_id)
-
-    def _history(self, session_id: str) -> str:
-        return self._log.key("history", session_id)
-
-    def _results(self, session_id: str) -> str:
-        return self._log.key("results", session_id)
-
-    def _session(self, session_id: str) -> _Session:
-        (found,) = self._log.read(("GET", self._key(session_id)))
-        if found is None:
-            raise not_found(session_id)
-        return self._parsed(found)
+    def _abandoned(self, session_ids: list[str]) -> tuple[LedgerEntry, ...]:
+        """Those of them whose writer is not there any more, or that never had one."""
+        others = [s for s in self._sessions(session_ids) if s.writer != self._log.cluster]
+        if not others:
+            return ()
+        writers = sorted({session.writer for session in others})
+        alive = self._log.read(*(("EXISTS", self._log.alive_key(writer)) for writer in writers))
+        gone = {writer for writer, lives in zip(writers, alive, strict=True) if not lives}
+        return tuple(session.entry for session in others if session.writer in gone)
 
     def _parsed(self, text: bytes | None) -> _Session:
         try:
@@ -204,22 +351,11 @@ class RedisSessionStore:
         except KeyError:
             raise self._log.error(f"what turn {index} answered is missing") from None
 
-    def _refuse_known(self, session_id: str) -> None:
-        if self._log.read(("EXISTS", self._key(session_id)))[0]:
-            raise exists(session_id)
-
     def _set(self, session: _Session) -> Command:
         return ("SET", self._key(session.entry.session_id), session.text())
 
     def _written(self, session_id: str, start_len: int, tokens: bytes) -> Command:
         return ("SETRANGE", self._history(session_id), start_len * TOKEN_BYTES, tokens)
-
-    def _added(self, record: SessionRecord) -> list[Command]:
-        entry = LedgerEntry.of(record, self._clock())
-        return [
-            self._set(_Session(entry, record.tools, model=record.model)),
-            ("SADD", self._log.key("sessions"), record.session_id),
-        ]
 
     def _tokens(self, session_id: str, start_len: int, end_len: int) -> bytes:
         """The history's tokens from `start_len` to `end_len`."""
@@ -227,9 +363,12 @@ class RedisSessionStore:
         if start == end:
             return b""
         tokens: bytes = self._log.read(("GETRANGE", self._history(session_id), start, end - 1))[0]
-        if len(tokens) != end - start:
-            raise self._log.error(f"tokens of session {session_id!r} are missing")
+        self._check_whole(session_id, tokens, end_len - start_len)
         return tokens
+
+    def _check_whole(self, session_id: str, tokens: bytes, expected: int) -> None:
+        if len(tokens) != expected * TOKEN_BYTES:
+            raise self._log.error(f"tokens of session {session_id!r} are missing")
 
     def _is_last(self, session: _Session, record: TurnRecord) -> bool:
         """True if the last turn is just this record, results aside: they are no part of the history."""

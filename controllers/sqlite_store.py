@@ -20,6 +20,7 @@ from controllers.log_rules import adds_turn, changes_owner, check_fork, check_ke
 from controllers.records import (
     KEPT_RESULTS,
     LedgerEntry,
+    LogNews,
     ModelFingerprint,
     SessionRecord,
     StoredResult,
@@ -52,11 +53,11 @@ class SqliteSessionStore:
         self._clock = clock
         self._connection = open_session_log(self._path, full_sync=full_sync)
 
-    def open(self, record: SessionRecord) -> None:
+    def open(self, record: SessionRecord) -> SessionRecord:
         assert not record.history
         assert not record.turns
         with self._transaction() as db:
-            self._insert_session(db, record)
+            return self._insert_session(db, record)
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
         with self._transaction() as db:
@@ -65,7 +66,7 @@ class SqliteSessionStore:
             history = self._history(db, parent)[: length * TOKEN_BYTES]
             tools, model = _tools_and_model(db, parent_id)
             record = replace(record, history=history, tools=tools, model=model)
-            self._insert_session(db, record)
+            record = self._insert_session(db, record)
             db.execute(
                 "INSERT INTO turns (session_id, turn_index, start_len, input_len, tokens) VALUES (?, ?, 0, ?, ?)",
                 (record.session_id, _INHERITED, length, record.history),
@@ -112,6 +113,17 @@ class SqliteSessionStore:
             ).fetchall()
         return entry.record(history, tuple(StoredResult(*row) for row in results), tools, model)
 
+    def find(self, session_id: str) -> LedgerEntry:
+        with self._transaction() as db:
+            return _entry(db, session_id)
+
+    def claim(self, session_id: str, replica_id: str) -> LedgerEntry:  # noqa: ARG002
+        """The file has one writer: each session is its already."""
+        return self.find(session_id)
+
+    def news(self) -> LogNews:
+        return LogNews()
+
     def load_all_entries(self) -> list[LedgerEntry]:
         with self._transaction() as db:
             rows = db.execute(f"SELECT {_ENTRY_COLUMNS} FROM sessions").fetchall()
@@ -119,7 +131,7 @@ class SqliteSessionStore:
 
     def epoch_floor(self) -> int:
         with self._transaction() as db:
-            return int(db.execute("SELECT coalesce(max(epoch), 0) FROM epoch_floor").fetchone()[0])
+            return _epoch_floor(db)
 
     def touch(self, session_id: str, last_used_s: float) -> None:
         with self._transaction() as db:
@@ -153,7 +165,8 @@ class SqliteSessionStore:
     def disconnect(self) -> None:
         self._connection.close()
 
-    def _insert_session(self, db: sqlite3.Connection, record: SessionRecord) -> None:
+    def _insert_session(self, db: sqlite3.Connection, record: SessionRecord) -> SessionRecord:
+        record = replace(record, epoch=max(record.epoch, _epoch_floor(db) + 1))
         added = db.execute(
             f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}, tools, model)"
             " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?)",
@@ -174,6 +187,7 @@ class SqliteSessionStore:
         )
         if added.rowcount == 0:
             raise exists(record.session_id)
+        return record
 
     def _history(self, db: sqlite3.Connection, entry: LedgerEntry) -> bytes:
         """The committed tokens: every turn's, after cutting what it rewound."""
@@ -209,6 +223,10 @@ def _entry(db: sqlite3.Connection, session_id: str) -> LedgerEntry:
     if row is None:
         raise not_found(session_id)
     return _to_entry(row)
+
+
+def _epoch_floor(db: sqlite3.Connection) -> int:
+    return int(db.execute("SELECT coalesce(max(epoch), 0) FROM epoch_floor").fetchone()[0])
 
 
 def _tools_and_model(db: sqlite3.Connection, session_id: str) -> tuple[str | None, ModelFingerprint | None]:

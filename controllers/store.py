@@ -1,25 +1,34 @@
-"""SessionStore: the durable session log that ownership and histories are rebuilt from. Single writer."""
+"""SessionStore: the durable session log that ownership and histories are rebuilt from.
+
+One log may serve several clusters, as during an upgrade that starts the next before the last one ends. Each session has
+one writer, the cluster that opened or claimed it last. A log in a file has one writer for all of them.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from controllers.records import LedgerEntry, SessionRecord, TurnRecord
+from controllers.records import LedgerEntry, LogNews, SessionRecord, TurnRecord
 
 
 class SessionStore(Protocol):
-    """Sessions and their committed turns. Every method raises StoreError if it cannot read or write the log.
+    """Sessions and their committed turns. Every method raises StoreError if it cannot read or write the log, and all
+    that change or load a session SessionTakenOver if another cluster has claimed it.
 
     Each change is atomic and, once the method has returned, survives the death of the process.
     """
 
-    def open(self, record: SessionRecord) -> None:
-        """Adds a session without history. Raises SessionExists."""
+    def open(self, record: SessionRecord) -> SessionRecord:
+        """Adds a session without history, at its epoch or above `epoch_floor`. Gives it as it was added.
+
+        Raises SessionExists.
+        """
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
         """Adds a session that begins with the first `length` tokens of its parent, and shares nothing with it.
 
-        Gives the record with that history. Raises SessionNotFound, InvalidFork and SessionExists.
+        Gives the record with that history, at an epoch like `open`. Raises SessionNotFound, InvalidFork and
+        SessionExists.
         """
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
@@ -38,8 +47,20 @@ class SessionStore(Protocol):
     def load(self, session_id: str) -> SessionRecord:
         """The session with its whole history. Raises SessionNotFound."""
 
+    def find(self, session_id: str) -> LedgerEntry:
+        """The session as the log has it, whoever its writer is. Raises SessionNotFound."""
+
+    def claim(self, session_id: str, replica_id: str) -> LedgerEntry:
+        """Makes this cluster the session's writer and the replica its owner, at the next epoch: whoever was is stale.
+
+        A session of this cluster stays as it is. Gives it as it is then. Raises SessionNotFound.
+        """
+
+    def news(self) -> LogNews:
+        """What other clusters did; tells them that this one lives. To be called every few seconds."""
+
     def load_all_entries(self) -> list[LedgerEntry]:
-        """Every session, without histories."""
+        """Every session of this cluster, without histories."""
 
     def epoch_floor(self) -> int:
         """The highest epoch that any closed session had; 0 if there was none."""
@@ -54,7 +75,7 @@ class SessionStore(Protocol):
         """What `set_deployment` was given last; None if nothing was."""
 
     def set_deployment(self, text: str) -> None:
-        """Keeps which deployment's settings count (controllers/deployments.py)."""
+        """Keeps which deployment's settings count for this cluster (controllers/deployments.py)."""
 
     def disconnect(self) -> None:
         """Releases the log. The store is unusable afterwards."""

@@ -16,6 +16,8 @@ from controllers.settings import RedisLogSettings
 
 PROGRAM = shutil.which("redis-server")
 START_TIMEOUT_S = 20.0
+CLUSTER = "cluster"
+"""The only one that writes, where a test needs no other."""
 
 
 class RedisServer:

@@ -46,7 +46,7 @@ def reopen(log: LogSettings, clock: ManualClock) -> Iterator[Callable[[], Sessio
     def reopened() -> SessionStore:
         for store in stores:
             store.disconnect()
-        stores[:] = [open_store(log, clock)]
+        stores[:] = [open_store(log, "cluster", clock)]
         return stores[0]
 
     yield reopened
@@ -121,7 +121,7 @@ REDIS = RedisLogSettings("redis://a", "name")
 def test_another_log_is_refused_by_name(
     log: LogSettings, wanted: LogSettings, key: str, tmp_path: Path, clock: ManualClock
 ) -> None:
-    store = open_store(SqliteLogSettings(str(tmp_path / "any.db")), clock)
+    store = open_store(SqliteLogSettings(str(tmp_path / "any.db")), "cluster", clock)
     deployments = Deployments(store, log, OLD)
     with pytest.raises(SettingsRefused) as caught:
         deployments.announce(Deployment("d", NEW, wanted))
@@ -138,7 +138,7 @@ async def test_a_redeploy_takes_effect_and_keeps_sessions_and_replicas(
     log: LogSettings, clock: ManualClock
 ) -> None:
     """The controller kept its first settings for as long as it lived."""
-    controller = ClusterController(OLD, log, clock=clock, timer=clock)
+    controller = ClusterController(OLD, log, "cluster", clock=clock, timer=clock)
     await controller.announce(Deployment("old", OLD, log))
     await controller.register_replica(ReplicaStatus("a", 1000, 1000))
     opened = await controller.open_session("first")
@@ -161,7 +161,7 @@ async def test_a_redeploy_changes_how_soon_a_replica_counts_as_dead_and_what_is_
     log: LogSettings, clock: ManualClock
 ) -> None:
     settings = ClusterSettings(replica_timeout_s=100.0, rebalancing=None)
-    controller = ClusterController(settings, log, clock=clock, timer=clock)
+    controller = ClusterController(settings, log, "cluster", clock=clock, timer=clock)
     for replica_id in ("a", "b"):
         await controller.register_replica(ReplicaStatus(replica_id, 1000, 1000))
 

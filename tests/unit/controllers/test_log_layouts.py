@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from redis_server import RedisServer
+from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, history_of, turn_of
 
 from controllers.errors import StoreError
@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     server: RedisServer = request.getfixturevalue("redis_server")
     log = server.log()
     redis_log(server, log.name)
-    return lambda: RedisSessionStore(log)
+    return lambda: RedisSessionStore(log, CLUSTER)
 
 
 def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> None:
@@ -73,12 +73,14 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
         results=(StoredResult("k", 0, b"r", "d"),),
         tools="tools",
     )
-    assert store.load("s") == record
     assert store.epoch_floor() == 1
+    assert store.find("s").last_used_s == 1000.0
+    epoch = store.claim("s", "a").epoch  # in Redis it had no writer, and is no cluster's yet
+    assert store.load("s") == replace(record, epoch=epoch)
     (entry,) = store.load_all_entries()
-    assert (entry.session_id, entry.tokens, entry.turns, entry.last_used_s) == ("s", 4, 2, 1000.0)
-    store.append_turn(turn_of(1, 3, [4], input_len=1))  # told again: it is there
-    store.append_turn(turn_of(2, 4, [5], model=MODEL))
+    assert (entry.session_id, entry.tokens, entry.turns) == ("s", 4, 2)
+    store.append_turn(turn_of(1, 3, [4], input_len=1, epoch=epoch))  # told again: it is there
+    store.append_turn(turn_of(2, 4, [5], model=MODEL, epoch=epoch))
     store.disconnect()
     again = place()  # raised to this version's layout: one before would not know what it reads
     assert (history_of(again), again.load("s").model) == ([1, 2, 3, 4, 5], MODEL)
@@ -108,11 +110,11 @@ def test_a_newer_layout_is_refused_by_name_and_left_alone(tmp_path: Path, redis_
     assert path.read_bytes() == before
 
     log = redis_server.log()
-    RedisSessionStore(log).disconnect()
+    RedisSessionStore(log, CLUSTER).disconnect()
     with redis_server.client() as client:
         client.set(f"kedge:{{{log.name}}}:layout", "3")
         with pytest.raises(StoreError, match=r"has layout b'3'; this version of Kedge reads layouts up to 2"):
-            RedisSessionStore(log)
+            RedisSessionStore(log, CLUSTER)
         assert client.get(f"kedge:{{{log.name}}}:layout") == b"3"
 
 
@@ -120,7 +122,7 @@ def test_a_newer_layout_is_refused_by_name_and_left_alone(tmp_path: Path, redis_
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> SessionStore:
     if request.param == "sqlite":
         return SqliteSessionStore(tmp_path / "new.db")
-    return RedisSessionStore(request.getfixturevalue("redis_server").log())
+    return RedisSessionStore(request.getfixturevalue("redis_server").log(), CLUSTER)
 
 
 def test_the_model_of_a_session_is_that_of_its_last_turn(store: SessionStore) -> None:

@@ -91,18 +91,6 @@ def test_expire(ledger: OwnershipLedger) -> None:
     assert [entry.session_id for entry in ledger.entries()] == ["other"]
 
 
-def test_a_namesake_of_a_closed_session_starts_above_it(ledger: OwnershipLedger, clock: ManualClock) -> None:
-    assert ledger.first_epoch == 1
-    ledger.open(_record())
-    ledger.transfer("s", "b")
-    ledger.transfer("s", "a")
-    ledger.open(_record("short-lived"))
-    ledger.expire("s")
-    ledger.expire("short-lived")
-    assert ledger.first_epoch == 4
-    assert OwnershipLedger(clock, epoch_floor=7).first_epoch == 8
-
-
 def test_rebuilt_from_entries(ledger: OwnershipLedger, clock: ManualClock) -> None:
     ledger.open(_record())
     ledger.open(_record("other", "b"))

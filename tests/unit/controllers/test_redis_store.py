@@ -1,17 +1,20 @@
-"""What is Redis' of a session log there: who may write, what it is asked to keep, and what comes of its failures."""
+"""What is Redis' of a session log there: which controller may write, what it is asked to keep, and what comes of its
+failures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from manual_clock import ManualClock
-from redis_server import RedisServer
+from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, history_of, turn_of
 
 from controllers import circuit_breaker, redis_log
-from controllers.errors import StoreError
+from controllers.errors import SessionNotFound, SessionTakenOver, StoreError
 from controllers.redis_store import RedisSessionStore
 from controllers.settings import REDIS_PASSWORD, RedisLogSettings
 from controllers.tokens import TOKEN_BYTES
@@ -30,19 +33,22 @@ def log(redis_server: RedisServer) -> RedisLogSettings:
     return redis_server.log()
 
 
-def test_the_last_who_opened_the_log_is_its_writer(log: RedisLogSettings) -> None:
+def test_the_last_controller_of_a_cluster_is_its_writer(log: RedisLogSettings) -> None:
     """Whoever wrote before may be a controller that only seemed dead."""
-    former = RedisSessionStore(log)
+    former = RedisSessionStore(log, CLUSTER)
     former.open(SESSION)
-    store = RedisSessionStore(log)
+    store = RedisSessionStore(log, CLUSTER)
     for change in (
         lambda: former.append_turn(turn_of(0, 0, [1])),
         lambda: former.assign("s", "b", 2),
         lambda: former.touch("s", 1.0),
         lambda: former.close("s"),
-        lambda: former.open(SESSION.__class__("other", "", 1, "a")),
+        lambda: former.open(replace(SESSION, session_id="other")),
+        lambda: former.news(),
     ):
-        with pytest.raises(StoreError, match=rf"{log.name} in Redis at unix://.*has taken it over"):
+        with pytest.raises(
+            StoreError, match=rf"{log.name} in Redis at unix://.*this cluster has taken it over"
+        ):
             change()
     assert store.load("s") == SESSION
     assert [entry.session_id for entry in store.load_all_entries()] == ["s"]
@@ -53,7 +59,7 @@ def test_the_last_who_opened_the_log_is_its_writer(log: RedisLogSettings) -> Non
 
 def test_logs_of_other_names_are_apart(redis_server: RedisServer) -> None:
     names = ["a", "a:b", "a}b", "{a"]
-    stores = [RedisSessionStore(redis_server.log(name)) for name in names]
+    stores = [RedisSessionStore(redis_server.log(name), CLUSTER) for name in names]
     for index, store in enumerate(stores):
         store.open(SESSION)
         store.append_turn(turn_of(0, 0, [index]))
@@ -65,7 +71,7 @@ def test_logs_of_other_names_are_apart(redis_server: RedisServer) -> None:
 
 
 def test_a_closed_session_leaves_nothing(redis_server: RedisServer, log: RedisLogSettings) -> None:
-    store = RedisSessionStore(log)
+    store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     for index in range(12):
         store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}"))
@@ -73,11 +79,11 @@ def test_a_closed_session_leaves_nothing(redis_server: RedisServer, log: RedisLo
     store.disconnect()
     with redis_server.client() as client:
         left = {key.rpartition(b"}:")[2] for key in client.scan_iter() if log.name.encode() in key}
-    assert left == {b"layout", b"writer", b"epoch_floor"}
+    assert left == {b"layout", b"writers", b"alive:cluster", b"epoch_floor"}
 
 
 def test_a_rewound_history_is_overwritten(redis_server: RedisServer, log: RedisLogSettings) -> None:
-    store = RedisSessionStore(log)
+    store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     store.append_turn(turn_of(0, 0, [1, 2]))
     for index in range(1, 50):
@@ -91,7 +97,7 @@ def test_a_rewound_history_is_overwritten(redis_server: RedisServer, log: RedisL
 
 def test_what_is_committed_outlives_redis(own_server: RedisServer) -> None:
     log = own_server.log()
-    store = RedisSessionStore(log)
+    store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     for index in range(20):
         store.append_turn(turn_of(index, index, [index]))
@@ -108,7 +114,7 @@ def test_a_redis_that_came_back_empty_is_not_written_to() -> None:
     """The ledger knows sessions that such a log does not have."""
     server = RedisServer()
     try:
-        store = RedisSessionStore(server.log())
+        store = RedisSessionStore(server.log(), CLUSTER)
         store.open(SESSION)
         server.kill()
         server.start()
@@ -136,7 +142,7 @@ def test_a_frozen_redis_is_waited_for_once_and_its_return_is_seen(
     monkeypatch.setattr(redis_log, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(circuit_breaker, "PROBE_S", 0.05)
     timer = ManualClock()
-    store = RedisSessionStore(own_server.log(), timer=timer)
+    store = RedisSessionStore(own_server.log(), CLUSTER, timer=timer)
     store.open(SESSION)
     own_server.pause()
     with pytest.raises(StoreError, match="Timeout"):
@@ -162,7 +168,7 @@ def test_a_redis_that_was_unreachable_is_probed_with_its_password(monkeypatch: p
     server = RedisServer("--requirepass", "secret")
     try:
         timer = ManualClock()
-        store = RedisSessionStore(server.log(), timer=timer)
+        store = RedisSessionStore(server.log(), CLUSTER, timer=timer)
         server.pause()
         with pytest.raises(StoreError, match="Timeout"):
             store.open(SESSION)
@@ -174,7 +180,7 @@ def test_a_redis_that_was_unreachable_is_probed_with_its_password(monkeypatch: p
 
 
 def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> None:
-    store = RedisSessionStore(log)
+    store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     store.append_turn(turn_of(0, 0, [1, 2], idempotency_key="k"))
     with redis_server.client() as client:
@@ -187,11 +193,16 @@ def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> 
                 store.load("s")
         for text in ("nothing", "{}", '{"kept": [], "entry": {"x": 1}}'):
             client.set(keys[b"session"], text)
-            for read in (lambda: store.load("s"), store.load_all_entries, lambda: store.close("s")):
+            for read in (
+                lambda: store.load("s"),
+                store.load_all_entries,
+                store.news,
+                lambda: store.close("s"),
+            ):
                 with pytest.raises(StoreError, match="cannot be read"):
                     read()
         client.delete(keys[b"session"])
-        with pytest.raises(StoreError, match="cannot be read"):
+        with pytest.raises(StoreError, match="session 's' is missing"):
             store.load_all_entries()
     store.disconnect()
 
@@ -202,10 +213,10 @@ def test_a_redis_that_may_drop_sessions_is_refused(policy: str) -> None:
     try:
         if policy.startswith("allkeys"):
             with pytest.raises(StoreError, match=r"^cannot open .*allkeys-lru.*noeviction") as caught:
-                RedisSessionStore(server.log())
+                RedisSessionStore(server.log(), CLUSTER)
             assert caught.value.param == "redis_url"
         else:
-            RedisSessionStore(server.log()).disconnect()
+            RedisSessionStore(server.log(), CLUSTER).disconnect()
     finally:
         server.stop()
 
@@ -214,17 +225,128 @@ def test_something_else_in_its_place_is_refused(redis_server: RedisServer, log: 
     with redis_server.client() as client:
         client.set(f"kedge:{{{log.name}}}:layout", "99")
         with pytest.raises(StoreError, match="layout b'99'"):
-            RedisSessionStore(log)
+            RedisSessionStore(log, CLUSTER)
         client.delete(f"kedge:{{{log.name}}}:layout")
         client.lpush(f"kedge:{{{log.name}}}:layout", "x")
         with pytest.raises(StoreError, match="WRONGTYPE"):
-            RedisSessionStore(log)
+            RedisSessionStore(log, CLUSTER)
+
+
+def test_a_log_of_the_former_layout_is_taken_over(redis_server: RedisServer, log: RedisLogSettings) -> None:
+    """Its writer cannot know of claims, so it is fenced; what it wrote is for whoever needs it first."""
+    store = RedisSessionStore(log, CLUSTER)
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2]))
+    store.disconnect()
+    prefix = f"kedge:{{{log.name}}}:"
+    with redis_server.client() as client:
+        session = json.loads(client.get(f"{prefix}session:s"))
+        del session["writer"]
+        client.set(f"{prefix}session:s", json.dumps(session))
+        client.delete(f"{prefix}writers", f"{prefix}alive:cluster")
+        client.set(f"{prefix}layout", "1")
+        client.set(f"{prefix}writer", "7")
+        again = RedisSessionStore(log, CLUSTER)
+        assert client.get(f"{prefix}writer") is None, "the former writer's number is gone"
+    assert again.load_all_entries() == []
+    with pytest.raises(SessionTakenOver):
+        again.append_turn(turn_of(1, 2, [3]))
+    assert [entry.session_id for entry in again.news().abandoned] == ["s"]
+    assert again.claim("s", "b").epoch == 2
+    again.append_turn(turn_of(1, 2, [3], epoch=2))
+    assert history_of(again) == [1, 2, 3]
+    again.disconnect()
+
+
+def test_an_opening_that_a_failover_lost_is_made_up_for(
+    redis_server: RedisServer, log: RedisLogSettings
+) -> None:
+    former = RedisSessionStore(log, CLUSTER)
+    former.open(SESSION)
+    prefix = f"kedge:{{{log.name}}}:"
+    with redis_server.client() as client:
+        before = client.hget(f"{prefix}writers", CLUSTER)
+        store = RedisSessionStore(log, CLUSTER)
+        client.hset(f"{prefix}writers", CLUSTER, before)
+    store.append_turn(turn_of(0, 0, [1]))
+    with pytest.raises(StoreError, match="has taken it over"):
+        former.append_turn(turn_of(1, 1, [2]))
+    former.disconnect()
+    store.disconnect()
+
+
+def test_changes_whose_answers_are_lost_are_made_once(
+    log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py sends such a script again: the second time its guards fail."""
+    store = RedisSessionStore(log, CLUSTER)
+    once = redis_log.RedisLog.change
+    changes: list[Sequence[redis_log.Command]] = []
+
+    def twice(
+        self: redis_log.RedisLog, commands: Sequence[redis_log.Command], guards: redis_log.Guards
+    ) -> bool:
+        changes.append(commands)
+        assert once(self, commands, guards)
+        return once(self, commands, guards)
+
+    monkeypatch.setattr(redis_log.RedisLog, "change", twice)
+    assert store.open(SESSION) == SESSION
+    store.append_turn(turn_of(0, 0, [1, 2], idempotency_key="k"))
+    store.assign("s", "b", 2)
+    store.append_turn(turn_of(1, 2, [3], epoch=2))
+    assert store.fork("s", 2, replace(SESSION, session_id="child")).num_tokens == 2
+    assert (history_of(store), store.load("s").turns) == ([1, 2, 3], 2)
+    assert store.close("s")
+    assert len(changes) == 6, "none of them was planned again"
+    store.disconnect()
+
+
+@pytest.mark.parametrize("change", ["append", "assign", "touch", "close", "fork", "open"])
+def test_what_comes_between_reading_and_changing_is_not_overwritten(
+    log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Another cluster takes the session, opens a namesake, or closes one whose epoch was high."""
+    store, other = RedisSessionStore(log, CLUSTER), RedisSessionStore(log, "other")
+    store.open(SESSION)
+    honest = redis_log.RedisLog.change
+
+    def interrupted(
+        self: redis_log.RedisLog, commands: Sequence[redis_log.Command], guards: redis_log.Guards
+    ) -> bool:
+        monkeypatch.setattr(redis_log.RedisLog, "change", honest)
+        if change == "open":
+            other.open(replace(SESSION, session_id="new", epoch=5))
+            other.close("new")
+        else:
+            other.claim("s", "b")
+            other.append_turn(turn_of(0, 0, [7], epoch=2))
+        return honest(self, commands, guards)
+
+    monkeypatch.setattr(redis_log.RedisLog, "change", interrupted)
+    if change == "open":
+        assert store.open(replace(SESSION, session_id="new")).epoch == 6
+    else:
+        changes: dict[str, Callable[[], object]] = {
+            "append": lambda: store.append_turn(turn_of(0, 0, [1])),
+            "assign": lambda: store.assign("s", "c", 2),
+            "touch": lambda: store.touch("s", 1.0),
+            "close": lambda: store.close("s"),
+            "fork": lambda: store.fork("s", 0, replace(SESSION, session_id="child")),
+        }
+        with pytest.raises(SessionTakenOver):
+            changes[change]()
+        assert (history_of(other), other.find("s").epoch, other.find("s").turns) == ([7], 2, 1)
+        with pytest.raises(SessionNotFound):
+            other.find("child")
+    store.disconnect()
+    other.disconnect()
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "unix:///nowhere/redis.sock", "redis://host:x"])
 def test_one_that_cannot_be_opened_is_named(url: str) -> None:
     with pytest.raises(StoreError, match=rf"mine in Redis at {url}: ") as caught:
-        RedisSessionStore(RedisLogSettings(url, "mine"))
+        RedisSessionStore(RedisLogSettings(url, "mine"), CLUSTER)
     assert caught.value.param == "redis_url"
 
 
@@ -235,8 +357,8 @@ def test_the_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
             if password is not None:
                 monkeypatch.setenv(REDIS_PASSWORD, password)
             with pytest.raises(StoreError, match=r"(?i)auth|password"):
-                RedisSessionStore(server.log())
+                RedisSessionStore(server.log(), CLUSTER)
         monkeypatch.setenv(REDIS_PASSWORD, "secret")
-        RedisSessionStore(server.log()).disconnect()
+        RedisSessionStore(server.log(), CLUSTER).disconnect()
     finally:
         server.stop()

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from redis_server import RedisServer
+from redis_server import CLUSTER, RedisServer
 
 from controllers.errors import StaleEpoch
 from controllers.records import KEPT_RESULTS, SessionRecord, StoredResult, TurnRecord
@@ -70,7 +70,7 @@ class Keys:
         self._log = server.log()
 
     def open(self) -> SessionStore:
-        return RedisSessionStore(self._log)
+        return RedisSessionStore(self._log, CLUSTER)
 
     def take_over(self) -> SessionStore:
         return self.open()
@@ -99,13 +99,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = self.place.open()
         self.model: dict[str, ModelSession] = {}
         self.opened = 0
+        self.floor = 0
 
     @rule(target=sessions)
     def open(self) -> str:
         self.opened += 1
         session_id = f"s{self.opened}"
-        self.store.open(SessionRecord(session_id, "", 1, "r1"))
-        self.model[session_id] = ModelSession()
+        opened = self.store.open(SessionRecord(session_id, "", 1, "r1"))
+        assert opened.epoch == self.floor + 1
+        self.model[session_id] = ModelSession(opened.epoch)
         return session_id
 
     @rule(
@@ -131,8 +133,9 @@ class StoreMachine(RuleBasedStateMachine):
         session_id = f"s{self.opened}"
         history = self.model[parent].history
         length = int(len(history) * keep)
-        self.store.fork(parent, length, SessionRecord(session_id, "", 1, "r1"))
-        self.model[session_id] = ModelSession(history=history[:length])
+        forked = self.store.fork(parent, length, SessionRecord(session_id, "", 1, "r1"))
+        assert forked.epoch == self.floor + 1
+        self.model[session_id] = ModelSession(forked.epoch, history=history[:length])
         return session_id
 
     @rule(session_id=sessions)
@@ -163,7 +166,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(session_id=consumes(sessions))
     def close(self, session_id: str) -> None:
         assert self.store.close(session_id)
-        del self.model[session_id]
+        self.floor = max(self.floor, self.model.pop(session_id).epoch)
+        assert self.store.epoch_floor() == self.floor
 
     @rule()
     def reopen(self) -> None:

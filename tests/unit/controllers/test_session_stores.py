@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
-from redis_server import RedisServer
+from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, history_of, turn_of
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
-from controllers.records import KEPT_RESULTS, LedgerEntry, StoredResult, TurnRecord
+from controllers.records import KEPT_RESULTS, LedgerEntry, LogNews, StoredResult, TurnRecord
 from controllers.redis_store import RedisSessionStore
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
@@ -28,7 +28,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         return lambda clock: SqliteSessionStore(tmp_path / "sessions.db", clock=clock)
     server: RedisServer = request.getfixturevalue("redis_server")
     log = server.log()
-    return lambda clock: RedisSessionStore(log, clock=clock)
+    return lambda clock: RedisSessionStore(log, CLUSTER, clock=clock)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_close_deletes_everything(store: SessionStore) -> None:
     assert store.close("s")
     assert not store.close("s")
     store.open(SESSION)
-    assert store.load("s") == SESSION
+    assert store.load("s") == replace(SESSION, epoch=2)
 
 
 def test_tools_are_those_of_the_turn_that_begins_the_history(store: SessionStore) -> None:
@@ -185,12 +185,28 @@ def test_epochs_of_closed_sessions_are_remembered(place: Place, clock: ManualClo
     store.assign("s", "b", 2)
     assert store.epoch_floor() == 0
     store.close("s")
-    store.open(replace(SESSION, epoch=1))
+    assert store.open(SESSION).epoch == 3, "above whoever owned its namesake"
+    assert (store.load("s").epoch, store.epoch_floor()) == (3, 2)
+    child = store.fork("s", 0, replace(SESSION, session_id="child"))
+    assert child.epoch == store.load("child").epoch == 3
+    assert store.open(replace(SESSION, session_id="later", epoch=9)).epoch == 9
     store.close("s")
     store.disconnect()
     reopened = place(clock)
-    assert reopened.epoch_floor() == 2
+    assert reopened.epoch_floor() == 3
     reopened.disconnect()
+
+
+def test_a_session_of_this_cluster_is_found_and_needs_no_claim(store: SessionStore) -> None:
+    for unknown in (lambda: store.find("s"), lambda: store.claim("s", "b")):
+        with pytest.raises(SessionNotFound):
+            unknown()
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2]))
+    (entry,) = store.load_all_entries()
+    assert store.find("s") == store.claim("s", "b") == entry
+    assert (entry.replica_id, entry.epoch) == ("a", 1)
+    assert store.news() == LogNews()
 
 
 def test_forks(store: SessionStore) -> None:

@@ -1,0 +1,284 @@
+"""Two clusters on one session log: a session belongs to the one that used it last, and the other is told."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+from manual_clock import ManualClock
+from redis_server import RedisServer
+from two_clusters import IDLE_S, SILENCE_S, Side, next_turn
+
+from controllers.errors import SessionExists, SessionNotFound, SessionTakenOver, StaleEpoch
+from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
+from controllers.session_claims import ABANDONED_GRACE_S
+from controllers.tokens import decode_tokens
+
+
+class Upgrade:
+    """A cluster that serves, and one that is started beside it."""
+
+    def __init__(self, server: RedisServer, clock: ManualClock) -> None:
+        self.server = server
+        self.clock = clock
+        self.log_name = uuid.uuid4().hex
+        self.old = Side("old", server, self.log_name, clock)
+        self._new: Side | None = None
+
+    @property
+    def new(self) -> Side:
+        """Starts at its first use."""
+        if self._new is None:
+            self._new = Side("new", self.server, self.log_name, self.clock)
+        return self._new
+
+    def gone(self, name: str) -> None:
+        """As when a cluster has not swept for a minute."""
+        with self.server.client() as client:
+            assert client.delete(f"kedge:{{{self.log_name}}}:alive:{name}") == 1
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.old.beat()
+        self.new.beat()
+
+    def stop(self) -> None:
+        self.old.store.disconnect()
+        self.new.store.disconnect()
+
+
+@pytest.fixture
+def upgrade(redis_server: RedisServer, clock: ManualClock) -> Iterator[Upgrade]:
+    upgrade = Upgrade(redis_server, clock)
+    yield upgrade
+    upgrade.stop()
+
+
+def open_session(side: Side, session_id: str = "s") -> None:
+    side.cluster.open_session(session_id, "t", None, None)
+
+
+def test_a_newcomer_takes_nothing_before_traffic_moves(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    owner, held = upgrade.old.begin("s")
+    assert upgrade.new.session_ids() == []
+    upgrade.new.cluster.expire_idle()
+    upgrade.old.cluster.commit_turn(next_turn(owner, held, [2]))
+    open_session(upgrade.old, "later")
+    upgrade.old.turn("later", [3])
+    assert upgrade.old.begin("s") == (owner, upgrade.old.store.load("s"))
+    assert decode_tokens(upgrade.old.store.load("s").history) == [1, 2]
+
+
+def test_the_first_turn_at_the_newcomer_takes_the_session_and_no_other(upgrade: Upgrade) -> None:
+    for session_id in ("s", "stays"):
+        open_session(upgrade.old, session_id)
+        upgrade.old.turn(session_id, [1])
+    upgrade.new.beat()
+    upgrade.old.turn("s", [2])
+    owner, held = upgrade.new.begin("s")
+    assert (owner.epoch, owner.fresh, decode_tokens(held.history)) == (2, True, [1, 2])
+    assert upgrade.new.cluster.resolve("s", False, "t").epoch == 2, "it is claimed once"
+    upgrade.new.cluster.commit_turn(next_turn(owner, held, [3]))
+    upgrade.old.turn("stays", [2])
+    assert upgrade.new.session_ids() == ["s"]
+    assert upgrade.new.cluster.stats()["sessions_claimed_total"] == 1
+
+
+def test_a_session_that_is_opened_later_is_found(upgrade: Upgrade) -> None:
+    upgrade.new.beat()
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    assert decode_tokens(upgrade.new.begin("s")[1].history) == [1]
+
+
+def test_a_turn_in_flight_at_the_former_cluster_is_stale(upgrade: Upgrade) -> None:
+    """It can go on there, as a turn whose session moved: from the history that the log has by then."""
+    open_session(upgrade.old)
+    owner, held = upgrade.old.begin("s")
+    upgrade.new.turn("s", [1])
+    with pytest.raises(SessionTakenOver):
+        upgrade.old.cluster.commit_turn(next_turn(owner, held, [2]))
+    assert upgrade.old.session_ids() == []
+    with pytest.raises(StaleEpoch):
+        upgrade.old.cluster.load_session("s", owner.epoch, owner.replica_id)
+    again, held = upgrade.old.begin("s")
+    assert (again.epoch, decode_tokens(held.history)) == (3, [1])
+
+
+@pytest.mark.parametrize("news_first", [False, True])
+def test_the_former_cluster_gives_a_session_back_and_up(upgrade: Upgrade, news_first: bool) -> None:
+    """Whether it hears of it by a sweep or by a refused change; and a session that comes back is its own again."""
+    open_session(upgrade.old)
+    for index, side in enumerate([upgrade.new, upgrade.old, upgrade.new, upgrade.old]):
+        upgrade.advance(40.0)  # past the time after which the log is told that a session is in use
+        if news_first:
+            upgrade.old.cluster.expire_idle()
+            upgrade.new.cluster.expire_idle()
+        side.turn("s", [index])
+    assert decode_tokens(upgrade.old.store.load("s").history) == [0, 1, 2, 3]
+    assert upgrade.old.cluster.sessions()[0].epoch == 5
+    upgrade.new.cluster.expire_idle()
+    upgrade.old.cluster.expire_idle()
+    assert (upgrade.old.session_ids(), upgrade.new.session_ids()) == (["s"], [])
+
+
+def test_replicas_of_the_former_cluster_are_told_to_drop_it(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    owner, _ = upgrade.old.begin("s")
+    status, held = ReplicaStatus(owner.replica_id, 1000, 1000), SessionStatus("s", 1, 0, 0, 0.0, False)
+    upgrade.new.begin("s")
+    assert upgrade.old.cluster.heartbeat(status, [held]).stale_sessions == ()
+    upgrade.old.cluster.expire_idle()
+    assert upgrade.old.cluster.heartbeat(status, [held]).stale_sessions == ("s",)
+    assert upgrade.old.cluster.stats()["sessions_taken_over_total"] == 1
+    assert upgrade.old.cluster.expire_idle() == []
+
+
+def test_a_restarted_controller_keeps_its_claims_at_once(upgrade: Upgrade) -> None:
+    for session_id in ("s", "r"):
+        open_session(upgrade.old, session_id)
+    upgrade.new.turn("s", [1])
+    before = upgrade.new.begin("s")[0]
+    upgrade.new.restart()
+    upgrade.old.restart()
+    assert (upgrade.old.session_ids(), upgrade.new.session_ids()) == (["r"], ["s"])
+    after, held = upgrade.new.begin("s")
+    assert (after.replica_id, after.epoch, after.fresh) == (before.replica_id, before.epoch, False)
+    upgrade.new.cluster.commit_turn(next_turn(after, held, [2]))
+
+
+FORMER_OWNERS_CALLS: dict[str, Callable[[Side, Assignment, SessionRecord], object]] = {
+    "load": lambda side, owner, _: side.cluster.load_session("s", owner.epoch, owner.replica_id),
+    "commit": lambda side, owner, held: side.cluster.commit_turn(next_turn(owner, held, [2])),
+    "close": lambda side, owner, _: side.cluster.close_session("s", "t", owner.epoch),
+    "fork": lambda side, owner, _: side.cluster.fork_session(
+        "s", owner.epoch, owner.replica_id, ForkOrder("child", "key")
+    ),
+    "assign": lambda side, owner, _: side.store.assign("s", "old-2", owner.epoch + 1),
+    "touch": lambda side, _, __: side.store.touch("s", 1.0),
+}
+
+
+@pytest.mark.parametrize("call", FORMER_OWNERS_CALLS)
+def test_the_former_cluster_changes_nothing(upgrade: Upgrade, call: str) -> None:
+    open_session(upgrade.old)
+    owner, held = upgrade.old.begin("s")
+    upgrade.new.turn("s", [1])
+    before = upgrade.new.store.load("s"), upgrade.new.store.find("s")
+    with pytest.raises(SessionTakenOver):
+        FORMER_OWNERS_CALLS[call](upgrade.old, owner, held)
+    assert (upgrade.new.store.load("s"), upgrade.new.store.find("s")) == before
+    with pytest.raises(SessionNotFound):
+        upgrade.new.store.find("child")
+
+
+def test_tenants_and_namesakes_are_kept_apart_across_clusters(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    for create in (False, True):
+        with pytest.raises(SessionNotFound):
+            upgrade.new.cluster.resolve("s", create, "other")
+    assert not upgrade.new.cluster.close_session("s", "other")
+    with pytest.raises(SessionExists):
+        open_session(upgrade.new)
+    with pytest.raises(SessionExists):
+        upgrade.old.cluster.fork_session("s", 1, upgrade.old.begin("s")[0].replica_id, ForkOrder("s", "key"))
+    assert not upgrade.new.cluster.resolve("new", True, "t").epoch > 1
+    assert upgrade.new.cluster.resolve("s", True, "t").epoch == 2
+
+
+def test_a_session_is_closed_through_either_cluster(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    assert upgrade.new.cluster.close_session("s", "t")
+    assert not upgrade.new.cluster.close_session("s", "t")
+    with pytest.raises(SessionNotFound):
+        upgrade.old.turn("s", [2])
+    open_session(upgrade.old)
+    upgrade.new.turn("s", [1])
+    assert upgrade.old.cluster.close_session("s", "t"), "its ledger still has it, its log does not"
+    assert not upgrade.new.cluster.close_session("s", "t")
+
+
+@pytest.mark.parametrize("closed", ["commit", "load", "open"])
+def test_a_session_that_the_other_cluster_closed_is_forgotten(upgrade: Upgrade, closed: str) -> None:
+    """Before a sweep tells of it."""
+    open_session(upgrade.old)
+    owner, held = upgrade.old.begin("s")
+    upgrade.new.cluster.close_session("s", "t")
+    if closed == "open":
+        assert upgrade.old.cluster.open_session("s", "t", None, None).epoch == 3
+        return
+    with pytest.raises(SessionNotFound):
+        FORMER_OWNERS_CALLS[closed](upgrade.old, owner, held)
+    assert upgrade.old.session_ids() == []
+
+
+def test_a_namesake_starts_above_the_epochs_of_both_clusters(upgrade: Upgrade) -> None:
+    upgrade.new.beat()
+    open_session(upgrade.old)
+    for side in (upgrade.new, upgrade.old, upgrade.new):
+        side.turn("s", [1])
+    upgrade.new.cluster.close_session("s", "t")
+    assert upgrade.old.cluster.open_session("other", "t", None, None).epoch == 5
+    assert upgrade.old.cluster.close_session("s", "t") is False
+    assert upgrade.old.cluster.resolve("s", True, "t").epoch == 5
+
+
+def test_idle_sessions_of_a_cluster_that_lives_are_its_own(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    upgrade.advance(IDLE_S + SILENCE_S + ABANDONED_GRACE_S + 1)
+    assert upgrade.new.cluster.expire_idle() == []
+    assert upgrade.old.cluster.expire_idle() == ["s"]
+
+
+def test_idle_sessions_of_a_cluster_that_is_gone_end(upgrade: Upgrade) -> None:
+    open_session(upgrade.old)
+    upgrade.advance(IDLE_S)
+    open_session(upgrade.old, "young")
+    upgrade.gone("old")
+    upgrade.advance(ABANDONED_GRACE_S)
+    assert upgrade.new.cluster.expire_idle() == []
+    upgrade.advance(1)
+    assert upgrade.new.cluster.expire_idle() == ["s"]
+    with pytest.raises(SessionNotFound):
+        upgrade.new.begin("s")
+    upgrade.new.begin("young")
+
+
+def test_a_claimed_session_is_in_use(upgrade: Upgrade) -> None:
+    """It may have been past its timeout, and nobody had ended it."""
+    open_session(upgrade.old)
+    upgrade.gone("old")
+    upgrade.advance(10 * IDLE_S)
+    owner, held = upgrade.new.begin("s")
+    assert upgrade.new.cluster.expire_idle() == []
+    upgrade.new.cluster.commit_turn(next_turn(owner, held, [1]))
+
+
+def test_a_claim_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:
+    """The log has it as this cluster's, the ledger does not know it."""
+    open_session(upgrade.old)
+    upgrade.new.store.claim("s", "new-1")
+    owner, _ = upgrade.new.begin("s")
+    assert (owner.replica_id, owner.epoch) == ("new-1", 2)
+
+
+def test_each_cluster_has_its_own_deployment(upgrade: Upgrade) -> None:
+    upgrade.old.store.set_deployment("one")
+    assert upgrade.new.store.deployment() is None
+    upgrade.new.store.set_deployment("two")
+    upgrade.old.restart()
+    assert (upgrade.old.store.deployment(), upgrade.new.store.deployment()) == ("one", "two")
+
+
+def test_all_idle_sessions_are_found_however_many_there_are(upgrade: Upgrade) -> None:
+    ids = sorted(f"s{index}" for index in range(350))
+    for session_id in ids:
+        open_session(upgrade.old, session_id)
+    upgrade.gone("old")
+    upgrade.advance(IDLE_S + ABANDONED_GRACE_S + 1)
+    ended = [session_id for _ in range(30) for session_id in upgrade.new.cluster.expire_idle()]
+    assert sorted(ended) == ids

@@ -1,0 +1,73 @@
+"""Two clusters on one Redis, as an upgrade has them: the real Cluster objects and stores, one clock."""
+
+from __future__ import annotations
+
+from manual_clock import ManualClock
+from redis_server import RedisServer
+
+from controllers.cluster import Cluster
+from controllers.errors import StaleEpoch
+from controllers.records import Assignment, ReplicaStatus, SessionRecord, TurnRecord
+from controllers.redis_store import RedisSessionStore
+from controllers.settings import ClusterSettings
+from controllers.tokens import encode_tokens
+
+SILENCE_S = 10.0
+IDLE_S = 1000.0
+
+
+class Side:
+    """A cluster of two replicas. `restart` is what a crash of its controller's process does."""
+
+    def __init__(self, name: str, server: RedisServer, log_name: str, clock: ManualClock) -> None:
+        self.name = name
+        self.replicas = (f"{name}-1", f"{name}-2")
+        self._server = server
+        self._log_name = log_name
+        self._clock = clock
+        self._build()
+
+    def restart(self) -> None:
+        former = self.store
+        self._build()
+        former.disconnect()
+
+    def beat(self) -> None:
+        for replica_id in self.replicas:
+            status = ReplicaStatus(replica_id, 1000, 1000)
+            if not self.cluster.heartbeat(status, []).known:
+                self.cluster.register_replica(status)
+
+    def begin(self, session_id: str) -> tuple[Assignment, SessionRecord]:
+        """What a turn's beginning does: its owner is found, and loads the history. An ingress asks once more if the
+        owner turns out to be stale."""
+        for asked_anew in (False, True):
+            owner = self.cluster.resolve(session_id, False, "t")
+            assert owner.replica_id in self.replicas
+            try:
+                return owner, self.cluster.load_session(session_id, owner.epoch, owner.replica_id)
+            except StaleEpoch:
+                if asked_anew:
+                    raise
+        raise AssertionError
+
+    def turn(self, session_id: str, tokens: list[int]) -> TurnRecord:
+        owner, held = self.begin(session_id)
+        record = next_turn(owner, held, tokens)
+        self.cluster.commit_turn(record)
+        return record
+
+    def session_ids(self) -> list[str]:
+        return sorted(entry.session_id for entry in self.cluster.sessions())
+
+    def _build(self) -> None:
+        self.store = RedisSessionStore(self._server.log(self._log_name), self.name, clock=self._clock)
+        settings = ClusterSettings(replica_timeout_s=SILENCE_S, session_timeout_s=IDLE_S, placement_tokens=10)
+        self.cluster = Cluster(settings, self.store, self._clock, self._clock)
+        self.beat()
+
+
+def next_turn(owner: Assignment, held: SessionRecord, tokens: list[int]) -> TurnRecord:
+    return TurnRecord(
+        owner.session_id, owner.epoch, held.turns, held.num_tokens, encode_tokens(tokens), len(tokens)
+    )
