@@ -1,0 +1,66 @@
+"""Where relative paths of what is written lead: to the same place for every version."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serving.settings.settings_paths import project_root, state_path, state_root
+from serving.settings.strict_settings import SettingsError
+
+PACKAGES = ("cache", "controllers", "engine", "serving")
+ASK = (
+    "from serving.settings.config import parse_args;"
+    "print(parse_args({'model': {'path': 'any-org/any-model'}}).controller.log_settings().path)"
+)
+
+
+def path_of_the_log(packages: Path, home: Path) -> Path:
+    """Where the code that lies in `packages` puts the log of a config without a state_dir."""
+    environment = os.environ | {"PYTHONPATH": str(packages), "HOME": str(home)}
+    environment.pop("KEDGE_HOME", None)
+    run = subprocess.run(
+        [sys.executable, "-c", ASK], cwd=packages, env=environment, check=True, capture_output=True, text=True
+    )
+    return Path(run.stdout.strip())
+
+
+def copied(to: Path) -> Path:
+    for package in PACKAGES:
+        shutil.copytree(project_root() / package, to / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
+def test_the_log_of_an_installed_package_is_not_in_its_folder(tmp_path: Path) -> None:
+    """The next version is installed in the place of this one, or beside it: its sessions were gone."""
+    packages = copied(tmp_path / "lib" / "python3" / "site-packages")
+    assert path_of_the_log(packages, tmp_path / "home") == tmp_path / "home" / ".kedge" / "sessions.sqlite3"
+
+
+def test_the_log_of_what_ray_uploaded_is_not_in_the_upload(tmp_path: Path) -> None:
+    """A folder for each content, which Ray deletes; a whole repository may be uploaded, pyproject.toml and all."""
+    upload = tmp_path / "ray" / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123"
+    packages = copied(upload)
+    shutil.copy(project_root() / "pyproject.toml", packages)
+    assert path_of_the_log(packages, tmp_path / "home") == tmp_path / "home" / ".kedge" / "sessions.sqlite3"
+
+
+def test_a_checkout_keeps_its_state_beside_its_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KEDGE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert state_path(".kedge") == project_root() / ".kedge"
+    assert state_path(str(tmp_path)) == tmp_path
+    assert state_path("~/kedge") == Path.home() / "kedge"
+
+
+def test_kedge_home_counts_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KEDGE_HOME", str(tmp_path))
+    assert state_path(".kedge") == tmp_path / ".kedge"
+    assert state_path("/else/where") == Path("/else/where")
+    with pytest.raises(SettingsError, match="KEDGE_HOME has to be an absolute path, not 'here'"):
+        state_root(project_root(), {"KEDGE_HOME": "here"})
