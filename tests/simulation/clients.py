@@ -1,0 +1,212 @@
+"""Clients: each has a session and does one thing after the other, over connections that may break."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from random import Random
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from engine.api import SamplingParams
+from serving.wire.turns import ErrorInfo, ForkedSession, SessionTurn, TokenPrompt, TurnCall, TurnEvent
+from tests.simulation.calls import Call, Stream
+from tests.simulation.engine_loop import VOCAB_SIZE
+from tests.simulation.network import Party
+from tests.simulation.parties import Cluster
+from tests.simulation.records import Life, RecordedStore
+from tests.simulation.schedule import Close, Fork, Op, Turn
+from tests.simulation.truth import Asked, Truth
+
+MOST_TRIES = 8
+PAUSE_S = 0.3
+RETRIED_STATUSES = frozenset({409, 429, 503})
+GREEDY = SamplingParams(temperature=0.0)
+LONGEST_ANSWER_S = 240.0
+"""No call of a client may take longer, whatever happens."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one try: the tokens read, and the end, if it came."""
+
+    tokens: tuple[int, ...] = ()
+    turn_index: int | None = None
+    finish: str | None = None
+    error: ErrorInfo | None = None
+    lost: bool = False
+
+
+class Clients:
+    """Everybody's client processes: one party that never fails. `busy` counts those at work."""
+
+    def __init__(
+        self, cluster: Cluster, store: RecordedStore, truth: Truth, random: Random, limit: int
+    ) -> None:
+        self.party = Party("clients", cluster.world)
+        self.busy = 0
+        self.told_closed: list[Life] = []
+        """Closed, or to be closed when their turn in flight ends."""
+        self._cluster = cluster
+        self._store = store
+        self._truth = truth
+        self._random = random
+        self._limit = limit
+        self._names = 0
+
+    def start(self, ops: tuple[Op, ...], session_id: str | None = None) -> None:
+        if session_id is None:
+            self._names += 1
+            session_id = f"s{self._names}"
+        self.busy += 1
+        self.party.loop.create_task(self._live(session_id, ops))
+
+    async def close_everything(self) -> None:
+        """Until the log has no session any more."""
+        while self._store.living:
+            for session_id in list(self._store.living):
+                await self._ask("web.close", session_id)
+
+    async def _live(self, session_id: str, ops: tuple[Op, ...]) -> None:
+        try:
+            for op in ops:
+                await asyncio.sleep(op.think_s)
+                try:
+                    async with asyncio.timeout(LONGEST_ANSWER_S * MOST_TRIES):
+                        await self._do(session_id, op)
+                except TimeoutError:
+                    self._truth.wrong(f"{session_id}: {op} did not end")
+        finally:
+            self.busy -= 1
+
+    async def _do(self, session_id: str, op: Op) -> None:
+        match op:
+            case Turn():
+                await self._turn(session_id, op)
+            case Fork():
+                await self._fork(session_id, op)
+            case Close():
+                await self._close(session_id)
+
+    async def _turn(self, session_id: str, op: Turn) -> None:
+        life = None if op.stateless else self._store.living.get(session_id)
+        length = 0 if life is None else len(life.history())
+        rewind_to = None if op.rewind is None or life is None else int(op.rewind * length)
+        if length + op.new_tokens + op.most + 2 > self._limit:
+            rewind_to = length // 8
+        tokens = tuple(self._random.randrange(1, VOCAB_SIZE) for _ in range(op.new_tokens))
+        asked = self._truth.ask(None if op.stateless else session_id, tokens, op.most, rewind_to)
+        call = self._call(asked, op)
+        for _ in range(MOST_TRIES if op.keyed else 1):
+            answer = await self._try(asked, call, op)
+            again = answer.lost or (answer.error is not None and answer.error.status in RETRIED_STATUSES)
+            if not again:
+                break
+            await asyncio.sleep(PAUSE_S)
+
+    def _call(self, asked: Asked, op: Turn) -> TurnCall:
+        session = None
+        if asked.session_id is not None:
+            key = f"key-{asked.number}" if op.keyed else None
+            session = SessionTurn(asked.session_id, asked.rewind_to, key)
+        return TurnCall(
+            request_id=f"q{asked.number}",
+            prompt=TokenPrompt(asked.tokens),
+            sampling=GREEDY,
+            max_new_tokens=op.most,
+            session=session,
+        )
+
+    async def _try(self, asked: Asked, call: TurnCall, op: Turn) -> Answer:
+        ingress = await self._ingress()
+        if op.abort_s is not None:
+            self.party.loop.call_later(op.abort_s, self._abort, call.request_id)
+        before = None if asked.session_id is None else self._store.living.get(asked.session_id)
+        stream = Stream(self._cluster.network, self.party, "web.turn", (call,))
+        stream.send(ingress)
+        answer = Answer()
+        try:
+            async with asyncio.timeout(LONGEST_ANSWER_S if op.leave_s is None else op.leave_s):
+                await self._read(stream, answer)
+        except TimeoutError:
+            if op.leave_s is None:
+                self._truth.wrong(f"number {asked.number}: no end within {LONGEST_ANSWER_S} s")
+        except RayTaskError as error:
+            self._truth.wrong(f"number {asked.number}: an internal error: {error!r}")
+        except RayActorError:
+            answer.lost = True
+        finally:
+            stream.cancel()
+        self._check(asked, before, answer)
+        return answer
+
+    async def _read(self, stream: Stream, answer: Answer) -> None:
+        async for event in stream:
+            if isinstance(event, ErrorInfo):
+                answer.error = event
+                return
+            assert isinstance(event, TurnEvent)
+            answer.tokens += event.token_ids
+            if event.turn_index is not None:
+                answer.turn_index = event.turn_index
+            if event.error is not None:
+                answer.error = event.error
+            if event.finish is not None:
+                answer.finish = event.finish.reason
+        if answer.error is None and answer.finish is None:
+            self._truth.wrong("an answer ended without an end")
+
+    def _check(self, asked: Asked, before: Life | None, answer: Answer) -> None:
+        life = None if asked.session_id is None else self._store.living.get(asked.session_id)
+        if before is None or before is life:
+            self._truth.told(asked, life, answer.turn_index, answer.tokens)
+        if answer.finish in ("stop", "length"):
+            self._truth.finished(asked, answer.tokens, answer.turn_index)
+        if answer.error is not None and answer.error.status == 500:
+            self._truth.wrong(f"number {asked.number}: {answer.error}")
+
+    async def _fork(self, session_id: str, op: Fork) -> None:
+        life = self._store.living.get(session_id)
+        length = 0 if life is None else int(op.share * len(life.history()))
+        self._names += 1
+        child_id = f"s{self._names}"
+        answer = await self._ask("web.fork", session_id, child_id, length)
+        if isinstance(answer, ForkedSession):
+            self.start(op.ops, child_id)
+
+    async def _close(self, session_id: str) -> None:
+        life = self._store.living.get(session_id)
+        answer = await self._ask("web.close", session_id)
+        if answer is True and life is not None:
+            self.told_closed.append(life)
+
+    async def _ask(self, method: str, *args: object) -> object:
+        """The answer; None if the connection broke."""
+        call = Call(self._cluster.network, self.party, method, args)
+        call.send(await self._ingress())
+        try:
+            async with asyncio.timeout(LONGEST_ANSWER_S):
+                answer = await call
+        except RayTaskError as error:
+            self._truth.wrong(f"{method}{args}: an internal error: {error!r}")
+        except RayActorError:
+            return None
+        except TimeoutError:
+            self._truth.wrong(f"{method}{args}: no answer")
+        else:
+            if isinstance(answer, ErrorInfo) and answer.status == 500:
+                self._truth.wrong(f"{method}{args}: {answer}")
+            return answer
+        return None
+
+    def _abort(self, request_id: str) -> None:
+        ingresses = self._cluster.serve.ingresses
+        if ingresses:
+            call = Call(self._cluster.network, self.party, "web.abort", (request_id,))
+            call.send(self._random.choice(ingresses))
+
+    async def _ingress(self) -> Party:
+        """One that is up."""
+        while not self._cluster.serve.ingresses:
+            await asyncio.sleep(0.05)
+        return self._random.choice(self._cluster.serve.ingresses)

@@ -1,0 +1,68 @@
+"""What must be left when every session is closed: nothing, in any table of any party that lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from serving.front.ingress import Ingress
+from serving.replica.replica import LLMReplica
+from tests.simulation.network import Party
+from tests.simulation.parties import Cluster
+
+
+def leftovers(cluster: Cluster) -> list[str]:
+    """What is there that should not be."""
+    left: list[str] = []
+    for party in cluster.live_replicas:
+        left += [f"{party.name}: {what}" for what in _of_replica(party.actor)]
+    for party in cluster.live_ingresses:
+        left += [f"{party.name}: {what}" for what in _of_ingress(party.actor)]
+    controller = cluster.serve.controller
+    if controller is not None:
+        left += [f"ledger: {entry.session_id}" for entry in controller.actor._cluster.sessions()]
+    return left
+
+
+def _of_replica(replica: LLMReplica) -> Iterator[str]:
+    turns, host = replica._turns, replica._host
+    tables = {
+        "live turns": turns._live,
+        "inboxes": turns._mailbox._inboxes,
+        "sessions": host._sessions._sessions,
+        "sessions being loaded": host._loading,
+        "forks": host._forking,
+        "tasks": replica._tasks._tasks,
+    }
+    yield from (f"{name}: {list(table)}" for name, table in tables.items() if table)
+    feeds = [feed for feed in replica._feeds._feeds.values() if feed.turns]
+    if feeds:
+        yield f"feeds with turns: {len(feeds)}"
+    engine = replica._engine
+    stats = engine.stats()
+    if stats.running or stats.waiting:
+        yield f"requests at the engine: {stats.running} run, {stats.waiting} wait"
+    if stats.sessions:
+        yield f"sessions at the engine: {engine._cache.held_tokens()}"  # type: ignore[attr-defined]
+
+
+def _of_ingress(ingress: Ingress) -> Iterator[str]:
+    if ingress._dispatcher._turns:
+        yield f"dispatched turns: {len(ingress._dispatcher._turns)}"
+    if ingress._tasks._tasks:
+        yield f"tasks: {list(ingress._tasks._tasks)}"
+    readers = [reader for reader in ingress._replicas._readers._readers.values() if reader._turns]
+    if readers:
+        yield f"feeds that turns listen to: {len(readers)}"
+
+
+def books(party: Party) -> list[str]:
+    """Wrong accounts of a replica whose sessions are closed: all pages must be free once prefixes are flushed."""
+    engine = party.actor._engine
+    cache = engine._cache
+    cache.flush()
+    report = cache.books.audit()
+    pages = report.pools["full"]
+    wrong = [] if report.clean else [f"{party.name}: {report}"]
+    if pages.free != pages.total:
+        wrong.append(f"{party.name}: {pages}")
+    return wrong

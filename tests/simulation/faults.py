@@ -1,0 +1,130 @@
+"""What goes wrong, carried out on the cluster, and mended again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.simulation.network import Party, Weather
+from tests.simulation.parties import Cluster
+from tests.simulation.records import RecordedStore
+from tests.simulation.schedule import Fault
+
+TOO_LONG_FROZEN_S = 12.0
+"""Serve's health check gives a replica up that has not answered for so long."""
+
+
+class Faults:
+    """`under_way` counts those that have not been mended yet."""
+
+    def __init__(self, cluster: Cluster, store: RecordedStore) -> None:
+        self.under_way = 0
+        self._cluster = cluster
+        self._store = store
+
+    def plan(self, faults: tuple[Fault, ...]) -> None:
+        for fault in faults:
+            self.under_way += 1
+            self._cluster.world.after(fault.at_s, lambda fault=fault: self._begin(fault))
+
+    def _begin(self, fault: Fault) -> None:
+        mend = self._act(fault)
+
+        def end() -> None:
+            mend()
+            self.under_way -= 1
+
+        self._cluster.world.after(fault.lasts_s, end)
+
+    def _act(self, fault: Fault) -> Callable[[], None]:
+        match fault.kind.split(" ")[0]:
+            case "kill":
+                return self._kill(fault)
+            case "freeze":
+                return self._freeze(fault)
+            case "cut":
+                return self._cut(fault)
+            case "stall":
+                return self._stall(fault)
+            case "log":
+                return self._log_away()
+            case "clock":
+                return self._clock_step(fault)
+            case _:
+                return self._storm()
+
+    def _kill(self, fault: Fault) -> Callable[[], None]:
+        cluster, party = self._cluster, self._party(fault)
+        if party is not None:
+            end: Callable[[], None] = {
+                "replica": lambda: cluster.crash_replica(party),
+                "ingress": lambda: cluster.crash_ingress(party),
+                "controller": lambda: self._crash_controller(party),
+            }[fault.kind.split(" ")[1]]
+            party.loop.doom(fault.steps, end)
+        return _nothing
+
+    def _crash_controller(self, party: Party) -> None:
+        if self._cluster.serve.controller is party:
+            self._cluster.crash_controller()
+
+    def _freeze(self, fault: Fault) -> Callable[[], None]:
+        party = self._party(fault)
+        if party is None:
+            return _nothing
+        party.loop.freeze()
+        if fault.lasts_s > TOO_LONG_FROZEN_S and fault.kind == "freeze replica":
+            self._cluster.world.after(TOO_LONG_FROZEN_S, lambda: self._cluster.crash_replica(party))
+        return party.loop.thaw
+
+    def _cut(self, fault: Fault) -> Callable[[], None]:
+        names = []
+        for kind in (fault.kind.split(" ")[1], fault.kind.split(" ")[3]):
+            party = self._one(kind, fault.who)
+            if party is None:
+                return _nothing
+            names.append(party.name)
+        return self._cluster.network.cut(*names)
+
+    def _stall(self, fault: Fault) -> Callable[[], None]:
+        party = self._one("replica", fault.who)
+        driver = None if party is None else self._cluster.engines[party.name].driver
+        if driver is not None:
+            driver.stall(fault.lasts_s)
+        return _nothing
+
+    def _log_away(self) -> Callable[[], None]:
+        self._store.away += 1
+
+        def back() -> None:
+            self._store.away -= 1
+
+        return back
+
+    def _clock_step(self, fault: Fault) -> Callable[[], None]:
+        party = self._one(("controller", "replica")[fault.who % 2], fault.who)
+        if party is not None:
+            party.unix_offset_s += fault.amount * 60.0
+        return _nothing
+
+    def _storm(self) -> Callable[[], None]:
+        network, fair = self._cluster.network, Weather()
+        network.weather = Weather(0.3, 1.0, breaks=0.03)
+
+        def clear() -> None:
+            network.weather = fair
+
+        return clear
+
+    def _party(self, fault: Fault) -> Party | None:
+        return self._one(fault.kind.split(" ")[1], fault.who)
+
+    def _one(self, kind: str, who: int) -> Party | None:
+        cluster = self._cluster
+        if kind == "controller":
+            return cluster.serve.controller
+        some = cluster.live_replicas if kind == "replica" else cluster.live_ingresses
+        return some[who % len(some)] if some else None
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,159 @@
+"""What lies between the parties: messages are copied, take time, overtake each other, break off, wait behind a cut."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from tests.simulation.loop import PartyLoop, World
+
+SHORTEST_S = 0.0002
+LONGEST_S = 0.003
+BREAK_S = (0.02, 1.5)
+"""After this time an end learns that its connection has broken."""
+
+
+class OpenCall(Protocol):
+    """A call that has not ended, as its two parties know it."""
+
+    def party_died(self, party: Party) -> None: ...
+
+
+@dataclass(eq=False)
+class Party:
+    """A process: its name, its loop, the actor that runs there, and what of it clients see.
+
+    `unix_offset_s` is what its Unix clock is wrong by.
+    """
+
+    name: str
+    world: World
+    unix_offset_s: float = 0.0
+    actor: Any = None
+    web: Any = None
+    calls: dict[OpenCall, None] = field(default_factory=dict)
+    loop: PartyLoop = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loop = PartyLoop(self.world, self.name)
+
+    @property
+    def dead(self) -> bool:
+        return self.loop.dead
+
+    def unix_s(self) -> float:
+        return 1_700_000_000.0 + self.world.now_s + self.unix_offset_s
+
+    def die(self) -> None:
+        if self.dead:
+            return
+        self.loop.die()
+        for call in list(self.calls):
+            call.party_died(self)
+        self.calls.clear()
+
+
+@dataclass(slots=True)
+class Weather:
+    """How bad the network is: shares of messages that are slow, and whose connection breaks under them."""
+
+    slow: float = 0.02
+    slowest_s: float = 0.2
+    breaks: float = 0.0
+    repeats: float = 0.0
+
+
+def copied(value: Any) -> bytes:
+    """What travels: nothing is shared between parties."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = REDUCERS
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def _reduced(proxy: MappingProxyType[Any, Any]) -> tuple[Any, ...]:
+    return _proxy, (dict(proxy),)
+
+
+def _proxy(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(values)
+
+
+REDUCERS = {**copyreg.dispatch_table, MappingProxyType: _reduced}
+"""Ray's pickle knows this one, too."""
+
+
+class Network:
+    """Owned by the world's run. A cut holds what is on its way until it is mended; then half of it has broken off."""
+
+    def __init__(self, world: World, random: Random) -> None:
+        self.weather = Weather()
+        self._world = world
+        self._random = random
+        self._cuts: list[frozenset[str]] = []
+        self._held: list[tuple[frozenset[str], Callable[[], None], Callable[[], None]]] = []
+
+    def cut(self, one: str, other: str) -> Callable[[], None]:
+        """Parts two parties; returns what mends it. Names may be those of parties that come later."""
+        link = frozenset((one, other))
+        self._cuts.append(link)
+
+        def mend() -> None:
+            self._cuts.remove(link)
+            if link in self._cuts:
+                return
+            held = [each for each in self._held if each[0] == link]
+            self._held = [each for each in self._held if each[0] != link]
+            for _, arrive, broken in held:
+                self._world.after(self.delay_s(), broken if self._random.random() < 0.5 else arrive)
+
+        return mend
+
+    def send(
+        self,
+        source: Party,
+        target: Party,
+        act: Callable[[], None],
+        broken: Callable[[], None],
+        *,
+        not_before_s: float = 0.0,
+    ) -> float:
+        """Runs `act` on the target's loop once it has arrived; if the connection breaks, `broken` instead, outside of
+        all loops. Returns the time of arrival, so that a stream can keep its order."""
+        if source.dead:
+            return self._world.now_s
+        if self._random.random() < self.weather.breaks:
+            self._world.after(self.break_s(), broken)
+            return self._world.now_s
+        arrival_s = max(self._world.now_s + self.delay_s(), not_before_s)
+        link = frozenset((source.name, target.name))
+
+        def arrive() -> None:
+            if target.dead:
+                self._world.after(self.break_s(), broken)
+            elif link in self._cuts:
+                self._held.append((link, arrive, broken))
+            else:
+                target.loop.call_soon(act)
+
+        self._world.after(arrival_s - self._world.now_s, arrive)
+        return arrival_s
+
+    def delay_s(self) -> float:
+        random = self._random
+        if random.random() < self.weather.slow:
+            return random.uniform(LONGEST_S, self.weather.slowest_s)
+        return random.uniform(SHORTEST_S, LONGEST_S)
+
+    def break_s(self) -> float:
+        return self._random.uniform(*BREAK_S)
+
+    def chance(self, share: float) -> bool:
+        return self._random.random() < share

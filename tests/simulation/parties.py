@@ -1,0 +1,168 @@
+"""The processes of a cluster: replicas, ingresses and the controller, each the product's class on a loop of its own.
+
+Also what Ray does when one of them dies: it is started again, under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from controllers.cluster_actor import ClusterController
+from controllers.errors import StoreError
+from controllers.store import SessionStore
+from engine.api import Engine
+from serving.front.ingress import Ingress, IngressPlace
+from serving.replica.replica import LLMReplica, ReplicaPlace
+from serving.settings.config import AppArgs
+from serving.text.text import TextProcessor
+from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls
+from tests.simulation.engine_loop import EngineFactory
+from tests.simulation.loop import World
+from tests.simulation.network import Network, Party
+from tests.simulation.serve_model import ControllerHandle, IngressesHandle, ReplicasHandle, ServeModel
+from tests.simulation.web import Web
+
+NOTICED_S = (0.05, 3.0)
+"""After this time Serve knows that a replica is dead."""
+STARTS_S = (0.3, 2.5)
+
+
+class Cluster:
+    """Everybody, and the network between them. `store` is the log, which outlives all of them. `tiers` are the pages
+    that idle sessions' KV may take in host memory and on disk."""
+
+    def __init__(
+        self, world: World, random: Random, args: AppArgs, store: SessionStore, tiers: tuple[int, int]
+    ) -> None:
+        self.world = world
+        self.random = random
+        self.network = Network(world, random)
+        self.serve = ServeModel(self.network, random)
+        self.args = args
+        self.engines: dict[str, EngineFactory] = {}
+        self.replicas: list[Party] = []
+        self.ingresses: list[Party] = []
+        self._store = store
+        self._tiers = tiers
+        self._count = 0
+
+    def start(self) -> None:
+        self.start_controller()
+        for _ in range(self.args.replicas.count):
+            self.start_replica()
+        for _ in range(self.args.ingress.count):
+            self.start_ingress()
+
+    @property
+    def live_replicas(self) -> list[Party]:
+        return [party for party in self.replicas if not party.dead]
+
+    @property
+    def live_ingresses(self) -> list[Party]:
+        return [party for party in self.ingresses if not party.dead]
+
+    def ready(self) -> bool:
+        serve = self.serve
+        count = len(serve.replicas), len(serve.ingresses)
+        return count == (self.args.replicas.count, self.args.ingress.count) and serve.controller is not None
+
+    def start_controller(self) -> None:
+        party = Party("controller", self.world)
+
+        async def run() -> None:
+            try:
+                party.actor = ClusterController(
+                    self.args.cluster_settings(),
+                    self.args.controller.log_settings(),
+                    open_log=lambda _log, _clock: self._store,
+                    clock=party.unix_s,
+                    timer=self.world.clock,
+                )
+            except StoreError:  # those who call create the actor again
+                party.die()
+                self.world.after(self.random.uniform(*STARTS_S), self.start_controller)
+            else:
+                self.serve.controller_is(party)
+
+        party.loop.create_task(run())
+
+    def start_replica(self) -> None:
+        party = self._party("r")
+        self.replicas.append(party)
+        engine = self.engines[party.name] = EngineFactory(party.loop, self.random, self._tiers)
+
+        def place_of(_args: AppArgs) -> ReplicaPlace:
+            return ReplicaPlace(
+                replica_id=party.name,
+                controller=self._controller_calls(party),
+                publish_gauges=lambda _stats: None,
+                load_text=_load_text,
+                clock=self.world.clock,
+                unix_clock=party.unix_s,
+            )
+
+        async def run() -> None:
+            party.actor = LLMReplica.__new__(LLMReplica)
+            await party.actor.__init__(self.args, engine, place_of)
+            self.serve.list_replica(party)
+
+        party.loop.create_task(run())
+
+    def start_ingress(self) -> None:
+        party = self._party("i")
+        self.ingresses.append(party)
+
+        def place_of(_args: AppArgs) -> IngressPlace:
+            return IngressPlace(party.name, self._controller_calls(party), IngressesHandle(self.serve, party))
+
+        async def run() -> None:
+            party.actor = Ingress.__new__(Ingress)
+            await party.actor.__init__(self.args, ReplicasHandle(self.serve, party), place_of)
+            party.web = Web(party.actor.service)
+            self.serve.add_ingress(party)
+
+        # Its router knows of the replicas before the ingress is ready.
+        self.serve.open_routes(party)
+        party.loop.create_task(run())
+
+    def crash_controller(self) -> None:
+        party = self.serve.controller
+        if party is not None:
+            self.serve.controller_is(None)
+            party.die()
+            self.world.after(self.random.uniform(*STARTS_S), self.start_controller)
+
+    def crash_replica(self, party: Party) -> None:
+        if party.dead:
+            return
+        party.die()
+        noticed_s = self.random.uniform(*NOTICED_S)
+
+        def replace() -> None:
+            self.serve.unlist_replica(party)
+            self.world.after(self.random.uniform(*STARTS_S), self.start_replica)
+
+        self.world.after(noticed_s, replace)
+
+    def crash_ingress(self, party: Party) -> None:
+        if party.dead:
+            return
+        self.serve.remove_ingress(party)
+        party.die()
+        self.world.after(self.random.uniform(*STARTS_S), self.start_ingress)
+
+    def _controller_calls(self, party: Party) -> ControllerCalls:
+        connect: Callable[[], Any] = lambda: ControllerHandle(self.serve, party)  # noqa: E731
+        return ControllerCalls(
+            connect, timeout_s=CONTROLLER_TIMEOUT_S, deployment=self.args.deployment("first")
+        )
+
+    def _party(self, kind: str) -> Party:
+        self._count += 1
+        return Party(f"{kind}{self._count}", self.world)
+
+
+def _load_text(_path: str, engine: Engine) -> TextProcessor:
+    return TextProcessor(None, vocab_size=engine.vocab_size, max_context_len=engine.max_context_len)

@@ -1,0 +1,122 @@
+"""What the session log has taken, in order: the truth that every answer is compared with.
+
+Stands around the real store, lets every call through, and can play that the log is away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from controllers.errors import StoreError
+from controllers.records import SessionRecord, TurnRecord
+from controllers.store import SessionStore
+from controllers.tokens import decode_tokens
+
+
+@dataclass(slots=True)
+class Committed:
+    """One turn that the log took. `before` is the history that it went on from, cut to the turn's start."""
+
+    session_id: str
+    turn_index: int
+    rewound: bool
+    before: tuple[int, ...]
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        return (*self.before, *self.input, *self.output)
+
+
+@dataclass(slots=True)
+class Life:
+    """A session from its opening to its close. A session of the same name that is opened later is another."""
+
+    session_id: str
+    inherited: tuple[int, ...] = ()
+    turns: list[Committed] = field(default_factory=list)
+    closed: bool = False
+
+    def history(self, turns: int | None = None) -> tuple[int, ...]:
+        """After so many turns (None: all)."""
+        taken = self.turns if turns is None else self.turns[:turns]
+        return taken[-1].after if taken else self.inherited
+
+
+class RecordedStore:
+    """A SessionStore; the calls of a real one. `committed` hears of each turn that is new."""
+
+    def __init__(
+        self, store: SessionStore, random: Random, committed: Callable[[Life, Committed], None]
+    ) -> None:
+        self.lives: list[Life] = []
+        self.living: dict[str, Life] = {}
+        self.away = 0
+        """How many outages there are at the moment."""
+        self._store = store
+        self._random = random
+        self._committed = committed
+
+    def open(self, record: SessionRecord) -> None:
+        self._change(self._store.open, record)
+        self._begin(Life(record.session_id))
+
+    def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
+        forked: SessionRecord = self._change(self._store.fork, parent_id, length, record)
+        self._begin(Life(record.session_id, self.living[parent_id].history()[:length]))
+        return forked
+
+    def append_turn(self, record: TurnRecord) -> None:
+        self._change(self._store.append_turn, record)
+        life = self.living[record.session_id]
+        if record.turn_index < len(life.turns):
+            return  # told again
+        tokens, history = decode_tokens(record.tokens), life.history()
+        turn = Committed(
+            session_id=record.session_id,
+            turn_index=record.turn_index,
+            rewound=record.start_len < len(history),
+            before=history[: record.start_len],
+            input=tuple(tokens[: record.input_len]),
+            output=tuple(tokens[record.input_len :]),
+        )
+        life.turns.append(turn)
+        self._committed(life, turn)
+
+    def close(self, session_id: str) -> bool:
+        known: bool = self._change(self._store.close, session_id)
+        if known:
+            self.living.pop(session_id).closed = True
+        return known
+
+    def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
+        self._change(self._store.assign, session_id, replica_id, epoch)
+
+    def touch(self, session_id: str, last_used_s: float) -> None:
+        self._change(self._store.touch, session_id, last_used_s)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything that only reads."""
+        method = getattr(self._store, name)
+
+        def read(*args: Any) -> Any:
+            self._refuse_if_away()
+            return method(*args)
+
+        return read
+
+    def _change(self, change: Callable[..., Any], *args: Any) -> Any:
+        self._refuse_if_away()
+        return change(*args)
+
+    def _refuse_if_away(self) -> None:
+        if self.away:
+            raise StoreError("the log does not answer")
+
+    def _begin(self, life: Life) -> None:
+        self.lives.append(life)
+        self.living[life.session_id] = life

@@ -1,0 +1,162 @@
+"""What happens in a run, drawn from its seed: settings, what each client does, and what goes wrong when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+FAULTS = {
+    "kill replica": 5,
+    "kill ingress": 2,
+    "kill controller": 4,
+    "freeze replica": 3,
+    "freeze ingress": 1,
+    "freeze controller": 2,
+    "cut ingress from replica": 3,
+    "cut replica from controller": 3,
+    "cut ingress from controller": 2,
+    "stall engine": 4,
+    "log away": 4,
+    "clock step": 1,
+    "storm": 3,
+}
+"""How often each kind is drawn."""
+
+LASTING_S = {"freeze replica": 4.0, "stall engine": 6.0, "log away": 3.0}
+KINDS, WEIGHTS = tuple(FAULTS), tuple(FAULTS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`rewind`: the share of the history that is kept (None: all). The client leaves, or aborts, after so long."""
+
+    think_s: float
+    new_tokens: int
+    most: int
+    rewind: float | None = None
+    leave_s: float | None = None
+    abort_s: float | None = None
+    keyed: bool = True
+    stateless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A child at a share of the history; its client lives on beside this one."""
+
+    think_s: float
+    share: float
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    think_s: float
+
+
+Op = Turn | Fork | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`steps`: a death comes so many callbacks later, in the midst of something."""
+
+    at_s: float
+    kind: str
+    who: int
+    lasts_s: float
+    steps: int
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Everything but the network's and the scheduler's luck, which is drawn from `seed` as the run goes."""
+
+    seed: int
+    settings: tuple[tuple[str, Any], ...]
+    clients: tuple[tuple[Op, ...], ...]
+    faults: tuple[Fault, ...]
+
+    def without(self, **changes: Any) -> Schedule:
+        return replace(self, **changes)
+
+    def lines(self) -> list[str]:
+        """For people to read."""
+        lines = [f"seed {self.seed}", "settings " + ", ".join(f"{k}={v}" for k, v in self.settings)]
+        for number, ops in enumerate(self.clients):
+            lines += [f"client {number}: {op}" for op in ops]
+        return lines + [str(fault) for fault in self.faults]
+
+
+def make_schedule(seed: int, turns: int = 20) -> Schedule:
+    """About so many turns."""
+    random = Random(f"schedule {seed}")
+    clients = random.randint(2, 6)
+    each = max(1, turns // clients)
+    ops = tuple(_client(random, each) for _ in range(clients))
+    end_s = max(sum(op.think_s for op in some) for some in ops) + 0.2 * each
+    faults = random.choice((0, 1, 2, 3, 4, 6)) + turns // 100
+    return Schedule(
+        seed,
+        _settings(random),
+        ops,
+        tuple(sorted((_fault(random, end_s) for _ in range(faults)), key=lambda fault: fault.at_s)),
+    )
+
+
+def _settings(random: Random) -> tuple[tuple[str, Any], ...]:
+    host_pages = random.choice((0, 20, 200))
+    return (
+        ("replicas", random.choice((1, 2, 2, 2, 3))),
+        ("ingresses", random.choice((1, 1, 2))),
+        ("num_pages", random.choice((96, 128, 256))),
+        ("host_pages", host_pages),
+        ("disk_pages", random.choice((0, 100)) if host_pages else 0),
+        ("prefix_cache", random.random() < 0.8),
+        ("ngram", random.random() < 0.2),
+        ("rebalancing", random.random() < 0.5),
+        ("strict", random.random() < 0.1),
+    )
+
+
+def _client(random: Random, turns: int, depth: int = 0) -> tuple[Op, ...]:
+    ops: list[Op] = []
+    pace_s = random.choice((0.02, 0.1, 0.5))
+    for _ in range(turns):
+        think_s = random.expovariate(1 / pace_s)
+        draw = random.random()
+        if draw < 0.06 and depth == 0:
+            ops.append(Fork(think_s, random.random(), _client(random, random.randint(1, 3), 1)))
+        elif draw < 0.10:
+            ops.append(Close(think_s))
+        else:
+            ops.append(_turn(random, think_s))
+    return tuple(ops)
+
+
+def _turn(random: Random, think_s: float) -> Turn:
+    most = random.choice((1, 1, 2, 2, 3, 4, 8))
+    return Turn(
+        think_s=think_s,
+        new_tokens=random.randint(1, 6),
+        most=most,
+        rewind=random.random() if random.random() < 0.15 else None,
+        leave_s=random.expovariate(1 / 0.05) if random.random() < 0.08 else None,
+        abort_s=random.expovariate(1 / 0.03) if random.random() < 0.06 else None,
+        keyed=random.random() < 0.85,
+        stateless=random.random() < 0.05,
+    )
+
+
+def _fault(random: Random, end_s: float) -> Fault:
+    kind = random.choices(KINDS, WEIGHTS)[0]
+    return Fault(
+        at_s=random.uniform(0.0, end_s),
+        kind=kind,
+        who=random.randrange(6),
+        lasts_s=min(25.0, random.expovariate(1 / LASTING_S.get(kind, 1.5))),
+        steps=random.choice((0, 0, 1, 2, 5, 10, 40)),
+        amount=random.uniform(-1.0, 1.0),
+    )

@@ -1,0 +1,186 @@
+"""What Ray and Ray Serve are to Kedge, and no more: handles, routers that know replicas late, a controller's actor that
+is started again. The parties themselves are the product's own classes (parties.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+from serving.wire.routing_errors import ALL_REPLICAS, ReplicaGone, RunningReplicas
+from tests.simulation.calls import Call, Stream, unavailable
+from tests.simulation.network import Network, Party
+
+ROUTING_PAUSE_S = 0.05
+ROUTER_LAG_S = (0.0, 0.3)
+
+
+class ServeModel:
+    """Who runs, as Serve has it, and as each ingress's router has heard."""
+
+    def __init__(self, network: Network, random: Random) -> None:
+        self.network = network
+        self.random = random
+        self.replicas: list[Party] = []
+        self.ingresses: list[Party] = []
+        self.controller: Party | None = None
+        self._routes: dict[Party, list[Party]] = {}
+        self._wait_for_controller: list[Callable[[Party], None]] = []
+
+    def open_routes(self, ingress: Party) -> None:
+        """The router of an ingress that starts."""
+        self._routes[ingress] = list(self.replicas)
+
+    def add_ingress(self, ingress: Party) -> None:
+        """It is ready."""
+        self.ingresses.append(ingress)
+
+    def remove_ingress(self, ingress: Party) -> None:
+        if ingress in self.ingresses:
+            self.ingresses.remove(ingress)
+        self._routes.pop(ingress, None)
+
+    def list_replica(self, replica: Party) -> None:
+        """Each router hears of it in its own time."""
+        self.replicas.append(replica)
+        self._spread()
+
+    def unlist_replica(self, replica: Party) -> None:
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+            self._spread()
+
+    def routes_of(self, ingress: Party) -> list[Party]:
+        return self._routes.get(ingress, [])
+
+    def controller_is(self, controller: Party | None) -> None:
+        self.controller = controller
+        if controller is not None:
+            waiting, self._wait_for_controller = self._wait_for_controller, []
+            for act in waiting:
+                act(controller)
+
+    def with_controller(self, act: Callable[[Party], None]) -> None:
+        """Now, or once the actor has been started again."""
+        if self.controller is not None:
+            act(self.controller)
+        else:
+            self._wait_for_controller.append(act)
+
+    def _spread(self) -> None:
+        for ingress in self._routes:
+            ingress.world.after(self.random.uniform(*ROUTER_LAG_S), partial(self._heard, ingress))
+
+    def _heard(self, ingress: Party) -> None:
+        if ingress in self._routes:
+            self._routes[ingress] = list(self.replicas)
+
+
+class ReplicasHandle:
+    """The deployment handle of the replicas, in one ingress."""
+
+    def __init__(self, serve: ServeModel, caller: Party, **options: Any) -> None:
+        self._serve = serve
+        self._caller = caller
+        self._options = options
+
+    def options(self, **options: Any) -> ReplicasHandle:
+        return ReplicasHandle(self._serve, self._caller, **{**self._options, **options})
+
+    def remote(self, *args: Any) -> Call | Stream:
+        kind = Stream if self._options.get("stream") else Call
+        call = kind(self._serve.network, self._caller, f"actor.{self._options['method_name']}", args)
+        self._caller.loop.call_soon(self._route, call)
+        return call
+
+    def _route(self, call: Call | Stream) -> None:
+        """As PinnedRequestRouter does; with nobody to choose from, Serve waits."""
+        routes = self._serve.routes_of(self._caller)
+        pin = self._options.get("session_id", "")
+        if call.over:
+            return
+        if not routes:
+            self._caller.loop.call_later(ROUTING_PAUSE_S, self._route, call)
+        elif pin == ALL_REPLICAS:
+            call.fail(RunningReplicas(tuple(party.name for party in routes)))
+        elif not pin:
+            call.send(self._serve.random.choice(routes))
+        else:
+            target = next((party for party in routes if party.name == pin), None)
+            if target is None:
+                call.fail(ReplicaGone(pin))
+            else:
+                call.send(target)
+
+
+class IngressesHandle:
+    """The ingresses' own handle, in one of them."""
+
+    def __init__(self, serve: ServeModel, caller: Party) -> None:
+        self._serve = serve
+        self._caller = caller
+
+    def broadcast(self, method: str, *args: Any) -> Broadcast:
+        calls = []
+        for ingress in self._serve.ingresses:
+            call = Call(self._serve.network, self._caller, f"actor.{method}", args)
+            call.send(ingress)
+            calls.append(call)
+        return Broadcast(calls)
+
+
+class Broadcast:
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls = calls
+
+    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        answers = asyncio.gather(*self._calls, return_exceptions=return_exceptions)
+        return await asyncio.wait_for(answers, timeout_s)
+
+
+class ControllerHandle:
+    """The handle of the controller's detached actor: Ray may send a call again to the actor that follows a dead one."""
+
+    def __init__(self, serve: ServeModel, caller: Party) -> None:
+        self._serve = serve
+        self._caller = caller
+
+    def __getattr__(self, method: str) -> ControllerMethod:
+        return ControllerMethod(self._serve, self._caller, method)
+
+
+class ControllerMethod:
+    def __init__(self, serve: ServeModel, caller: Party, method: str) -> None:
+        self._serve = serve
+        self._caller = caller
+        self._method = method
+
+    def remote(self, *args: Any) -> ControllerCall:
+        call = ControllerCall(self._serve, self._caller, self._method, args)
+        call.find()
+        return call
+
+
+class ControllerCall(Call):
+    def __init__(self, serve: ServeModel, caller: Party, method: str, args: tuple[Any, ...]) -> None:
+        super().__init__(serve.network, caller, f"actor.{method}", args)
+        self._serve = serve
+
+    def find(self) -> None:
+        """Ray waits for an actor that is being started again, or says at once that there is none."""
+        if self._serve.controller is None and self._serve.network.chance(0.5):
+            self._caller.loop.call_soon(self.fail, unavailable())
+        else:
+            self._serve.with_controller(self._send_if_wanted)
+
+    def _send_if_wanted(self, controller: Party) -> None:
+        if not self.over:
+            self.send(controller)
+
+    def _target_died(self) -> None:
+        if self._serve.network.chance(0.5):
+            self._serve.with_controller(self._send_if_wanted)
+        else:
+            super()._target_died()

@@ -1,0 +1,169 @@
+"""One run: a cluster, its clients and what goes wrong, from the schedule; gives what was wrong with the product."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.tokens import decode_tokens
+from serving.settings.config import AppArgs, parse_args
+from tests.simulation.clients import Clients
+from tests.simulation.endings import books, leftovers
+from tests.simulation.engine_loop import CONTEXT_LEN
+from tests.simulation.faults import Faults
+from tests.simulation.loop import Spinning, World
+from tests.simulation.parties import Cluster
+from tests.simulation.records import RecordedStore
+from tests.simulation.schedule import Schedule
+from tests.simulation.truth import Truth
+
+START_S = 60.0
+PLAY_S = 3600.0
+CLOSE_S = 600.0
+SETTLE_S = 90.0
+"""Longest bounds of the product added up: an engine that does not confirm an abort, feeds, deadlines of calls."""
+PAGE_SIZE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`turns` were told as done. `steps` are callbacks, `virtual_s` the time that went by in the run."""
+
+    violations: tuple[str, ...]
+    turns: int
+    committed: int
+    steps: int
+    virtual_s: float
+
+
+def run(schedule: Schedule) -> Outcome:
+    """Plays a schedule. The same schedule gives the same outcome."""
+    simulation = Simulation(schedule)
+    collects = gc.isenabled()
+    gc.disable()  # finalizers would run at times that the seed does not know
+    try:
+        return simulation.play()
+    finally:
+        simulation.end()
+        if collects:
+            gc.enable()
+
+
+class Simulation:
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        random = Random(f"run {schedule.seed}")
+        settings = dict(schedule.settings)
+        self.world = World(random)
+        self.truth = Truth()
+        self._log = SqliteSessionStore(":memory:", clock=self.world.clock)
+        self.store = RecordedStore(self._log, random, self.truth.committed)
+        args = _args(schedule.settings)
+        tiers = settings["host_pages"], settings["disk_pages"]
+        self.cluster = Cluster(self.world, random, args, self.store, tiers)
+        limit = min(CONTEXT_LEN, settings["num_pages"] * PAGE_SIZE)
+        self.clients = Clients(self.cluster, self.store, self.truth, random, limit)
+        self.faults = Faults(self.cluster, self.store)
+
+    def play(self) -> Outcome:
+        try:
+            self._play()
+        except Spinning as error:
+            self.truth.wrong(f"callbacks without end {error}")
+        violations = (*self.truth.violations, *self.world.failures)
+        committed = sum(len(life.turns) for life in self.store.lives)
+        return Outcome(violations, self.truth.turns, committed, self.world.steps, self.world.now_s)
+
+    def end(self) -> None:
+        self.world.close()
+        self._log.disconnect()
+
+    def _play(self) -> None:
+        cluster, world = self.cluster, self.world
+        cluster.start()
+        if not world.run(cluster.ready, START_S):
+            self.truth.wrong("the cluster did not start")
+            return
+        for ops in self._schedule.clients:
+            self.clients.start(ops)
+        self.faults.plan(self._schedule.faults)
+        if not world.run(self._played, world.now_s + PLAY_S):
+            self.truth.wrong("something is stuck")
+            return
+        self._check_log()
+        if not world.run(
+            lambda: all(life.closed for life in self.clients.told_closed), world.now_s + SETTLE_S
+        ):
+            late = [life.session_id for life in self.clients.told_closed if not life.closed]
+            self.truth.wrong(f"told as closed, and the log has them: {late}")
+        closing = self.clients.party.loop.create_task(self.clients.close_everything())
+        if not world.run(lambda: closing.done() and cluster.ready(), world.now_s + CLOSE_S):
+            self.truth.wrong(f"sessions that cannot be closed: {list(self.store.living)}")
+            return
+        if not world.run(lambda: not leftovers(cluster), world.now_s + SETTLE_S):
+            for what in leftovers(cluster):
+                self.truth.wrong(f"left over: {what}")
+        else:
+            for party in cluster.live_replicas:
+                for what in books(party):
+                    self.truth.wrong(what)
+
+    def _played(self) -> bool:
+        return not self.clients.busy and not self.faults.under_way and self.cluster.ready()
+
+    def _check_log(self) -> None:
+        """What the log gives back is what it took."""
+        for session_id, life in self.store.living.items():
+            record = self._log.load(session_id)
+            tokens = tuple(decode_tokens(record.history))
+            if tokens != life.history() or record.turns != len(life.turns):
+                self.truth.wrong(f"{session_id}: the log has {tokens}, it took {life.history()}")
+
+
+@functools.lru_cache(maxsize=256)
+def _args(settings: tuple[tuple[str, object], ...]) -> AppArgs:
+    values = dict(settings)
+    return parse_args(
+        {
+            "model": {"path": "null"},
+            "cache": {
+                "page_size": PAGE_SIZE,
+                "num_pages": values["num_pages"],
+                "host_mib": 0,
+                "prefix_cache": values["prefix_cache"],
+                "books": "strict" if values["strict"] else "balance",
+            },
+            "scheduler": {"chunk_size": 32, "max_running": 8},
+            "speculation": {"method": "ngram" if values["ngram"] else "off"},
+            "replicas": {"count": values["replicas"]},
+            "ingress": {"count": values["ingresses"]},
+            "rebalancing": {"enabled": values["rebalancing"], "min_gap": 2.0},
+        }
+    )
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Around many runs. The product's warnings are expected by the thousand, and the dead leave coroutines and
+    generators that nobody awaits or closes."""
+    unraisable, level = sys.unraisablehook, logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="coroutine .* was never awaited", category=RuntimeWarning
+            )
+            yield
+            gc.collect()
+    finally:
+        sys.unraisablehook = unraisable
+        logging.disable(level)

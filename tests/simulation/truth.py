@@ -1,0 +1,91 @@
+"""What must hold of every answer: the oracle is the null runner's own rule, applied to the history that the log has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.runner.null import null_generate
+from tests.simulation.engine_loop import EOS_PROBABILITY, VOCAB_SIZE
+from tests.simulation.records import Committed, Life
+
+
+@dataclass(slots=True)
+class Asked:
+    """A turn that a client wants, however often it asks for it. Its first token is in no other turn."""
+
+    number: int
+    session_id: str | None
+    tokens: tuple[int, ...]
+    most: int
+    rewind_to: int | None
+    committed: list[Committed] = field(default_factory=list)
+    done: bool = False
+
+
+class Truth:
+    """Keeps every turn that was asked for, and what is wrong."""
+
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+        self._asked: dict[int, Asked] = {}
+        self.turns = 0
+
+    def wrong(self, what: str) -> None:
+        self.violations.append(what)
+
+    def ask(self, session_id: str | None, tokens: tuple[int, ...], most: int, rewind_to: int | None) -> Asked:
+        number = len(self._asked) + 1
+        asked = Asked(number, session_id, (number, *tokens), most, rewind_to)
+        self._asked[number] = asked
+        return asked
+
+    def committed(self, life: Life, turn: Committed) -> None:
+        """The log has taken a turn."""
+        asked = self._asked.get(turn.input[0]) if turn.input else None
+        name = f"turn {turn.turn_index} of {life.session_id}"
+        if asked is None or asked.session_id != life.session_id or asked.tokens != turn.input:
+            self.wrong(f"{name}: nobody asked for it")
+            return
+        if asked.committed:
+            self.wrong(f"{name}: asked for once (number {asked.number}), committed twice")
+        asked.committed.append(turn)
+        if asked.rewind_to is None and turn.rewound:
+            self.wrong(f"{name}: rewound, and nobody asked for it")
+        if asked.rewind_to is not None and len(turn.before) != asked.rewind_to:
+            self.wrong(f"{name}: rewound to {len(turn.before)}, not to {asked.rewind_to}")
+        if turn.output != expected((*turn.before, *turn.input), asked.most):
+            self.wrong(f"{name}: committed {turn.output}, which does not follow from its history")
+
+    def told(self, asked: Asked, life: Life | None, turn_index: int | None, output: tuple[int, ...]) -> None:
+        """A client has read these tokens of a turn, whether or not it came to its end."""
+        if not output:
+            return
+        if asked.session_id is None:
+            before: tuple[int, ...] = ()
+        elif life is None or turn_index is None or turn_index > len(life.turns):
+            return  # closed meanwhile: which life it was is not known
+        else:
+            before = life.history(turn_index)
+            before = before if asked.rewind_to is None else before[: asked.rewind_to]
+        right = expected((*before, *asked.tokens), asked.most)
+        if output != right[: len(output)]:
+            self.wrong(f"number {asked.number}: told {output}, not {right}")
+
+    def finished(self, asked: Asked, output: tuple[int, ...], turn_index: int | None) -> None:
+        """A client was told that the turn is done, with these tokens in all."""
+        asked.done = True
+        self.turns += 1
+        if asked.session_id is None:
+            if output != expected(asked.tokens, asked.most):
+                self.wrong(f"number {asked.number}: done without a session, told {output}")
+            return
+        if not asked.committed:
+            self.wrong(f"number {asked.number}: told as done, and not in the log")
+        elif output != asked.committed[0].output:
+            self.wrong(f"number {asked.number}: told {output}, committed {asked.committed[0].output}")
+        elif turn_index != asked.committed[0].turn_index:
+            self.wrong(f"number {asked.number}: told as turn {turn_index}, committed as another")
+
+
+def expected(history: tuple[int, ...], most: int) -> tuple[int, ...]:
+    return tuple(null_generate(history, most, VOCAB_SIZE, eos_probability=EOS_PROBABILITY))
