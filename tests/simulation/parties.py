@@ -76,7 +76,8 @@ class Cluster:
                 party.actor = ClusterController(
                     self.args.cluster_settings(),
                     self.args.controller.log_settings(),
-                    open_log=lambda _log, _clock: self._store,
+                    "cluster",
+                    open_log=lambda _log, _name, _clock: self._store,
                     clock=party.unix_s,
                     timer=self.world.clock,
                 )

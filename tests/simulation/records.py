@@ -61,9 +61,10 @@ class RecordedStore:
         self._random = random
         self._committed = committed
 
-    def open(self, record: SessionRecord) -> None:
-        self._change(self._store.open, record)
+    def open(self, record: SessionRecord) -> SessionRecord:
+        opened: SessionRecord = self._change(self._store.open, record)
         self._begin(Life(record.session_id))
+        return opened
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
         forked: SessionRecord = self._change(self._store.fork, parent_id, length, record)
