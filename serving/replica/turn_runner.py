@@ -68,6 +68,7 @@ class TurnRunner:
         self._numbers = itertools.count(1)
         self._live: dict[str, LiveTurn] = {}
         self._ending: dict[tuple[str, str], asyncio.Task[TurnEvent]] = {}  # by session and key
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # by session: its client has left
 
     async def run(self, call: TurnCall, epoch: int | None, tell: Callable[[TurnEvent], None]) -> TurnEvent:
         """Tells news as they come; returns the last event, which has a finish or an error."""
@@ -86,7 +87,7 @@ class TurnRunner:
         finally:
             if not begun.settled:
                 begun.settled = True
-                await self._tasks.outcome(self._tasks.start(self._abandon(begun)))
+                await self._tasks.outcome(self._leave(begun))
 
     def abort(self, request_id: str | None, tenant: str) -> int:
         """Aborts the tenant's requests of that name, or all of them; returns how many. They end with reason "abort"."""
@@ -113,8 +114,7 @@ class TurnRunner:
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
         session = call.session
-        if session.idempotency_key is not None:
-            await self._ended(session.session_id, session.idempotency_key)
+        await self._ended(session.session_id, session.idempotency_key)
         await self._host.hold(session.session_id, epoch)
         begun = self._sessions.begin_turn(
             session.session_id,
@@ -184,11 +184,24 @@ class TurnRunner:
             ending.add_done_callback(lambda _: self._ending.pop(key, None))
         return ending
 
-    async def _ended(self, session_id: str, idempotency_key: str) -> None:
-        """Waits while the turn of that key is being committed: who asks again is to get its answer, not a refusal."""
-        ending = self._ending.get((session_id, idempotency_key))
+    def _leave(self, live: LiveTurn) -> asyncio.Task[None]:
+        """Starts what ends a turn whose client has left."""
+        leaving = self._tasks.start(self._abandon(live))
+        if live.turn is not None:
+            session_id = live.turn.session_id
+            self._leaving[session_id] = leaving
+            leaving.add_done_callback(lambda _: self._leaving.pop(session_id, None))
+        return leaving
+
+    async def _ended(self, session_id: str, idempotency_key: str | None) -> None:
+        """Waits while a turn of the session ends that is not to refuse the next one: of the same key, which is being
+        committed and will be its answer; or one whose client has left, perhaps to ask again."""
+        ending = self._ending.get((session_id, idempotency_key)) if idempotency_key is not None else None
         if ending is not None:
             await asyncio.wait([ending])
+        leaving = self._leaving.get(session_id)
+        if leaving is not None:
+            await asyncio.wait([leaving])
 
     async def _settle(self, live: LiveTurn) -> TurnEvent:
         """Ends a turn whose final delta is there; returns its last event."""
