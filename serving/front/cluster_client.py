@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from controllers.records import ForkOrder, LedgerEntry
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ReplicaCalls
 from serving.front.siblings import Siblings
-from serving.front.turn_dispatch import NEWCOMER_GRACE_S, RETRY_PAUSE_S, TurnDispatcher
+from serving.front.turn_dispatch import LOG_AWAY, NEWCOMER_GRACE_S, RETRY_PAUSE_S, TurnDispatcher
 from serving.watch.audit_reply import cluster_audit
 from serving.watch.metrics import IngressMetrics, merge_expositions, render_gauges
 from serving.wire.controller_calls import ControllerCalls
@@ -102,7 +103,7 @@ class ClusterClient:
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
         try:
-            return await self._close(session_id, tenant)
+            return await self._dispatcher.once_log_answers(partial(self._close, session_id, tenant))
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
@@ -204,10 +205,10 @@ class ClusterClient:
         return await self._controller.close_session(session_id, tenant)
 
     async def _close_at(self, owner: Owner, session_id: str, tenant: str) -> bool:
-        """False if it does not hold the session, or does not own it any more."""
+        """False if it does not hold the session, or does not own it any more; or if the log could not be told."""
         self._dispatcher.forget(session_id, tenant)
         answer = await self._replicas.call(owner.replica_id, "close_session", session_id)
-        if isinstance(answer, ErrorInfo) and answer.code != STALE_EPOCH:
+        if isinstance(answer, ErrorInfo) and answer.code not in (STALE_EPOCH, *LOG_AWAY):
             raise ServiceError(answer)
         return answer is True
 

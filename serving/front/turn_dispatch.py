@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from controllers.errors import ControllerError, NoAnswer, NoReplica, StoreError
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
@@ -32,6 +32,8 @@ from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_PAUSE_S = 0.05
 LOG_PAUSE_S = 0.25
@@ -157,6 +159,16 @@ class TurnDispatcher:
                 raise ServiceError(answer)
             self._metrics.failed_over()
             await self._pause(deadline_s, answer)
+
+    async def once_log_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What `ask` comes to, which must bear repetition: while the log is away it is asked again, for as long as a
+        call may wait. Raises what it raises."""
+        deadline_s = _now_s() + self._failover_timeout_s
+        while True:
+            try:
+                return await ask()
+            except StoreError as error:
+                await self._pause(deadline_s, error_info(error))
 
     async def owner_of(self, session_id: str, tenant: str = "", *, create: bool = False) -> Owner:
         """From the cache or the controller. Raises ControllerError."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from controllers.errors import ControllerError
+from serving.front import turn_dispatch
 from serving.front.cluster_client import ClusterClient
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.turn_dispatch import TurnDispatcher
@@ -111,4 +112,17 @@ async def test_a_session_without_an_owner_is_closed_in_the_log(served: Failover)
         served.cluster.report_lost(name)
     client = OtherIngress(served).client
     assert await client.close_session("s", tenant="")
+    assert served.cluster.sessions() == []
+
+
+async def test_a_close_waits_for_the_log(served: Failover, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in store_unavailable; the replica had forgotten the session by then, and the log kept it."""
+    monkeypatch.setattr(turn_dispatch, "LOG_PAUSE_S", 0.005)
+    other = OtherIngress(served)
+    served.controller.log.away = True
+    closing = asyncio.create_task(other.client.close_session("s", tenant=""))
+    await asyncio.wait([closing], timeout=0.1)
+    assert not closing.done()
+    served.controller.log.away = False
+    assert await closing
     assert served.cluster.sessions() == []
