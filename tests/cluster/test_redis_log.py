@@ -1,17 +1,19 @@
-"""A session log in Redis: it outlives the cluster, and what it cannot take is neither lost nor done twice."""
+"""A session log in Redis: it outlives the cluster, and while it is away finished turns wait for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
 from served_cluster import ROOT, ServedCluster, eventually
-from session_client import Conversation
+from session_client import Conversation, generate_once
 
 from tests.unit.controllers.redis_server import RedisServer
+
+SESSIONS = 4
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def server() -> Iterator[RedisServer]:
 
 
 @contextmanager
-def served(server: RedisServer) -> Iterator[httpx.Client]:
+def served(server: RedisServer) -> Iterator[ServedCluster]:
     def edit(document: dict[str, Any]) -> None:
         document["applications"][0]["import_path"] = "null_app:build"
         args = document["applications"][0]["args"]
@@ -32,34 +34,41 @@ def served(server: RedisServer) -> Iterator[httpx.Client]:
     cluster = ServedCluster(ROOT / "configs" / "cluster.yaml", edit)
     cluster.start()
     try:
-        with cluster.client() as client:
-            yield client
+        yield cluster
     finally:
         cluster.stop()
 
 
-def test_sessions_outlive_the_cluster_and_a_frozen_redis(server: RedisServer) -> None:
-    with served(server) as client:
+def test_sessions_outlive_the_cluster(server: RedisServer) -> None:
+    with served(server) as cluster, cluster.client() as client:
         session = Conversation.open(client)
         session.exact_turn([400, 401, 402])
-        server.pause()
-        headers = {"idempotency-key": "once"}
-        body = {
-            "input_ids": [403],
-            "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
-            "session_params": {"id": session.session_id},
-        }
-        refused = client.post("/generate", json=body, headers=headers)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
-        server.go_on()
-
-        def answered() -> httpx.Response | None:
-            reply = client.post("/generate", json=body, headers=headers)
-            return reply if reply.status_code == 200 else None
-
-        session.history += [403, *eventually(answered).json()["output_ids"]]
-        session.exact_turn([404])
-    with served(server) as client:
+    with served(server) as cluster, cluster.client() as client:
         session.client = client
         session.turn([405], resumed=True)
         session.exact_turn([406])
+
+
+def test_turns_wait_for_a_frozen_redis_and_keep_their_kv(server: RedisServer) -> None:
+    """They ended in store_unavailable after two seconds, and what they had said was computed again."""
+    with served(server) as cluster, cluster.client() as client, ThreadPoolExecutor(SESSIONS + 1) as pool:
+        talks = [Conversation.open(client) for _ in range(SESSIONS)]
+        for number, talk in enumerate(talks):
+            talk.exact_turn([400 + number, 401])
+        server.pause()
+        turns = [pool.submit(talk.told_turn, [500, 501], 40, lambda _: None) for talk in talks]
+        opening = pool.submit(Conversation.open, client, "later")
+        eventually(lambda: cluster.metric("kedge_commits_pending") == SESSIONS, 60)
+        frozen = cluster.metric("kedge_commit_retries_total") + 8 * SESSIONS
+        eventually(lambda: cluster.metric("kedge_commit_retries_total") > frozen, 60)
+        assert not any(turn.done() for turn in [*turns, opening])
+        assert len(generate_once(client, [500, 501], 8)) == 8, "what needs no log goes on"
+        assert len(cluster.sessions()) == SESSIONS, "the controller answers"
+        server.go_on()
+        for turn in turns:
+            assert len(turn.result(60)) == 40
+        for talk in [*talks, opening.result(60)]:
+            talk.exact_turn([600])  # which finds all of the history's KV
+        eventually(lambda: cluster.metric("kedge_commits_pending") == 0)
+        for outcome in ("store_failed", "stale", "error", "unavailable"):
+            assert cluster.metric("kedge_turns_total", outcome=outcome) == 0
