@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 from measure import machine
+from processes import siblings
 from rich.console import Console
 from rich.table import Table
 from session_talkers import GIVE_UP_S, SILENCE_S, Findings, Talker
@@ -56,7 +57,7 @@ class Chaos:
             return []
 
     async def _strike(self, kind: str, replica_pids: list[int]) -> None:
-        victims = replica_pids if kind not in TITLES else _siblings(replica_pids[0], TITLES[kind])
+        victims = replica_pids if kind not in TITLES else siblings(replica_pids[0], TITLES[kind])
         if not victims:
             return
         victim = self._rng.choice(victims)
@@ -69,23 +70,6 @@ class Chaos:
             await asyncio.sleep(STOPPED_S)
         finally:
             os.kill(victim, signal.SIGCONT)
-
-
-def _siblings(pid: int, title: str) -> list[int]:
-    """Processes with the same parent, Ray's node, and that title."""
-    parent = _parent(pid)
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if path.joinpath("cmdline").read_text().startswith(title) and _parent(int(path.name)) == parent:
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool]:

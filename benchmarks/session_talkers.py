@@ -30,6 +30,7 @@ GIVE_UP_S = 120.0
 PAUSE_S = 0.1
 SILENCE_S = 1.0
 """A stream that says nothing for longer has been interrupted; on two busy cores a step may well take 0.1 s."""
+STREAM_SHARE = 0.7
 LEAVING_SHARE = 0.03
 
 
@@ -79,12 +80,22 @@ class Answer:
 
 
 class Talker:
-    """One client with one session at a time."""
+    """One client with one session at a time. Such a share of its attempts streams, and of those it leaves."""
 
-    def __init__(self, client: httpx.AsyncClient, findings: Findings, seed: str) -> None:
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        findings: Findings,
+        seed: str,
+        *,
+        stream_share: float = STREAM_SHARE,
+        leaving_share: float = LEAVING_SHARE,
+    ) -> None:
         self._client = client
         self._findings = findings
         self._rng = random.Random(seed)
+        self._stream_share = stream_share
+        self._leaving_share = leaving_share
         self._session_id = ""
         self._history: list[int] = []
         self._answers: list[range] = []
@@ -125,13 +136,13 @@ class Talker:
         sampling = {"max_new_tokens": rng.choice((4, 16, 64, 200)), "temperature": 0, "ignore_eos": True}
         body = {"input_ids": new, "sampling_params": sampling, "session_params": {"id": self._session_id}}
         headers = {"idempotency-key": uuid.uuid4().hex}
-        leaves_after = rng.randint(1, 20) if rng.random() < LEAVING_SHARE else None
+        leaves_after = rng.randint(1, 20) if rng.random() < self._leaving_share else None
         deadline_s, tries, told = time.monotonic() + GIVE_UP_S, 0, list[int]()
         while True:
             tries += 1
             answer = Answer()
             try:
-                await self._attempt(body, headers, rng.random() < 0.7, leaves_after, answer)
+                await self._attempt(body, headers, rng.random() < self._stream_share, leaves_after, answer)
                 break
             except Left:
                 findings.left += 1
