@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -108,6 +109,24 @@ class ServedCluster:
                 continue
         self._process = None
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def deploy(self, edit: Callable[[dict[str, Any]], None]) -> None:
+        """As `serve deploy` on the changed config; returns once Serve has taken it."""
+        document = yaml.safe_load(self.config.read_text())
+        edit(document)
+        self.config.write_text(yaml.safe_dump(document))
+        httpx.put(self._serve_api(), json=document, timeout=60.0).raise_for_status()
+
+    def application(self) -> dict[str, Any]:
+        """What Serve says of the application: `status`, `message`, and each of its `deployments`."""
+        answer = httpx.get(self._serve_api(), timeout=60.0).raise_for_status().json()
+        (application,) = answer["applications"].values()
+        return dict(application)
+
+    def _serve_api(self) -> str:
+        found = re.search(r"dashboard at .*?(http://[\d.:]+)", self.log_text())
+        assert found is not None, self.log_text()
+        return f"{found[1]}/api/serve/applications/"
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
