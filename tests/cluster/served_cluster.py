@@ -128,6 +128,12 @@ class ServedCluster:
         assert found is not None, self.log_text()
         return f"{found[1]}/api/serve/applications/"
 
+    def terminate(self) -> None:
+        """SIGTERM to `serve run`, as a service manager would; returns when it has ended."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(STOP_TIMEOUT_S)
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -173,3 +173,18 @@ def test_killed_replica_loses_no_committed_turn(fronted: ServedCluster, client: 
     session.exact_turn([405], resumed=True)
     assert fronted.sessions()[session.session_id]["epoch"] == before["epoch"] + 1
     session.close()
+
+
+def test_serve_run_that_is_terminated_leaves_no_haproxy_behind() -> None:
+    """With SIGTERM nobody tells HAProxy to stop, and `ray stop` does not know it: it would keep the port."""
+    served = ServedCluster(ROOT / "configs" / "cluster.yaml", two_ingresses)
+    served.environment = haproxy_environment(served)
+    served.start()
+    try:
+        assert served.pids(BINARY)
+        served.terminate()
+        eventually(lambda: not served.pids(BINARY), 30)
+    finally:
+        for pid in served.pids(BINARY):
+            served.kill(pid)
+        served.stop()

