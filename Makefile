@@ -34,9 +34,12 @@ HAPROXY := RAY_SERVE_ENABLE_HA_PROXY=1 \
 	RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0 \
 	RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=0
 
+# Ray reads the header of this name before Kedge, and answers 500 where it is no UTF-8: another name than Kedge's.
+HEADER := RAY_SERVE_SESSION_ID_HEADER_KEY=x-ray-session-id
+
 serve: install
 	$(BIN)/python -m serving.settings.config $(CONFIG)
-	$(if $(filter haproxy,$(PROXY)),$(HAPROXY)) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
+	$(HEADER) $(if $(filter haproxy,$(PROXY)),$(HAPROXY)) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
 
 # A cluster takes the whole machine: its tests run one by one.
 SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile

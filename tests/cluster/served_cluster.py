@@ -72,6 +72,7 @@ class ServedCluster:
             "RAY_TMPDIR": str(self.directory),
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",  # as `make serve`
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
         }
         environment |= self.environment

@@ -155,6 +155,17 @@ def test_bad_input_is_a_4xx_and_changes_no_books(
     assert client.get("/v1/kedge/audit").json() == before
 
 
+@pytest.mark.parametrize("name", ["x-session-id", "x-tenant-id", "idempotency-key"])
+def test_header_bytes_that_are_no_utf8_are_a_400_that_names_the_header(
+    client: httpx.Client, name: str
+) -> None:
+    """Ray reads some headers before Kedge does, and has a plain 500 for such bytes."""
+    body = {"model": "kedge-chat", "prompt": "x", "max_tokens": 1}
+    reply = client.post("/v1/completions", json=body, headers={name: b"\xff\xfe"})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == name
+
+
 def test_openai_client_in_a_session(cluster: ServedCluster) -> None:
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as openai:
         model = openai.models.list().data[0].id
