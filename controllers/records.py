@@ -29,6 +29,10 @@ class ModelFingerprint:
     template: str | None = None
 
 
+COUNTED_KEY = "try-"
+"""How the keys of turns begin whose clients count their tries but name no key: the front end gives each try one."""
+
+
 @wire_record
 @dataclass(frozen=True, slots=True)
 class StoredResult:
@@ -196,6 +200,7 @@ class LogNews:
     abandoned: tuple[LedgerEntry, ...] = ()
 
 
+@wire_record
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """What a replica reports of itself. `seen_s` is set by the cluster controller."""

@@ -23,9 +23,19 @@ from controllers.errors import (
     TurnNotInFlight,
 )
 from controllers.history_chain import ChainMaker, HistoryChain
-from controllers.records import KEPT_RESULTS, SessionRecord, SessionStatus, StoredResult, TurnRecord
+from controllers.records import (
+    COUNTED_KEY,
+    KEPT_RESULTS,
+    SessionRecord,
+    SessionStatus,
+    StoredResult,
+    TurnRecord,
+)
 from controllers.served_model import ServedModel
 from controllers.tokens import decode_tokens, encode_tokens
+
+TRIED_AGAIN_WITHIN_S = 60.0
+"""OpenAI's SDKs wait for 8 s at most, or as long as `retry-after` says, which they heed up to a minute."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +97,8 @@ class _Session:
     turn: Turn | Fork | None = None
     closing: bool = False
     close_deferred: bool = False
+    undone: str | None = None
+    """Digest of the last turn, if it was begun behind all committed ones and left no trace."""
 
 
 class SessionController:
@@ -186,6 +198,27 @@ class SessionController:
         )
         return session.turn
 
+    def tried_key(self, session_id: str, epoch: int, digest: str) -> str | None:
+        """The key of the turn that a client tries again without naming a key; None if its earlier try left no trace.
+
+        That is the turn in flight, or the last one that was committed, if its client counts its tries and asked the
+        same (`digest`). Clients try again soon: a turn that is older than TRIED_AGAIN_WITHIN_S is another, and so is
+        one behind which a try to ask the same has come to nothing.
+
+        Raises SessionNotFound and StaleEpoch.
+        """
+        session = self._at_epoch(session_id, epoch)
+        if isinstance(session.turn, Turn):
+            key, asked = session.turn.idempotency_key, session.turn.digest
+        else:
+            last = next(reversed(session.results.values()), None)
+            if last is None or last.turn_index != session.turns - 1 or session.undone == digest:
+                return None
+            if self._clock() - session.idle_since_s > TRIED_AGAIN_WITHIN_S:
+                return None
+            key, asked = last.idempotency_key, last.digest
+        return key if key is not None and key.startswith(COUNTED_KEY) and asked == digest else None
+
     def begin_fork(self, session_id: str, epoch: int, length: int | None) -> Fork:
         """Lends the first `length` tokens (None: all) of the committed history to a child to be.
 
@@ -260,6 +293,7 @@ class SessionController:
         if record.start_len == 0:
             session.tools = record.tools
         session.turns += 1
+        session.undone = None
         if record.idempotency_key is not None:
             session.results[record.idempotency_key] = StoredResult(
                 record.idempotency_key, record.turn_index, record.result, record.digest
@@ -270,7 +304,9 @@ class SessionController:
 
     def abort_turn(self, turn: Turn) -> None:
         """Ends the turn without a trace. Raises TurnNotInFlight."""
-        self._end_turn(self._in_flight(turn))
+        session = self._in_flight(turn)
+        session.undone = turn.digest
+        self._end_turn(session)
 
     def close(self, session_id: str) -> bool:
         """Stops taking turns. True: nothing is in flight, so release the session now, then `drop` it.

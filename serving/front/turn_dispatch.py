@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from controllers.errors import ControllerError, NoAnswer, NoReplica, StoreError
+from controllers.records import COUNTED_KEY
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
@@ -356,8 +357,10 @@ def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -
 
 
 def _with_key(call: TurnCall) -> TurnCall:
-    """A turn without an idempotency key gets one of its own: this very call may be repeated, no other."""
+    """A turn without an idempotency key gets one of its own: this very call may be repeated, and no other but its
+    client's next try, where the client counts them."""
     session = call.session
     if session is None or session.idempotency_key is not None:
         return call
-    return replace(call, session=replace(session, idempotency_key=f"call-{uuid.uuid4().hex}"))
+    prefix = "call-" if session.retries is None else COUNTED_KEY
+    return replace(call, session=replace(session, idempotency_key=f"{prefix}{uuid.uuid4().hex}"))

@@ -113,15 +113,19 @@ class TurnRunner:
             return await self._submit(call, None, started_s, constraint)
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
-        session = call.session
-        await self._ended(session.session_id, session.idempotency_key)
+        session, digest = call.session, self._builder.digest(call)
+        key = session.idempotency_key
+        if session.retries and call.resumed is None:
+            await self._host.hold(session.session_id, epoch)
+            key = self._sessions.tried_key(session.session_id, epoch, digest) or key
+        await self._ended(session.session_id, key)
         await self._host.hold(session.session_id, epoch)
         begun = self._sessions.begin_turn(
             session.session_id,
             epoch,
             rewind_to=session.rewind_to,
-            idempotency_key=session.idempotency_key,
-            digest=self._builder.digest(call),
+            idempotency_key=key,
+            digest=digest,
             tools=self._builder.tools(call),
         )
         if isinstance(begun, Replay):

@@ -68,13 +68,15 @@ class OutputConstraint:
 class SessionTurn:
     """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens.
 
-    `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404).
+    `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404). `retries`:
+    how often the client has sent this turn before, where it counts that (None: it does not).
     """
 
     session_id: str
     rewind_to: int | None = None
     idempotency_key: str | None = None
     create: bool = True
+    retries: int | None = None
 
 
 @wire_record

@@ -19,6 +19,7 @@ MAX_CALLS = 256
 MAX_GRAMMAR_CHARS = 65_536
 """Of JSON schemas or a regular expression: what can be compiled in a second or two."""
 _MAX_INT = 2**31 - 1
+MAX_RETRIES = 1000
 _SEED_BITS = 2**63 - 1
 _GREEDY_BELOW = 1e-5
 
@@ -74,6 +75,8 @@ async def get_tenant(x_tenant_id: Annotated[Name | None, Header(alias="x-tenant-
 Service = Annotated[TurnService, Depends(get_service)]
 Tenant = Annotated[str, Depends(get_tenant)]
 SessionHeader = Annotated[Name | None, Header(alias="x-session-id")]
+RetriesHeader = Annotated[int | None, Header(alias="x-stainless-retry-count", ge=0, le=MAX_RETRIES)]
+"""OpenAI's SDKs count there how often they have sent this very call before."""
 IdempotencyHeader = Annotated[Name | None, Header(alias="idempotency-key")]
 
 

@@ -13,6 +13,7 @@ from engine.api import LogprobParams
 from serving.front.api.errors import openai_error, refusal
 from serving.front.api.fields import (
     IdempotencyHeader,
+    RetriesHeader,
     Service,
     SessionHeader,
     Tenant,
@@ -68,10 +69,11 @@ async def chat_completions(
     tenant: Tenant,
     x_session_id: SessionHeader = None,
     idempotency_key: IdempotencyHeader = None,
+    x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     check_model(body, service.model)
     check_stream_options(body)
-    session = session_turn(x_session_id, idempotency_key, body.n or 1, "n")
+    session = session_turn(x_session_id, idempotency_key, x_stainless_retry_count, body.n or 1, "n")
     reply_id = new_id("chatcmpl-")
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
     plan = _plan(body, tools, reply_id, session, service.model, tenant)

@@ -16,6 +16,7 @@ from engine.api import LogprobParams
 from serving.front.api.errors import openai_error, refusal
 from serving.front.api.fields import (
     IdempotencyHeader,
+    RetriesHeader,
     Service,
     SessionHeader,
     Tenant,
@@ -78,11 +79,14 @@ async def completions(
     tenant: Tenant,
     x_session_id: SessionHeader = None,
     idempotency_key: IdempotencyHeader = None,
+    x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     prompts = body.prompts()
     _check(body, prompts, service.model)
     num_calls = len(prompts) * (body.n or 1)
-    session = session_turn(x_session_id, idempotency_key, num_calls, "n" if body.n else "prompt")
+    session = session_turn(
+        x_session_id, idempotency_key, x_stainless_retry_count, num_calls, "n" if body.n else "prompt"
+    )
     if session is not None and body.echo:
         raise refusal("echo: not possible in a session, which holds more than this prompt.", "echo")
     reply_id = new_id("cmpl-")

@@ -137,10 +137,13 @@ def check_stream_options(body: OpenAiBody) -> None:
         raise refusal("stream_options: only allowed when stream is true.", "stream_options")
 
 
-def session_turn(session_id: str | None, key: str | None, num_calls: int, param: str) -> SessionTurn | None:
-    """The session named by the headers. Outside one a retry repeats nothing, so the key has no use."""
+def session_turn(
+    session_id: str | None, key: str | None, retries: int | None, num_calls: int, param: str
+) -> SessionTurn | None:
+    """The session named by the headers. Outside one a retry repeats nothing, so the key has no use; nor has the count
+    of retries beside a key."""
     if session_id is None:
         return None
     if num_calls > 1:
         raise refusal(f"{param}: a session takes one generation at a time.", param)
-    return SessionTurn(session_id, idempotency_key=key)
+    return SessionTurn(session_id, idempotency_key=key, retries=retries if key is None else None)

@@ -16,8 +16,8 @@ from controllers.errors import (
     TurnInFlight,
     TurnNotInFlight,
 )
-from controllers.records import KEPT_RESULTS, SessionRecord, StoredResult, TurnRecord
-from controllers.session import Replay, SessionController, Turn
+from controllers.records import COUNTED_KEY, KEPT_RESULTS, SessionRecord, StoredResult, TurnRecord
+from controllers.session import TRIED_AGAIN_WITHIN_S, Replay, SessionController, Turn
 from controllers.tokens import decode_tokens, encode_tokens
 
 TIMEOUT_S = 60.0
@@ -334,3 +334,66 @@ def test_snapshot(controller: SessionController, clock: ManualClock) -> None:
     controller.close("s")
     (busy,) = controller.snapshot()
     assert (busy.idle_s, busy.in_turn, busy.closing) == (0.0, True, True)
+
+
+def counted(number: int) -> str:
+    return f"{COUNTED_KEY}{number}"
+
+
+def test_a_try_that_is_counted_finds_the_key_of_the_last_turn_that_asked_the_same(
+    controller: SessionController,
+) -> None:
+    controller.adopt(_record())
+    assert controller.tried_key("s", 1, "a") is None
+    _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
+    assert controller.tried_key("s", 1, "a") == counted(1)
+    assert controller.tried_key("s", 1, "b") is None
+    _run_turn(controller, [1], [2], idempotency_key=counted(2), digest="b")
+    assert controller.tried_key("s", 1, "a") is None
+    assert controller.tried_key("s", 1, "b") == counted(2)
+
+
+def test_it_finds_the_turn_in_flight(controller: SessionController) -> None:
+    controller.adopt(_record())
+    _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
+    turn = _begin(controller, idempotency_key=counted(2), digest="a")
+    assert controller.tried_key("s", 1, "a") == counted(2)
+    assert controller.tried_key("s", 1, "b") is None
+    controller.abort_turn(turn)
+
+
+def test_it_finds_no_turn_of_a_client_that_names_keys_or_does_not_count(
+    controller: SessionController,
+) -> None:
+    controller.adopt(_record())
+    for key in ("mine", None):
+        _run_turn(controller, [1], [2], idempotency_key=key, digest="a")
+        assert controller.tried_key("s", 1, "a") is None
+
+
+def test_it_does_not_take_an_equal_turn_before_for_the_one_that_left_no_trace(
+    controller: SessionController,
+) -> None:
+    controller.adopt(_record())
+    _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
+    controller.abort_turn(_begin(controller, idempotency_key=counted(2), digest="a"))
+    assert controller.tried_key("s", 1, "a") is None
+    _run_turn(controller, [1], [2], idempotency_key=counted(3), digest="a")
+    assert controller.tried_key("s", 1, "a") == counted(3)
+
+
+def test_it_finds_no_turn_that_is_long_past(controller: SessionController, clock: ManualClock) -> None:
+    controller.adopt(_record())
+    _run_turn(controller, [1], [2], idempotency_key=counted(1), digest="a")
+    clock.advance(TRIED_AGAIN_WITHIN_S)
+    assert controller.tried_key("s", 1, "a") == counted(1)
+    clock.advance(0.1)
+    assert controller.tried_key("s", 1, "a") is None
+
+
+def test_it_finds_the_turn_in_the_log_after_a_move(controller: SessionController) -> None:
+    stored = StoredResult(counted(1), 4, b"stored", "a")
+    controller.adopt(_record(turns=5, results=(stored,)))
+    assert controller.tried_key("s", 1, "a") == counted(1)
+    with pytest.raises(StaleEpoch):
+        controller.tried_key("s", 2, "a")
