@@ -71,6 +71,8 @@ def check_log(wanted: LogSettings, log: LogSettings) -> None:
             key = "state_dir"
         case RedisLogSettings(), RedisLogSettings() if wanted.name != log.name:
             key = "name"
+        case RedisLogSettings(), RedisLogSettings() if wanted.url == log.url:
+            key = "redis_wait_replicas" if wanted.wait_ms == log.wait_ms else "redis_wait_ms"
         case _:
             key = "redis_url"
     raise SettingsRefused(
@@ -82,6 +84,8 @@ def check_log(wanted: LogSettings, log: LogSettings) -> None:
 def _told(log: LogSettings) -> str:
     if isinstance(log, SqliteLogSettings) and log.full_sync:
         return f"{log} with full_sync"
+    if isinstance(log, RedisLogSettings) and log.wait_replicas:
+        return f"{log} with {log.wait_replicas} replicas in {log.wait_ms} ms"
     return str(log)
 
 

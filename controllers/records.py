@@ -192,16 +192,6 @@ class LedgerEntry:
 
 @wire_record
 @dataclass(frozen=True, slots=True)
-class LogNews:
-    """What other clusters on the same session log have done. `taken`: sessions that they took from this one, and the
-    epochs at which they did. `abandoned`: some of those sessions whose cluster is gone, with each call others."""
-
-    taken: tuple[tuple[str, int], ...] = ()
-    abandoned: tuple[LedgerEntry, ...] = ()
-
-
-@wire_record
-@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """What a replica reports of itself. `seen_s` is set by the cluster controller."""
 

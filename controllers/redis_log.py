@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError
 
 from controllers.circuit_breaker import CircuitBreaker
 from controllers.errors import StoreError
-from controllers.settings import REDIS_PASSWORD, RedisLogSettings
+from controllers.redis_connection import connect_redis
+from controllers.settings import RedisLogSettings
 
 LAYOUT = b"2"
 READABLE = (b"1", LAYOUT)
@@ -94,17 +94,9 @@ class RedisLog:
         self._nonce = secrets.token_hex(8)
         self._breaker = CircuitBreaker(self._answers, timer, call_timeout_s=TIMEOUT_S)
         try:
-            self._redis = redis.Redis.from_url(
-                settings.url,
-                password=os.environ.get(REDIS_PASSWORD),
-                socket_timeout=TIMEOUT_S,
-                socket_connect_timeout=TIMEOUT_S,
-                # For a connection that was closed meanwhile: every change may be made twice.
-                retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
-            )
+            self._redis = connect_redis(settings, TIMEOUT_S)
         except ValueError as error:
             raise StoreError(f"session log {settings}: {error}", "redis_url") from error
-        self._change = self._redis.register_script(_CHANGE)
         try:
             self._number = self._open()
         except StoreError as error:
@@ -130,7 +122,8 @@ class RedisLog:
         """All of them at once, in one round trip, or none. False, and none, if a guard does not hold any more.
 
         A change whose answer was lost is repeated: its guards fail then, though it was made. Raises StoreError if
-        another controller of this cluster has taken the log over.
+        another controller of this cluster has taken the log over, or too few replicas of Redis have the change in time:
+        it is made then, but may be lost with the master.
         """
         guards = guards or {}
         words: list[Word] = [self.cluster, self._number, self._nonce, len(guards)]
@@ -139,10 +132,16 @@ class RedisLog:
         for command in commands:
             words += [len(command), *command]
         with self._asked():
-            outcome = self._change(keys=[self.key("writers")], args=words)
+            outcome = self._run(_CHANGE, [self.key("writers")], words)
             if not outcome:
                 raise self.error("another controller of this cluster has taken it over, or it was emptied")
             return bool(outcome == 1)
+
+    def confirm(self) -> None:
+        """Makes sure that what the log has is at as many replicas of Redis as the settings say, or raises StoreError:
+        for a change that was found to be made already, by a try that may have failed for just that."""
+        if self._settings.wait_replicas:
+            self.change([("SET", self.alive_key(self.cluster), 1, "EX", ALIVE_S)])
 
     def close(self) -> None:
         self._redis.close()
@@ -159,12 +158,34 @@ class RedisLog:
                 )
             keys = [self.key("layout"), self.key("writer"), self.key("writers"), self.alive_key(self.cluster)]
             words: list[Word] = [LAYOUT, READABLE[0], self.cluster, self._nonce, ALIVE_S]
-            number, layout = self._redis.register_script(_OPEN)(keys=keys, args=words)
+            number, layout = self._run(_OPEN, keys, words)
             if not number:
                 raise self.error(
                     f"it has layout {layout!r}; this version of Kedge reads layouts up to {LAYOUT.decode()}"
                 )
             return int(number)
+
+    def _run(self, script: str, keys: Sequence[str], words: Sequence[Word]) -> Any:
+        """The script's answer, once enough replicas have what it wrote. The whole script travels only to a server that
+        does not know it: after its restart, or a failover."""
+        digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        wait_replicas, wait_ms = self._settings.wait_replicas, self._settings.wait_ms
+        for command in (("EVALSHA", digest), ("EVAL", script)):
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.execute_command(*command, len(keys), *keys, *words)
+            if wait_replicas:
+                pipeline.execute_command("WAIT", wait_replicas, wait_ms)
+            answer, *waited = pipeline.execute(raise_on_error=False)
+            if not isinstance(answer, redis.exceptions.NoScriptError):
+                break
+        for error in (answer, *waited):
+            if isinstance(error, Exception):
+                raise error
+        if waited and waited[0] < wait_replicas:
+            raise self.error(
+                f"{waited[0]} of its replicas have the change after {wait_ms} ms, not {wait_replicas}"
+            )
+        return answer
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
@@ -173,7 +194,7 @@ class RedisLog:
         try:
             yield
         except redis.RedisError as error:
-            if isinstance(error, redis.TimeoutError):
+            if isinstance(error, redis.TimeoutError | MasterNotFoundError):
                 self._breaker.open()
             raise self.error(str(error)) from error
 

@@ -26,7 +26,6 @@ from controllers.log_rules import adds_turn, changes_owner, check_fork, check_ke
 from controllers.records import (
     KEPT_RESULTS,
     LedgerEntry,
-    LogNews,
     ModelFingerprint,
     SessionRecord,
     StoredResult,
@@ -34,6 +33,7 @@ from controllers.records import (
 )
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
 from controllers.settings import RedisLogSettings
+from controllers.store import LogNews
 from controllers.tokens import TOKEN_BYTES, count_tokens
 
 ENTRIES_AT_ONCE = 1000
@@ -266,8 +266,10 @@ class RedisSessionStore:
         for _ in range(MOST_TRIES):
             session, text = self._own(session_id)
             commands = changed(session)
-            if not commands or self._log.change(commands, {self._key(session_id): text}):
-                return
+            if not commands:
+                return self._log.confirm()
+            if self._log.change(commands, {self._key(session_id): text}):
+                return None
         raise self._busy(session_id)
 
     def _busy(self, session_id: str) -> StoreError:
@@ -283,6 +285,7 @@ class RedisSessionStore:
             found, floor = self._log.read(("GET", key), ("GET", floor_key))
             if found is not None:
                 if found == added:  # by an earlier try, whose answer was lost
+                    self._log.confirm()
                     return replace(record, epoch=self._parsed(found).entry.epoch)
                 raise exists(record.session_id)
             record = replace(record, epoch=max(record.epoch, int(floor or 0) + 1))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from controllers.cluster_stats import ClusterStats
-from controllers.errors import SessionNotFound, SessionTakenOver
+from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch
 from controllers.log_rules import not_found
 from controllers.ownership import OwnershipLedger
 from controllers.records import LedgerEntry
@@ -64,13 +64,17 @@ class SessionClaims:
         except (SessionTakenOver, SessionNotFound):  # or it was closed there
             self._drop(session_id)
             raise
+        except StaleEpoch:  # of whom the ledger took for the owner: a failover of Redis lost what the log had
+            self.still_held(session_id)
+            raise
 
     def still_held(self, session_id: str) -> bool:
         """True if the ledger has the session, and the log agrees. Else it leaves the ledger."""
         if session_id not in self._ledger:
             return False
         try:
-            if self._find(session_id).epoch == self._ledger.get(session_id).epoch:
+            found, known = self._find(session_id), self._ledger.get(session_id)
+            if (found.epoch, found.turns) == (known.epoch, known.turns):
                 return True
         except SessionNotFound:
             pass

@@ -9,6 +9,9 @@ from controllers.wire_record import wire_record
 REDIS_PASSWORD = "KEDGE_REDIS_PASSWORD"
 """The environment variable of the controller's process that has it: Ray writes settings to its logs."""
 
+REDIS_SENTINEL_PASSWORD = "KEDGE_REDIS_SENTINEL_PASSWORD"
+"""The same for Sentinels, which have one of their own, or none."""
+
 
 @wire_record
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,15 @@ class SqliteLogSettings:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class RedisLogSettings:
-    """A session log in Redis, under keys that begin with `name`. The password is none of the settings."""
+    """A session log in Redis, under keys that begin with `name`. The password is none of the settings.
+
+    A change counts as made once `wait_replicas` replicas of Redis have it, which must be within `wait_ms`.
+    """
 
     url: str
     name: str
+    wait_replicas: int = 0
+    wait_ms: int = 300
 
     def __str__(self) -> str:
         return f"{self.name} in Redis at {self.url}"

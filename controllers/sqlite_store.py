@@ -20,13 +20,13 @@ from controllers.log_rules import adds_turn, changes_owner, check_fork, check_ke
 from controllers.records import (
     KEPT_RESULTS,
     LedgerEntry,
-    LogNews,
     ModelFingerprint,
     SessionRecord,
     StoredResult,
     TurnRecord,
 )
 from controllers.sqlite_schema import open_session_log
+from controllers.store import LogNews
 from controllers.tokens import TOKEN_BYTES
 
 _ENTRY_COLUMNS = (

@@ -6,9 +6,19 @@ one writer, the cluster that opened or claimed it last. A log in a file has one 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
-from controllers.records import LedgerEntry, LogNews, SessionRecord, TurnRecord
+from controllers.records import LedgerEntry, SessionRecord, TurnRecord
+
+
+@dataclass(frozen=True, slots=True)
+class LogNews:
+    """What other clusters on the same session log have done. `taken`: sessions that they took from this one, and the
+    epochs at which they did. `abandoned`: some of those sessions whose cluster is gone, with each call others."""
+
+    taken: tuple[tuple[str, int], ...] = ()
+    abandoned: tuple[LedgerEntry, ...] = ()
 
 
 class SessionStore(Protocol):

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
+from controllers.redis_url import sentinel_address
 from controllers.settings import (
     REDIS_PASSWORD,
     ClusterSettings,
@@ -36,6 +37,9 @@ from serving.settings.strict_settings import (
 )
 
 REBALANCING = RebalancingSettings()
+
+MOST_WAIT_MS = 900
+"""Less than the second that the controller waits for any answer of Redis."""
 
 HEARTBEATS_PER_TIMEOUT = 3
 """One that is late, or lost, does not make a replica dead."""
@@ -94,7 +98,9 @@ class ControllerArgs(StrictModel):
     name: NotEmpty = "kedge-controller"
     state_dir: NotEmpty = ".kedge"
     full_sync: bool = False
-    redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix)://.")] | None = None
+    redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix|redis\+sentinel)://.")] | None = None
+    redis_wait_replicas: Annotated[int, Field(ge=0)] = 0
+    redis_wait_ms: Annotated[int, Field(ge=1, le=MOST_WAIT_MS)] = 300
     heartbeat_interval_s: Seconds = 1.0
     replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
     commit_patience_s: Seconds = 60.0
@@ -112,7 +118,15 @@ class ControllerArgs(StrictModel):
             )
         if info.data.get("full_sync"):
             raise ValueError("full_sync is for the log in state_dir; Redis has its own appendfsync")
+        sentinel_address(redis_url)
         return redis_url
+
+    @field_validator("redis_wait_replicas")
+    @classmethod
+    def _of_a_redis(cls, wait_replicas: int, info: ValidationInfo) -> int:
+        if wait_replicas and info.data.get("redis_url", "") is None:
+            raise ValueError("is for a log in Redis, and there is no redis_url")
+        return wait_replicas
 
     @field_validator("replica_timeout_s")
     @classmethod
@@ -127,7 +141,7 @@ class ControllerArgs(StrictModel):
     def log_settings(self) -> LogSettings:
         """Where the session log is."""
         if self.redis_url is not None:
-            return RedisLogSettings(self.redis_url, self.name)
+            return RedisLogSettings(self.redis_url, self.name, self.redis_wait_replicas, self.redis_wait_ms)
         return SqliteLogSettings(str(state_path(self.state_dir) / "sessions.sqlite3"), self.full_sync)
 
 

@@ -17,7 +17,7 @@ ALLOWED = {
 STANDARD_LIBRARY_AND_NUMPY = ("cache", "controllers")
 RAY_OUTSIDE_SERVING = {"controllers/cluster_actor.py"}
 ROOMS_APART = ("serving.front", "serving.replica")
-REDIS_FILE = "controllers/redis_log.py"
+REDIS_FILES = ("controllers/redis_connection.py", "controllers/redis_log.py")
 CUDA_FILES = {"engine/device.py", "engine/runner/graphs.py"}
 HTTP_LIBRARIES = {"fastapi", "starlette", "httpx", "uvicorn", "aiohttp"}
 
@@ -47,7 +47,7 @@ def test_cache_and_controllers_need_no_library_but_numpy(source: Source) -> None
     allowed = {*sys.stdlib_module_names, *PACKAGES, "numpy"}
     if source.name in RAY_OUTSIDE_SERVING:
         allowed.add("ray")
-    if source.name == REDIS_FILE:
+    if source.name in REDIS_FILES:
         allowed.add("redis")
     libraries = {name.split(".")[0] for name in source.imports()} - allowed
     assert not libraries, f"{source.name} imports {sorted(libraries)}"

@@ -116,6 +116,12 @@ REDIS = RedisLogSettings("redis://a", "name")
         (SQLITE, REDIS, "controller.redis_url"),
         (REDIS, SQLITE, "controller.redis_url"),
         (REDIS, replace(REDIS, url="redis://b"), "controller.redis_url"),
+        (REDIS, replace(REDIS, wait_replicas=1), "controller.redis_wait_replicas"),
+        (
+            replace(REDIS, wait_replicas=1),
+            replace(REDIS, wait_replicas=1, wait_ms=9),
+            "controller.redis_wait_ms",
+        ),
     ],
 )
 def test_another_log_is_refused_by_name(

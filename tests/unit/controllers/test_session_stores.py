@@ -12,10 +12,10 @@ from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, history_of, turn_of
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
-from controllers.records import KEPT_RESULTS, LedgerEntry, LogNews, StoredResult, TurnRecord
+from controllers.records import KEPT_RESULTS, LedgerEntry, StoredResult, TurnRecord
 from controllers.redis_store import RedisSessionStore
 from controllers.sqlite_store import SqliteSessionStore
-from controllers.store import SessionStore
+from controllers.store import LogNews, SessionStore
 from controllers.tokens import decode_tokens, encode_tokens
 
 Place = Callable[[ManualClock], SessionStore]

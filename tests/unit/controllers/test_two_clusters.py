@@ -266,6 +266,26 @@ def test_a_claim_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:
     assert (owner.replica_id, owner.epoch) == ("new-1", 2)
 
 
+def test_a_failover_of_redis_that_lost_changes_is_recovered_from(upgrade: Upgrade) -> None:
+    """The log is behind the ledger then: nobody could commit to the session any more."""
+    open_session(upgrade.old)
+    upgrade.old.turn("s", [1])
+    prefix = f"kedge:{{{upgrade.log_name}}}:session:s"
+    with upgrade.server.client() as client:
+        kept = client.get(prefix)
+        owner = upgrade.old.begin("s")[0]
+        upgrade.old.cluster.report_lost(owner.replica_id)
+        upgrade.old.turn("s", [2])
+        assert upgrade.old.begin("s")[0].epoch == 2
+        upgrade.old.beat()
+        client.set(prefix, kept)
+    with pytest.raises(StaleEpoch):
+        upgrade.old.turn("s", [3])
+    record = upgrade.old.turn("s", [4])
+    assert (record.epoch, record.turn_index) == (1, 1)
+    assert decode_tokens(upgrade.old.store.load("s").history) == [1, 4]
+
+
 def test_each_cluster_has_its_own_deployment(upgrade: Upgrade) -> None:
     upgrade.old.store.set_deployment("one")
     assert upgrade.new.store.deployment() is None

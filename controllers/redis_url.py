@@ -1,0 +1,48 @@
+"""`redis+sentinel://` addresses: which Sentinels to ask for the master of which service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+SENTINEL_SCHEME = "redis+sentinel"
+SENTINEL_PORT = 26379
+FORM = f"{SENTINEL_SCHEME}://host:port,host:port/service or {SENTINEL_SCHEME}://user@host:port/service/db"
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelAddress:
+    """`sentinels` are hosts and ports. `username` and `db` are those of Redis itself."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    service: str
+    db: int = 0
+    username: str | None = None
+
+
+def sentinel_address(url: str) -> SentinelAddress | None:
+    """None if the URL has another scheme. Raises ValueError that says what was expected."""
+    parts = urlsplit(url)
+    if parts.scheme != SENTINEL_SCHEME:
+        return None
+    user, _, hosts = parts.netloc.rpartition("@")
+    service, _, db = parts.path.removeprefix("/").partition("/")
+    if not service or parts.query or parts.fragment or (db and not db.isdecimal()):
+        raise ValueError(f"{url!r} is not of the form {FORM}")
+    return SentinelAddress(
+        tuple(_host_and_port(host, url) for host in hosts.split(",")),
+        unquote(service),
+        int(db or 0),
+        unquote(user) or None,
+    )
+
+
+def _host_and_port(text: str, url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host:
+        raise ValueError(f"{url!r} has the Sentinel {text!r}; expected {FORM}")
+    return host, port or SENTINEL_PORT

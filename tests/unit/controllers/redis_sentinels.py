@@ -1,0 +1,122 @@
+"""A master, its replicas and a Sentinel for tests: real processes, on loopback ports of their own."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+
+from controllers.settings import RedisLogSettings
+
+SERVER, SENTINEL = shutil.which("redis-server"), shutil.which("redis-sentinel")
+SERVICE = "kedge-master"
+SILENCE_MS = 500
+"""After which the Sentinel takes the master for dead."""
+LONGEST_S = 60.0
+"""For servers to find each other, or to agree on a master."""
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+class WatchedRedis:
+    """Runs once made: `servers` by port, the first of them the master, and a Sentinel that needs no other's consent.
+
+    Skips the test where Redis is not installed.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        if SERVER is None or SENTINEL is None:
+            pytest.skip("redis-server and redis-sentinel are not installed")
+        self._directory = Path(tempfile.mkdtemp(prefix="ks", dir="/tmp"))
+        self._processes: list[subprocess.Popen[str]] = []
+        master, *others, self._sentinel_port = free_ports(replicas + 2)
+        self.servers = {master: self._server(master)}
+        self.servers |= {port: self._server(port, "--replicaof", f"127.0.0.1 {master}") for port in others}
+        config = self._directory / "sentinel.conf"
+        config.write_text(
+            f"port {self._sentinel_port}\nbind 127.0.0.1\ndir {self._directory}\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {master} 1\n"
+            f"sentinel down-after-milliseconds {SERVICE} {SILENCE_MS}\n"
+            f"sentinel failover-timeout {SERVICE} 3000\n"
+        )
+        self._start([SENTINEL, str(config)], "+monitor master")
+        self._until(lambda: len(self._sentinel().sentinel_slaves(SERVICE)) == replicas)
+        for port in others:
+            self._until(lambda port=port: self._follows(port))
+
+    def log(self, wait_replicas: int) -> RedisLogSettings:
+        url = f"redis+sentinel://127.0.0.1:{self._sentinel_port}/{SERVICE}"
+        return RedisLogSettings(url, "log", wait_replicas, 900)
+
+    def master(self) -> int:
+        """The port of the one that the Sentinel names."""
+        state = self._sentinel().sentinel_masters()[SERVICE]
+        return int(state["port"])
+
+    def kill(self, port: int) -> None:
+        self.servers[port].kill()
+        self.servers[port].wait()
+
+    def pause(self, port: int) -> None:
+        self.servers[port].send_signal(signal.SIGSTOP)
+
+    def go_on(self, port: int) -> None:
+        """Returns once the server is a replica of the new master, and has what that has."""
+        self.servers[port].send_signal(signal.SIGCONT)
+        self._until(lambda: self._follows(port))
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        shutil.rmtree(self._directory)
+
+    def _server(self, port: int, *options: str) -> subprocess.Popen[str]:
+        assert SERVER is not None
+        folder = self._directory / str(port)
+        folder.mkdir()
+        fixed = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+        return self._start(
+            [SERVER, *fixed, "--repl-diskless-sync-delay", "0", *options], "ready to accept connections"
+        )
+
+    def _start(self, command: list[str], ready: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._processes.append(process)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if ready in line.lower():
+                return process
+        raise AssertionError(f"{command[0]} ended")
+
+    def _follows(self, port: int) -> bool:
+        """Whether the server is a replica that has what its master has."""
+        with redis.Redis(port=port) as client:
+            replication: dict[str, object] = client.info("replication")
+        return replication.get("master_link_status") == "up"
+
+    def _until(self, holds: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + LONGEST_S
+        while not holds():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+    def _sentinel(self) -> redis.Redis:
+        return redis.Redis(port=self._sentinel_port)

@@ -1,0 +1,128 @@
+"""A session log behind Sentinel: what was told as committed outlives the master, once, and in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from redis_sentinels import LONGEST_S, SERVICE, WatchedRedis
+from redis_server import CLUSTER, RedisServer
+from store_turns import SESSION, history_of, turn_of
+
+from controllers.errors import StoreError
+from controllers.redis_store import RedisSessionStore
+from controllers.settings import RedisLogSettings
+
+TURNS = 200
+LOSES_ITS_MASTER_AT = 60
+
+
+@pytest.fixture
+def watched() -> Iterator[WatchedRedis]:
+    watched = WatchedRedis(replicas=2)
+    yield watched
+    watched.stop()
+
+
+def until_taken(change: Callable[[], object]) -> int:
+    """As a finished turn waits for the log: told again until it is there. Returns how often it failed."""
+    deadline_s = time.monotonic() + LONGEST_S
+    for failed in range(1_000_000):
+        try:
+            change()
+        except StoreError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        else:
+            return failed
+    raise AssertionError
+
+
+def opened(watched: WatchedRedis, wait_replicas: int) -> RedisSessionStore:
+    """A replica counts only a while after it has followed its master."""
+    stores: list[RedisSessionStore] = []
+    until_taken(lambda: stores.append(RedisSessionStore(watched.log(wait_replicas), CLUSTER)))
+    return stores[0]
+
+
+@pytest.mark.parametrize("loss", ["killed", "frozen"])
+def test_a_failover_loses_no_committed_turn(watched: WatchedRedis, loss: str) -> None:
+    store = opened(watched, wait_replicas=1)
+    store.open(SESSION)
+    former, failed = watched.master(), 0
+    for index in range(TURNS):
+        if index == LOSES_ITS_MASTER_AT:
+            (watched.kill if loss == "killed" else watched.pause)(former)
+        turn = turn_of(index, index, [index], idempotency_key=f"k{index}")
+        failed += until_taken(lambda turn=turn: store.append_turn(turn))  # type: ignore[misc]
+    assert failed > 0, "the master was lost while turns were committed"
+    assert watched.master() != former
+    if loss == "frozen":
+        watched.go_on(former)
+    assert history_of(store) == list(range(TURNS))
+    assert store.load("s").turns == TURNS
+    store.disconnect()
+
+
+def test_a_controller_that_starts_after_a_failover_finds_the_log(watched: WatchedRedis) -> None:
+    store = opened(watched, wait_replicas=1)
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, [1, 2]))
+    former = watched.master()
+    watched.kill(former)
+    again = opened(watched, wait_replicas=1)
+    assert history_of(again) == [1, 2]
+    with pytest.raises(StoreError, match="has taken it over"):
+        until_fenced(store)
+    for each in (store, again):
+        each.disconnect()
+
+
+def until_fenced(store: RedisSessionStore) -> None:
+    """The former controller's connection breaks first."""
+    for index in range(3):
+        try:
+            store.append_turn(turn_of(1, 2, [3]))
+        except StoreError as error:
+            if index == 2 or "taken it over" in error.message:
+                raise
+
+
+def test_what_too_few_replicas_have_is_not_told_as_committed(redis_server: RedisServer) -> None:
+    """Nor when it is told again: that the master has it is not enough."""
+    named = redis_server.log()
+    store = RedisSessionStore(named, CLUSTER)
+    store.open(SESSION)
+    store.disconnect()
+    with pytest.raises(
+        StoreError, match=r"cannot open .*0 of its replicas have the change after 50 ms, not 1"
+    ):
+        RedisSessionStore(RedisLogSettings(named.url, named.name, 1, 50), CLUSTER)
+
+
+def test_a_repeated_commit_waits_for_replicas_too(watched: WatchedRedis) -> None:
+    store = opened(watched, wait_replicas=2)
+    store.open(SESSION)
+    a_replica = list(watched.servers)[1]
+    watched.pause(a_replica)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="1 of its replicas have the change after 900 ms, not 2"):
+            store.append_turn(turn_of(0, 0, [1]))
+    watched.go_on(a_replica)
+    until_taken(lambda: store.append_turn(turn_of(0, 0, [1])))
+    assert history_of(store) == [1]
+    store.disconnect()
+
+
+def test_sentinels_that_do_not_answer_are_named() -> None:
+    log = RedisLogSettings(f"redis+sentinel://127.0.0.1:1,127.0.0.1:2/{SERVICE}", "mine")
+    with pytest.raises(StoreError, match=f"cannot open .*No master found for '{SERVICE}'") as caught:
+        RedisSessionStore(log, CLUSTER)
+    assert caught.value.param == "redis_url"
+
+
+def test_a_service_that_sentinels_do_not_know_is_named(watched: WatchedRedis) -> None:
+    url = watched.log(0).url.replace(SERVICE, "unknown")
+    with pytest.raises(StoreError, match="No master found for 'unknown'"):
+        RedisSessionStore(RedisLogSettings(url, "mine"), CLUSTER)
