@@ -8,15 +8,14 @@ answer, the new messages, and the opening of the next answer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from engine.api import InvalidRequest
-
-Messages = Sequence[Mapping[str, Any]]
+from serving.text.system_messages import DEVELOPER, SYSTEM, Messages, placed, standing_in
 
 _ANSWER = "KedgeStandInAnswer"
 _STAND_IN: Messages = (
@@ -45,6 +44,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         own = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = frozenset(own) | {"messages", "bos_token", "eos_token"}
+        self._developers = DEVELOPER in self.text_with_tools
+        """Whether the template names this role: one that writes whatever role it is given does not know it."""
+        self._first_system_shown = self._shows_first_system()
         self._not_incremental = self._probe()
 
     @property
@@ -62,6 +64,37 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """A whole conversation, up to the point where the model begins to answer."""
+
+        def shown(messages: Messages) -> Collection[int]:
+            marked, marks = standing_in(messages)
+            try:
+                text = self._render(marked, kwargs, tools)
+            except TemplateRefused:
+                # It may be a later one that it refuses.
+                return {0} & marks.keys() if self._first_system_shown else ()
+            return [index for index, mark in marks.items() if mark in text]
+
+        return self._render(placed(messages, shown, developers=self._developers), kwargs, tools)
+
+    def render_continuation(self, messages: Messages, kwargs: Mapping[str, Any]) -> str:
+        """What follows the words of a finished answer: its closing text, then `messages`, then the next opening."""
+        if self._not_incremental:
+            raise TemplateNotIncremental(self._not_incremental, "messages")
+
+        def shown(messages: Messages) -> Collection[int]:
+            marked, marks = standing_in(messages)
+            try:
+                text = _after_answer(self._render((*_STAND_IN, *marked), kwargs))
+            except TemplateRefused:
+                return ()
+            return [index for index, mark in marks.items() if mark in text]
+
+        messages = placed(messages, shown, developers=self._developers)
+        return _after_answer(self._render((*_STAND_IN, *messages), kwargs))
+
+    def _render(
+        self, messages: Messages, kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         if reserved := self._reserved.intersection(kwargs):
             name = min(reserved)
             raise InvalidRequest(f"{name!r} cannot be set for the chat template.", "chat_template_kwargs")
@@ -78,18 +111,19 @@ class ChatTemplate:
             raise TemplateRefused(message, "messages") from error
         return str(text)
 
-    def render_continuation(self, messages: Messages, kwargs: Mapping[str, Any]) -> str:
-        """What follows the words of a finished answer: its closing text, then `messages`, then the next opening."""
-        if self._not_incremental:
-            raise TemplateNotIncremental(self._not_incremental, "messages")
-        return _after_answer(self.render((*_STAND_IN, *messages), kwargs))
+    def _shows_first_system(self) -> bool:
+        marked, marks = standing_in(({"role": SYSTEM, "content": ""}, *_PROBE))
+        try:
+            return marks[0] in self._render(marked, {})
+        except InvalidRequest:
+            return False
 
     def _probe(self) -> str | None:
         """Why the template cannot continue a conversation, or None."""
         try:
-            once = _after_answer(self.render((*_STAND_IN, *_PROBE), {}))
+            once = _after_answer(self._render((*_STAND_IN, *_PROBE), {}))
             earlier = ({"role": "user", "content": "Earlier"}, {"role": "assistant", "content": "Words"})
-            twice = _after_answer(self.render((*earlier, *_STAND_IN, *_PROBE), {}))
+            twice = _after_answer(self._render((*earlier, *_STAND_IN, *_PROBE), {}))
         except InvalidRequest as error:
             return error.message
         if once != twice:
