@@ -5,13 +5,15 @@ A GPU's pool takes what its memory has left once the largest step has been tried
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from cache.token_chain import KVIdentity
 from engine.attention.choose import AttentionChoice, choose_attention
-from engine.device import is_gpu, memory_room, peak_bytes, reset_peak
+from engine.device import dtype_name, is_gpu, memory_room, peak_bytes, reset_peak
 from engine.memory import check_host, memory_for
 from engine.models.loader import LoadedModel
 from engine.parallel.ranks import OneRank, RankGroup
@@ -131,8 +133,23 @@ def careful_runner(
         about["disk"] = disk.path
     return TorchRunner(
         loaded.model, pool, attention.items, loaded.vocab_size, loaded.max_context_len, drafter, copies,
-        about=about,
+        about=about, identity=kv_identity(loaded, pool, draft),
     )  # fmt: skip
+
+
+def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) -> KVIdentity:
+    """Of one rank's KV: all that its bytes depend on but tokens, tenant and the size of a page. Where KV of the same
+    tokens may differ its identity must; replicas of one configuration on like devices have the same."""
+    kept = {
+        "weights": dtype_name(loaded.weights_dtype),
+        "activations": dtype_name(loaded.dtype),
+        "kv": dtype_name(pool.full.kv_L2KSD.dtype),
+        "layout": asdict(loaded.layout),
+        "draft": None
+        if draft is None
+        else [draft.fingerprint, dtype_name(draft.dtype), asdict(draft.layout)],
+    }
+    return KVIdentity(weights=loaded.fingerprint, kv_format=json.dumps(kept, sort_keys=True))
 
 
 def device_runner(

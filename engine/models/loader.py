@@ -15,11 +15,12 @@ from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, choose_linears
 from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
 from engine.models.linear import LinearFactory
 from engine.models.ops import DecoderOps, TorchOps
 from engine.models.protocol import CausalModel
 from engine.models.shares import Shares
-from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights
+from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWeights, weight_files
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import KVLayout
 from engine.settings import LinearName, ModelSettings
@@ -31,7 +32,8 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 class LoadedModel:
     """`layout` and `dtype` say what KV it keeps; `dtype` is that of activations, too. `directory` also holds the
     tokenizer. A `native` model's passes never ask the host for anything, so that CUDA graphs of them can be captured.
-    `about` is what its products run on, and why, where there was a choice.
+    `about` is what its products run on, and why, where there was a choice. `fingerprint` is that of configuration and
+    weights, the whole model's; `weights_dtype` is how they are held here.
     """
 
     model: CausalModel
@@ -43,6 +45,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_context_len: int
     native: bool
+    fingerprint: str
+    weights_dtype: torch.dtype
     about: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -108,6 +112,8 @@ def _load_native(
         eos_token_ids=read_eos_ids(directory),
         max_context_len=spec.max_context_len,
         native=True,
+        fingerprint=_fingerprint(directory, settings, device),
+        weights_dtype=weights_dtype,
         about=linears.describe(),
     )
 
@@ -138,7 +144,20 @@ def _load_bridged(
         eos_token_ids=read_eos_ids(directory),
         max_context_len=bridged.max_context_len,
         native=False,
+        fingerprint=_fingerprint(directory, settings, device),
+        weights_dtype=dtype,
     )
+
+
+def _fingerprint(directory: Path, settings: ModelSettings, device: torch.device) -> str:
+    config = read_config(directory)
+    if settings.load_format == "dummy":
+        return dummy_fingerprint(config, settings.seed, device.type)
+    try:
+        files = weight_files(directory)
+    except ModelNotFound:  # transformers also reads what torch has written
+        files = sorted(directory.glob("*.bin"))
+    return checkpoint_fingerprint(config, files)
 
 
 def find_model(path: str) -> Path:

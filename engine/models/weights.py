@@ -90,7 +90,7 @@ class CheckpointWeights:
         self._device = device
         self._shares = shares or Shares(spec, 0, 1)
         self._stack = ExitStack()
-        self._files = {path: self._open(path) for path in _weight_files(directory)}
+        self._files = {path: self._open(path) for path in weight_files(directory)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
         self._check(directory, tensor_shapes(spec), spec.tied_embeddings)
 
@@ -168,7 +168,8 @@ class DummyWeights:
         return stored.normal_(0.0, DUMMY_SCALE, generator=generator)
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """Of a checkpoint, in order. Raises BadCheckpoint or ModelNotFound."""
     index = directory / INDEX_FILE
     if index.is_file():
         names = sorted(set(read_json(index)["weight_map"].values()))

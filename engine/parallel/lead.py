@@ -49,11 +49,13 @@ class LeadRunner:
         self._team = team
         self._followers = team.followers
         size = team.ranks.size
+        identity = runner.facts.identity
         # A page is saved to the host by every rank.
         self.facts = replace(
             runner.facts,
             page_size_bytes=runner.facts.page_size_bytes * size,
             window_page_size_bytes=runner.facts.window_page_size_bytes * size,
+            identity=replace(identity, kv_format=f"{identity.kv_format} on each of {size} ranks"),
         )
         self._batches = BatchEncoder(runner.facts.page_size)
         self._spoiled: SimpleQueue[tuple[int, int]] = SimpleQueue()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.tiers import PoolPages
+from cache.token_chain import KVIdentity
 from engine.api import SamplingParams, TokenLogprob
 from engine.batch import BatchItem, DraftWork, ItemOutput, ModelOutput, ScheduledBatch
 from engine.runner.protocol import Done, RunnerFacts
@@ -24,6 +25,8 @@ EOS_TOKEN_ID = 0
 UNWRITTEN = -1
 BYTES_PER_TOKEN = 4
 FAKE_LOGPROB = -1.0
+
+NULL_IDENTITY = KVIdentity("null", "token ids")
 
 CopyQueue = list[tuple[Future[None], Callable[[], None]]]
 
@@ -55,7 +58,7 @@ class NullRunner:
         page_bytes = page_size * BYTES_PER_TOKEN
         self.facts = RunnerFacts(
             num_pages, page_size, page_bytes, vocab_size, max_context_len,
-            window_len, num_window_pages, page_bytes, runs_ahead,
+            window_len, num_window_pages, page_bytes, runs_ahead, NULL_IDENTITY,
         )  # fmt: skip
         self._steps = StepByStep()
         self._num_pages = num_pages
@@ -79,7 +82,7 @@ class NullRunner:
         return Done(self._steps.run(batch, self.execute))
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        return {"runner": "null"}
+        return {"runner": "null", "model_fingerprint": self.facts.identity.weights}
 
     def execute(self, batch: ScheduledBatch) -> ModelOutput:
         """Writes every item's tokens before any item reads, as a real step does layer by layer."""

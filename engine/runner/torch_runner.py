@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cache.tiers import PoolPages
+from cache.token_chain import ANY_KV, KVIdentity
 from engine.api import TokenLogprob
 from engine.attention.interface import AttentionBackend
 from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
@@ -48,13 +49,14 @@ class TorchRunner:
         copies: HostCopies | None = None,
         *,
         about: Mapping[str, str | int | float | bool] | None = None,
+        identity: KVIdentity = ANY_KV,
     ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
         self._vocab_size = vocab_size
         self._draft = draft
-        self.facts = _facts(pool, draft, vocab_size, max_context_len)
+        self.facts = _facts(pool, draft, vocab_size, max_context_len, identity)
         if draft is not None:
             draft.check_fits(vocab_size, pool.full)
         self._copies = copies or HostCopies.of(pool, None if draft is None else draft.kv)
@@ -68,6 +70,7 @@ class TorchRunner:
     def describe(self) -> dict[str, str | int | float | bool]:
         return {
             "runner": "torch",
+            "model_fingerprint": self.facts.identity.weights,
             "device": device_name(self._device),
             "dtype": dtype_name(self._pool.full.kv_L2KSD.dtype),
             **self._about,
@@ -149,7 +152,9 @@ class TorchRunner:
         return tuple(scored)
 
 
-def _facts(pool: KVPool, draft: DraftModel | None, vocab_size: int, max_context_len: int) -> RunnerFacts:
+def _facts(
+    pool: KVPool, draft: DraftModel | None, vocab_size: int, max_context_len: int, identity: KVIdentity
+) -> RunnerFacts:
     window = pool.window
     return RunnerFacts(
         num_pages=pool.num_pages,
@@ -160,4 +165,5 @@ def _facts(pool: KVPool, draft: DraftModel | None, vocab_size: int, max_context_
         window_len=pool.window_len,
         num_window_pages=0 if window is None else window.num_pages,
         window_page_size_bytes=0 if window is None else window.page_size_bytes,
+        identity=identity,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.build import assemble_engine
-from engine.runner.null import NullRunner
+from engine.runner.null import NULL_IDENTITY, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
@@ -24,6 +24,17 @@ def test_the_runner_sizes_the_pool() -> None:
     stats = engine.stats()
     assert (stats.pages.total, stats.pages.free, stats.page_size) == (24, 24, 16)
     assert engine.vocab_size == VOCAB
+
+
+def test_chains_are_of_the_runner_s_model_and_the_tenant() -> None:
+    engine = Rig(page_size=4).engine
+    chain = engine.empty_chain("tenant")
+    chain.extend(range(9))
+    assert engine.describe()["model_fingerprint"] == NULL_IDENTITY.weights == "null"
+    same = NULL_IDENTITY.chain("tenant", 4)
+    same.extend(range(9))
+    assert (chain.common_len(same), chain.page_hash(2)) == (9, same.page_hash(2))
+    assert chain.common_len(engine.empty_chain("other")) == 0
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, 128), (64, 64), (4096, 128)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +19,7 @@ from engine.api import SamplingParams
 from engine.attention.choose import choose_attention
 from engine.attention.errors import AttentionUnavailable
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.build_runner import StepLimits, build_runner, choose_picker, steps_beyond_graphs
+from engine.build_runner import StepLimits, build_runner, choose_picker, kv_identity, steps_beyond_graphs
 from engine.memory import MemoryShort
 from engine.models.loader import LoadedModel, load_model
 from engine.parallel.ranks import OneRank
@@ -54,6 +55,27 @@ def test_a_cpu_gets_the_plain_runner_and_a_pool_of_fixed_size(loaded: LoadedMode
     assert runner.facts.num_pages == 256 * 2**20 // PAGE_BYTES
     assert runner.describe()["attention"] == "torch"
     runner.close()
+
+
+def test_what_a_page_s_bytes_depend_on_is_in_its_identity(loaded: LoadedModel) -> None:
+    cache = CacheSettings(4, 4)
+    half = replace(loaded, dtype=torch.bfloat16)
+    variants = [
+        build_runner(loaded, cache),
+        build_runner(replace(loaded, fingerprint="other weights"), cache),
+        build_runner(replace(loaded, weights_dtype=torch.bfloat16), cache),
+        build_runner(half, cache),
+        build_runner(loaded, cache, loaded, num_drafts=2),
+    ]
+    identities = [runner.facts.identity for runner in variants]
+    fp8 = make_kv_pool(half.layout, replace(cache, kv_dtype="fp8"), half.dtype, half.device)
+    identities.append(kv_identity(half, fp8, None))
+    assert len(set(identities)) == len(variants) + 1
+    again = build_runner(loaded, CacheSettings(4, 9))
+    assert again.facts.identity == identities[0], "the pool's size is of no matter"
+    assert identities[0].weights == loaded.fingerprint == again.describe()["model_fingerprint"]
+    for runner in (*variants, again):
+        runner.close()
 
 
 def test_a_runner_s_memory_goes_with_its_last_reference(loaded: LoadedModel) -> None:
