@@ -33,15 +33,17 @@ TIERS = st.sampled_from(
 )  # fmt: skip
 """Budgets of host and disk in tokens, and whether everything on the host goes on to disk at once."""
 SIZES = st.builds(
-    lambda pool, tiers, *limits: Sizes(
+    lambda pool, tiers, chains, *limits: Sizes(
         *pool,
         *limits,
         host_pages=pages_for(tiers[0], pool[0]),
         disk_pages=pages_for(tiers[1], pool[0]),
         spare_all=tiers[2],
+        chains=chains,
     ),
     POOLS,
     TIERS,
+    st.sampled_from([True, True, False]),
     st.sampled_from([1, 3, 8, 64]),
     st.sampled_from([1, 5, 16, 64]),
     st.sampled_from([1, 2, 4]),
@@ -256,6 +258,38 @@ class SessionMachine(RuleBasedStateMachine):
             self.world.cut_kv(session_id, length)
         else:
             getattr(self.world, how)(session_id)
+
+    @precondition(has_session)
+    @precondition(has_room)
+    @rule(
+        pick=PICK, keep=PICK, elsewhere=TOKENS, tokens=TOKENS, output=OUTPUT, steps=STEPS,
+        what=st.sampled_from(["turn", "turn", "fork", "put away"]),
+    )  # fmt: skip
+    @counted
+    def come_back_with_another_history(
+        self,
+        pick: int,
+        keep: int,
+        elsewhere: list[int],
+        tokens: list[int],
+        output: int,
+        steps: int,
+        what: str,
+    ) -> None:
+        """What the session left here is of another history; then it is used, forked, or put away first."""
+        session_id = self.session(pick)
+        keep %= len(self.world.sessions[session_id].history) + 1
+        elsewhere = [1 + token % (self.world.sizes.vocab - 1) for token in elsewhere]
+        self.world.come_back_with_another_history(session_id, keep, elsewhere)
+        self.world.check()
+        if what == "put away":
+            self.world.put_all_away()
+            self.world.end_disk_copies(2)
+        if what == "fork" and len(self.world.sessions) < MAX_SESSIONS:
+            self.world.fork(session_id, len(self.world.sessions[session_id].history) - 1)
+            self.world.check()
+        self._begin(session_id, tokens, output)
+        self._steps(steps)
 
     @precondition(has_session)
     @rule(num_writes=st.integers(0, 4), failing=st.sampled_from([False, False, False, True]))

@@ -70,7 +70,8 @@ class World:
             tiers = self.driver.cache.tiers
             tiers._spare_bytes = tiers.accounts()[0].budget_bytes
         self.now_s = 0.0
-        self.controller = SessionController(lambda: self.now_s, TIMEOUT_S)
+        make_chain = self.driver.cache.empty_chain if sizes.chains else None
+        self.controller = SessionController(lambda: self.now_s, TIMEOUT_S, make_chain=make_chain)
         self.sessions: dict[str, Session] = {}
         self.asks: dict[str, Ask] = {}
         self.events: Counter[str] = Counter()
@@ -127,7 +128,7 @@ class World:
         self.driver.add(
             request(
                 name, new_tokens, max_new_tokens, history=turn.history, history_len=turn.history_len,
-                session_id=session_id,
+                history_chain=turn.chain, session_id=session_id,
                 logprobs=None if input_start is None else LogprobParams(input_start=input_start),
             )
         )  # fmt: skip
@@ -143,9 +144,9 @@ class World:
             return
         name = self._name("s")
         child = Session(history=parent.history[:length])
-        self.controller.finish_fork(fork, SessionRecord(name, "tenant", child.epoch, "replica", b"", 0))
+        self.controller.finish_fork(fork, SessionRecord(name, "", child.epoch, "replica", b"", 0))
         self.sessions[name] = child
-        covered = self.driver.fork(parent_id, name, child.history)
+        covered = self.driver.fork(parent_id, name, fork.history, length, fork.chain)
         assert covered <= length
         self.events["fork with KV" if covered else "fork without KV"] += 1
         self.events["fork in the middle of a page"] += covered % self.sizes.page_size > 0
@@ -276,6 +277,22 @@ class World:
             self.sessions[session_id].epoch += 1
             self._adopt(session_id)
 
+    def come_back_with_another_history(self, session_id: str, keep: int, tokens: list[int]) -> None:
+        """The session was owned elsewhere, and was rewound and continued there. Nothing has freed the KV that it left
+        here, wherever that is by now."""
+        if self.driver.scheduler.in_turn(session_id):
+            return
+        session, slot = self.sessions[session_id], self.driver.cache._slots.get(session_id)
+        before = session.history
+        session.history = [*before[:keep], *tokens]
+        session.epoch += 1
+        session.turns += 1
+        self.controller.drop(session_id)
+        self._adopt(session_id)
+        if slot is not None and session.history[: slot.usable_len] != before[: slot.usable_len]:
+            on_disk = slot.entry is not None and slot.entry.on_disk
+            self.events[f"KV of another history: {'on disk' if on_disk else slot.state.name}"] += 1
+
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         for session_id in self.controller.expired():
@@ -368,7 +385,7 @@ class World:
     def _adopt(self, session_id: str) -> None:
         session = self.sessions[session_id]
         history = encode_tokens(session.history)
-        record = SessionRecord(session_id, "tenant", session.epoch, "replica", history, session.turns)
+        record = SessionRecord(session_id, "", session.epoch, "replica", history, session.turns)
         self.controller.adopt(record)
         session.key = None
 

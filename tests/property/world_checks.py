@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cache.sequence_kv import SequenceKV, pages_for
 from cache.slots import SlotState
+from cache.token_chain import TokenChain
 from cache.window_table import GONE
 
 if TYPE_CHECKING:
@@ -26,17 +27,19 @@ def check_world(world: World) -> None:
             sequences.append(slot.kv)
         if slot.state in (SlotState.IDLE, SlotState.SAVING):
             assert slot.kv is not None
-            _check_idle(world, slot.session_id, slot.kv, slot.usable_len)
+            _check_idle(world, slot.session_id, slot.kv)
         elif slot.state is SlotState.STORED:
             assert slot.entry is not None
             there = driver.runner._spilled if slot.entry.on_disk else driver.runner._saved
             held = there[slot.entry.key][0].reshape(-1)[: slot.usable_len].tolist()
-            _check_history(world, slot.session_id, held)
+            _check_chain(world, slot.session_id, slot.entry.chain, held)
     for live in driver.scheduler._live.values():
         if live.kv is not None:
             held = _read(driver.runner._kv, live.kv.pages, live.kv.committed_len)
             assert held == list(live.tokens.slice(0, len(held))), f"KV of {live.request_id}"
             _check_parts(world, live.kv, held, live.rollback_len)
+            assert len(live.kv.chain) <= live.kv.committed_len
+            assert live.kv.chain.common_len(_chain_of(live.kv.chain, held)) == len(live.kv.chain)
     for kv in sequences:
         _check_lengths(kv)
     for node in driver.prefixes._tree._nodes():
@@ -63,18 +66,27 @@ def _check_lengths(kv: SequenceKV) -> None:
         assert ((table.pages != GONE) == live).all(), "the window's limits and its entries differ"
 
 
-def _check_idle(world: World, session_id: str, kv: SequenceKV, usable_len: int) -> None:
-    held = _read(world.driver.runner._kv, kv.pages, usable_len)
-    _check_history(world, session_id, held)
-    if usable_len == kv.committed_len:
+def _check_idle(world: World, session_id: str, kv: SequenceKV) -> None:
+    held = _read(world.driver.runner._kv, kv.pages, len(kv.chain))
+    _check_chain(world, session_id, kv.chain, held)
+    if len(kv.chain) == kv.committed_len:
         _check_parts(world, kv, held, 0)
 
 
-def _check_history(world: World, session_id: str, held: list[int]) -> None:
-    session = world.sessions[session_id]
-    if held != session.history[: len(held)]:
-        assert held == session.finished[: len(held)], f"KV of idle session {session_id}"
-        world.events["stale KV seen"] += 1
+def _check_chain(world: World, session_id: str, chain: TokenChain, held: list[int]) -> None:
+    """The chain says which tokens the KV is of, whichever history the session has by now."""
+    expected = _chain_of(chain, held)
+    assert chain.common_len(expected) == len(held) == len(chain), f"KV of idle session {session_id}"
+    for index in range(chain.num_pages):
+        assert chain.page_hash(index) == expected.page_hash(index)
+    world.events["stale KV seen"] += held != world.sessions[session_id].history[: len(held)]
+
+
+def _chain_of(chain: TokenChain, tokens: list[int]) -> TokenChain:
+    """Of the same tenant and model, made anew."""
+    fresh = chain.prefix(0)
+    fresh.extend(tokens)
+    return fresh
 
 
 def _check_parts(world: World, kv: SequenceKV, tokens: Sequence[int], rollback_len: int) -> None:

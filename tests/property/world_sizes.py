@@ -14,7 +14,8 @@ class Sizes:
     """A pool so small that turns push each other out. `room` is the longest sequence that is ever asked for.
 
     With a small vocabulary the n-gram proposer is often right. `host_pages` and `disk_pages` are the tiers' budgets;
-    with `spare_all` whatever is on the host goes on to disk.
+    with `spare_all` whatever is on the host goes on to disk. With `chains` histories bring theirs, else the engine
+    makes them.
     """
 
     page_size: int = 4
@@ -32,6 +33,7 @@ class Sizes:
     host_pages: int = 0
     disk_pages: int = 0
     spare_all: bool = False
+    chains: bool = True
 
     @property
     def num_window_pages(self) -> int:

@@ -12,6 +12,7 @@ from cache.prefix_cache import RadixPrefixCache, token_array
 from cache.sequence_kv import SequenceKV
 from cache.session_cache import SessionAwareCache
 from cache.tiers import TierSizes
+from cache.token_chain import TokenChain
 from cache.window import WindowPool
 from engine.api import (
     EngineError,
@@ -227,11 +228,18 @@ class Driver:
     def held(self, session_id: str) -> int:
         return self.cache.held_tokens().get(session_id, 0)
 
-    def fork(self, parent_id: str, child_id: str, history: Sequence[int], length: int | None = None) -> int:
+    def fork(
+        self,
+        parent_id: str,
+        child_id: str,
+        history: Sequence[int],
+        length: int | None = None,
+        chain: TokenChain | None = None,
+    ) -> int:
         """As LocalEngine does it, at the first `length` tokens of the parent's history (None: all)."""
         length = len(history) if length is None else length
         tokens = token_array(history[:length])
-        covered = self.cache.fork_session(parent_id, child_id, tokens, History(history, length))
+        covered = self.cache.fork_session(parent_id, child_id, tokens, History(history, length, chain))
         self.check()
         return covered
 
