@@ -1,4 +1,4 @@
-"""Processes die under load, some seconds of benchmarks/chaos.py: no token is lost, doubled or wrong."""
+"""Processes die under load, some seconds of benchmarks/chaos.py: no attempt fails, and every turn is found good."""
 
 from __future__ import annotations
 

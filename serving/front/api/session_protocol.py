@@ -1,4 +1,4 @@
-"""The session protocol: SGLang's native API, so that its clients can be pointed here unchanged."""
+"""The session protocol: SGLang's native API for sessions that are lines, see docs/api.md for what is left out."""
 
 from __future__ import annotations
 
