@@ -94,6 +94,7 @@ class SessionHost:
         except (ControllerError, TimeoutError) as error:
             # If it was moved nevertheless the turn is refused by its epoch, and goes on at the new owner.
             logger.warning("session %s: not offered to others: %r", session_id, error)
+            self._crowded = False  # until the controller says so again: no other turn waits for it in vain
             return
         if moved:
             raise SessionMoved(f"session {session_id!r} has moved to a less busy replica")

@@ -250,6 +250,11 @@ async def test_a_controller_that_is_frozen_keeps_no_turn_from_its_owner(
     expected = null_generate([*crowd.history, 5], 8, VOCAB_SIZE)
     assert [token for event in await turn for token in event.token_ids] == expected
     assert crowd.owner() == ("a", 1)
+    crowd.history += [5, *expected]
+    crowd.controller.failures["offer_session"] = [
+        AssertionError("asked again, before it has answered anything")
+    ]
+    await crowd.say([6])
 
 
 async def test_nobody_is_asked_where_nothing_is_crowded(crowd: Crowd) -> None:
