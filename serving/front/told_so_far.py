@@ -18,6 +18,7 @@ class ToldSoFar:
         self._logprobs: list[TextLogprob] = []
         self._input_logprobs: list[TextLogprob] = []
         self._turn_index: int | None = None
+        self._tokenizer: str | None = None
         self._replayed: bool | None = None
         """None until something has been told."""
         self._again: dict[str, int] = {}
@@ -41,6 +42,8 @@ class ToldSoFar:
         self._input_logprobs += event.input_logprobs
         if event.turn_index is not None:
             self._turn_index = event.turn_index
+        if event.tokenizer is not None:
+            self._tokenizer = event.tokenizer
         self._last = event
         return event
 
@@ -67,6 +70,7 @@ class ToldSoFar:
             logprobs=tuple(self._logprobs),
             input_logprobs=tuple(self._input_logprobs) if token_ids else (),
             turn_index=self._turn_index,
+            tokenizer=self._tokenizer if token_ids else None,
         )
 
     def _cut(self, event: TurnEvent) -> TurnEvent:

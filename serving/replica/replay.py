@@ -31,6 +31,7 @@ def decode_result(data: bytes) -> TurnEvent:
         draft_tokens=fields.get("draft_tokens", 0),
         accepted_draft_tokens=fields.get("accepted_draft_tokens", 0),
         turn_index=fields.get("turn_index"),
+        tokenizer=fields.get("tokenizer"),
         replayed=True,
     )
 

@@ -31,7 +31,6 @@ from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.settings.config import AppArgs
-from serving.text.fingerprint import fingerprint_of
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import ReplicaMetrics
@@ -88,7 +87,7 @@ class LLMReplica:
         self._publish = place.publish_gauges
         self._feeds = EventFeeds()
         self._controller = place.controller
-        self._model = await asyncio.to_thread(_served_model, self._text, self._engine)
+        self._model = _served_model(self._text, self._engine)
         sessions = SessionController(
             place.clock, args.sessions.idle_timeout_s, self._model, make_chain=self._engine.empty_chain
         )
@@ -259,7 +258,7 @@ def _load_text(path: str, engine: Engine) -> TextProcessor:
 
 def _served_model(text: TextProcessor, engine: Engine) -> ServedModel:
     weights = engine.describe().get("model_fingerprint")
-    return ServedModel(fingerprint_of(text, None if weights is None else str(weights)), engine.vocab_size)
+    return ServedModel(text.fingerprint(None if weights is None else str(weights)), engine.vocab_size)
 
 
 def _warm(text: TextProcessor) -> None:

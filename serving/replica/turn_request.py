@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from cache.token_chain import TokenChain
-from controllers.errors import CapacityExceeded
+from controllers.errors import CapacityExceeded, ModelChanged
 from controllers.session import Fork, Turn
 from engine.api import Engine, GenerateRequest, SamplingParams, TokenConstraint
 from serving.grammars.constraints import ConstraintCompiler
@@ -38,7 +38,13 @@ class RequestBuilder:
     async def build(
         self, call: TurnCall, turn: Turn | None, engine_id: str, constraint: TokenConstraint | None = None
     ) -> GenerateRequest:
-        """Raises InvalidRequest, ContextLengthExceeded and CapacityExceeded."""
+        """Raises InvalidRequest, ContextLengthExceeded, CapacityExceeded and ModelChanged."""
+        if call.resumed is not None and call.resumed.tokenizer not in (None, self._text.tokenizer_hash):
+            raise ModelChanged(
+                "The replica that answered was lost, and the model served now has another tokenizer: the answer cannot "
+                "be gone on with. Send the turn again.",
+                None,
+            )
         history_len = 0 if turn is None else turn.history_len
         last_token = turn.history[history_len - 1] if turn is not None and history_len else None
         if _num_chars(call.prompt) > LONG_TEXT_CHARS:

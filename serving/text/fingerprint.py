@@ -6,23 +6,15 @@ import hashlib
 
 from tokenizers import Tokenizer
 
-from controllers.records import ModelFingerprint
-from serving.text.text import TextProcessor
-
 _HASH_BYTES = 16
 
 
-def fingerprint_of(text: TextProcessor, weights: str | None) -> ModelFingerprint:
-    """`weights`: what the engine says of the weights it runs."""
-    template = text.chat_template
-    return ModelFingerprint(
-        tokenizer=_tokenizer_hash(text.tokenizer, text.vocab_size),
-        weights=weights,
-        template=_hash(template.encode("utf-8", "surrogatepass")) if template else None,
-    )
+def template_hash(template: str) -> str | None:
+    """None for an empty one."""
+    return _hash(template.encode("utf-8", "surrogatepass")) if template else None
 
 
-def _tokenizer_hash(tokenizer: Tokenizer | None, vocab_size: int) -> str:
+def tokenizer_hash(tokenizer: Tokenizer | None, vocab_size: int) -> str:
     """Over what each id stands for: the vocabulary with added and special tokens, by id. How a text is cut into tokens
     is left out: a history is tokens already. So is how the file is written: it may be saved anew by another version of
     its library. Without a tokenizer ids are the clients' own affair, and all models of a size are alike."""

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from controllers.records import ModelFingerprint
 from engine.api import (
     ContextLengthExceeded,
     Finish,
@@ -23,6 +24,7 @@ from engine.api import (
 from serving.text.chat_template import ChatTemplate
 from serving.text.control_tokens import ControlTokens
 from serving.text.detokenizer import Detokenizer, NoText, TokenBytes
+from serving.text.fingerprint import template_hash, tokenizer_hash
 from serving.text.stop_strings import StopMatcher
 from serving.text.tool_calls.formats import FormatName, ToolCallsSetting, format_of
 from serving.wire.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, TokenPrompt
@@ -35,6 +37,7 @@ class TextProcessor:
 
     Without a tokenizer only token ids go in and out. `vocab_size` is the model's, which may be larger than the
     tokenizer's; `max_context_len` (tokens) lets absurdly long texts be refused before they are tokenized.
+    `tokenizer_hash` tells what each id stands for.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class TextProcessor:
             self._control_tokens = ControlTokens(self._backend)
             if tokenizer.chat_template is not None:
                 self._chat_template = ChatTemplate(tokenizer)
+        self.tokenizer_hash = tokenizer_hash(self._backend, vocab_size)
 
     @classmethod
     def load(cls, path: str, *, vocab_size: int, max_context_len: int) -> TextProcessor:
@@ -69,14 +73,10 @@ class TextProcessor:
         """Not to be changed."""
         return self._backend
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def chat_template(self) -> str:
-        """The template's text, in its form for tools if it has two. Empty without one."""
-        return "" if self._chat_template is None else self._chat_template.text_with_tools
+    def fingerprint(self, weights: str | None) -> ModelFingerprint:
+        """Of the model, whose `weights` the engine knows."""
+        template = "" if self._chat_template is None else self._chat_template.text_with_tools
+        return ModelFingerprint(self.tokenizer_hash, weights, template_hash(template))
 
     def encode_prompt(
         self, prompt: Prompt, *, history_len: int = 0, last_token: int | None = None

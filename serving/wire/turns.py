@@ -94,13 +94,15 @@ class TextLogprob:
 class ResumedTurn:
     """What a client has been told of a turn whose replica was lost: the output so far, to be gone on from.
 
-    `turn_index` says which of its session's turns it is; None outside a session.
+    `turn_index` says which of its session's turns it is; None outside a session. `tokenizer` is that of the model which
+    said it (None: not told).
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TextLogprob, ...] = ()
     input_logprobs: tuple[TextLogprob, ...] = ()
     turn_index: int | None = None
+    tokenizer: str | None = None
 
 
 @wire_record
@@ -166,7 +168,8 @@ class TurnEvent:
 
     `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
     `turn_index` says which of its session's turns it is; None outside a session. `replayed`: it ran before, under the
-    same idempotency key, and this is the answer from the log.
+    same idempotency key, and this is the answer from the log. `tokenizer` tells whose tokens these are
+    (serving/text/fingerprint.py).
     """
 
     text: str = ""
@@ -182,6 +185,7 @@ class TurnEvent:
     accepted_draft_tokens: int = 0
     turn_index: int | None = None
     replayed: bool = False
+    tokenizer: str | None = None
 
 
 @wire_record

@@ -30,7 +30,6 @@ from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
-from serving.text.fingerprint import fingerprint_of
 from serving.text.text import TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.event_feed import EventFeeds
@@ -153,7 +152,7 @@ class Rig:
         self.readers = FeedReaders(lambda _, feed_id: self.feeds.stream(feed_id), 5.0)
         self.tasks = BackgroundTasks()
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
-        self.model = model or ServedModel(fingerprint_of(text, "null"), VOCAB_SIZE)
+        self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)
         self.sessions = SessionController(
             time.monotonic, idle_timeout_s, self.model, make_chain=self.engine.empty_chain
         )

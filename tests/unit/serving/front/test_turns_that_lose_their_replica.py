@@ -19,10 +19,12 @@ from engine.batch import ModelOutput, ScheduledBatch
 from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
 from serving.front import turn_dispatch
+from serving.text.text import TextProcessor
 from serving.wire.turns import OutputConstraint, ResumedTurn, TurnCall, TurnEvent
-from tests.unit.serving.failover_rig import Failover, at_the_end, behind, running_failover
-from tests.unit.serving.local_service import shown_text
-from tests.unit.serving.replica_rig import VOCAB_SIZE, call
+from tests.unit.serving.failover_rig import STEP_S, Failover, at_the_end, behind, running_failover
+from tests.unit.serving.local_service import shown_text, small_text
+from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig
+from tests.unit.serving.small_tokenizer import piece_tokenizer
 
 LENGTH = 30
 GREEDY = SamplingParams(temperature=0.0)
@@ -356,3 +358,27 @@ async def test_a_client_that_leaves_during_the_takeover_leaves_no_trace(
     assert reading.cancelled()
     assert served.committed("s") == (0, 0)
     assert (await served.turn(turn_of("s"))).completion_tokens == LENGTH
+
+
+@pytest.mark.parametrize("session", ["s", None])
+async def test_a_replica_of_another_tokenizer_does_not_go_on_with_an_answer(
+    tmp_path: Path, session: str | None
+) -> None:
+    """It took the tokens for its own: the rest of the answer followed from something that nobody had said."""
+    other = TextProcessor(piece_tokenizer(), vocab_size=VOCAB_SIZE, max_context_len=512)
+    async with (
+        running_rig(tmp_path, replica_id="a", text=small_text()) as former,
+        running_rig(tmp_path, replica_id="b", text=other, controller=former.controller) as newer,
+    ):
+        former.runner.step_s = newer.runner.step_s = STEP_S
+        served = Failover([former, newer], 5.0)
+        served.open_session("s")
+        served.replicas.losses = {"a": behind(4)}
+        event = await served.turn(turn_of(session))
+        assert event.error is not None
+        assert (event.error.status, event.error.code) == (409, "model_changed")
+        assert list(event.token_ids) == WHOLE[: len(event.token_ids)]
+        assert served.committed("s") == (0, 0)
+        again = await served.turn(turn_of(session))
+        assert (again.error, list(again.token_ids)) == (None, WHOLE)
+        await served.settled()

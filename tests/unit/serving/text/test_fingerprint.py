@@ -7,13 +7,12 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from controllers.records import ModelFingerprint
-from serving.text.fingerprint import fingerprint_of
 from serving.text.text import TextProcessor
 from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer, piece_tokenizer
 
 
 def of(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int = 1000) -> ModelFingerprint:
-    return fingerprint_of(TextProcessor(tokenizer, vocab_size=vocab_size, max_context_len=512), "weights")
+    return TextProcessor(tokenizer, vocab_size=vocab_size, max_context_len=512).fingerprint("weights")
 
 
 def test_a_tokenizer_that_was_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
