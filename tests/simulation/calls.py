@@ -83,6 +83,9 @@ class Call:
             self._send_once(target, takes_answer=False)
         self._send_once(target, takes_answer=True)
 
+    def is_answered_there(self, party: Party) -> bool:
+        return party is self._target
+
     def party_died(self, party: Party) -> None:
         if party is self._caller:
             self._cancel_far()
@@ -194,6 +197,9 @@ class Stream:
         if target is not None and far is not None and not target.dead:
             target.world.after(self._network.delay_s(), lambda: target.loop.call_soon(far.cancel))
         self._end()
+
+    def is_answered_there(self, party: Party) -> bool:
+        return party is self._target
 
     def party_died(self, party: Party) -> None:
         if party is self._caller:

@@ -21,6 +21,10 @@ from tests.simulation.truth import Asked, Truth
 MOST_TRIES = 8
 PAUSE_S = 0.3
 RETRIED_STATUSES = frozenset({409, 429, 503})
+NEVER_TOLD = frozenset({"idempotency_conflict"})
+"""No client here uses a key for two requests."""
+LOG_AWAY = frozenset({"store_unavailable", "controller_unavailable"})
+PROBE = Turn(think_s=0.0, new_tokens=1, most=2)
 GREEDY = SamplingParams(temperature=0.0)
 LONGEST_ANSWER_S = 240.0
 """No call of a client may take longer, whatever happens."""
@@ -61,6 +65,13 @@ class Clients:
         self.busy += 1
         self.party.loop.create_task(self._live(session_id, ops))
 
+    async def use_everything(self) -> None:
+        """Every session that is open takes a turn, now that nothing goes wrong any more."""
+        for session_id in list(self._store.living):
+            answer = await self._turn(session_id, PROBE)
+            if answer.finish not in ("stop", "length"):
+                self._truth.wrong(f"{session_id} takes no turn any more: {answer}")
+
     async def close_everything(self) -> None:
         """Until the log has no session any more."""
         while self._store.living:
@@ -88,7 +99,7 @@ class Clients:
             case Close():
                 await self._close(session_id)
 
-    async def _turn(self, session_id: str, op: Turn) -> None:
+    async def _turn(self, session_id: str, op: Turn) -> Answer:
         life = None if op.stateless else self._store.living.get(session_id)
         length = 0 if life is None else len(life.history())
         rewind_to = None if op.rewind is None or life is None else int(op.rewind * length)
@@ -96,13 +107,14 @@ class Clients:
             rewind_to = length // 8
         tokens = tuple(self._random.randrange(1, VOCAB_SIZE) for _ in range(op.new_tokens))
         asked = self._truth.ask(None if op.stateless else session_id, tokens, op.most, rewind_to)
-        call = self._call(asked, op)
+        call, answer = self._call(asked, op), Answer()
         for _ in range(MOST_TRIES if op.keyed else 1):
             answer = await self._try(asked, call, op)
             again = answer.lost or (answer.error is not None and answer.error.status in RETRIED_STATUSES)
             if not again:
                 break
             await asyncio.sleep(PAUSE_S)
+        return answer
 
     def _call(self, asked: Asked, op: Turn) -> TurnCall:
         session = None
@@ -162,8 +174,13 @@ class Clients:
             self._truth.told(asked, life, answer.turn_index, answer.tokens)
         if answer.finish in ("stop", "length"):
             self._truth.finished(asked, answer.tokens, answer.turn_index)
-        if answer.error is not None and answer.error.status == 500:
+        if answer.error is None:
+            return
+        finished = answer.tokens and answer.tokens == self._truth.right(asked, life, answer.turn_index)
+        if answer.error.status == 500 or answer.error.code in NEVER_TOLD:
             self._truth.wrong(f"number {asked.number}: {answer.error}")
+        elif finished and answer.error.code in LOG_AWAY and not self._store.away_long:
+            self._truth.wrong(f"number {asked.number}: all of it was told, then {answer.error}")
 
     async def _fork(self, session_id: str, op: Fork) -> None:
         life = self._store.living.get(session_id)

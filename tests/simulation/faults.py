@@ -39,6 +39,8 @@ class Faults:
         match fault.kind.split(" ")[0]:
             case "kill":
                 return self._kill(fault)
+            case "retire":
+                return self._retire(fault)
             case "freeze":
                 return self._freeze(fault)
             case "cut":
@@ -61,6 +63,12 @@ class Faults:
                 "controller": lambda: self._crash_controller(party),
             }[fault.kind.split(" ")[1]]
             party.loop.doom(fault.steps, end)
+        return _nothing
+
+    def _retire(self, fault: Fault) -> Callable[[], None]:
+        party = self._party(fault)
+        if party is not None and party in self._cluster.serve.replicas:
+            self._cluster.retire_replica(party)
         return _nothing
 
     def _crash_controller(self, party: Party) -> None:

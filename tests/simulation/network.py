@@ -24,6 +24,8 @@ class OpenCall(Protocol):
 
     def party_died(self, party: Party) -> None: ...
 
+    def is_answered_there(self, party: Party) -> bool: ...
+
 
 @dataclass(eq=False)
 class Party:
@@ -37,6 +39,7 @@ class Party:
     unix_offset_s: float = 0.0
     actor: Any = None
     web: Any = None
+    retiring: bool = False
     calls: dict[OpenCall, None] = field(default_factory=dict)
     loop: PartyLoop = field(init=False)
 

@@ -26,6 +26,7 @@ from tests.simulation.web import Web
 
 NOTICED_S = (0.05, 3.0)
 """After this time Serve knows that a replica is dead."""
+SERVE_LOOKS_S = 0.1
 STARTS_S = (0.3, 2.5)
 
 
@@ -89,7 +90,7 @@ class Cluster:
 
         party.loop.create_task(run())
 
-    def start_replica(self) -> None:
+    def start_replica(self) -> Party:
         party = self._party("r")
         self.replicas.append(party)
         engine = self.engines[party.name] = EngineFactory(party.loop, self.random, self._tiers)
@@ -110,6 +111,7 @@ class Cluster:
             self.serve.list_replica(party)
 
         party.loop.create_task(run())
+        return party
 
     def start_ingress(self) -> None:
         party = self._party("i")
@@ -143,9 +145,42 @@ class Cluster:
 
         def replace() -> None:
             self.serve.unlist_replica(party)
+            if party.retiring:
+                return
             self.world.after(self.random.uniform(*STARTS_S), self.start_replica)
 
         self.world.after(noticed_s, replace)
+
+    def retire_replica(self, party: Party) -> None:
+        """As a rolling update does: the successor first, then the router forgets the replica, then its calls end, or
+        have had their time, and then it is stopped."""
+        if party.dead or party.retiring:
+            return
+        party.retiring = True
+        successor = self.start_replica()
+
+        def once_listed() -> None:
+            if successor not in self.serve.replicas and not successor.dead:
+                self.world.after(SERVE_LOOKS_S, once_listed)
+                return
+            self.serve.unlist_replica(party)
+            self._stop_when_idle(party, self.world.now_s + self.args.replicas.graceful_shutdown_timeout_s)
+
+        once_listed()
+
+    def _stop_when_idle(self, party: Party, deadline_s: float) -> None:
+        if party.dead:
+            return
+        if self.world.now_s < deadline_s and any(call.is_answered_there(party) for call in party.calls):
+            self.world.after(SERVE_LOOKS_S, lambda: self._stop_when_idle(party, deadline_s))
+        else:
+            party.loop.create_task(self._stop(party))
+
+    async def _stop(self, party: Party) -> None:
+        try:
+            await party.actor.__del__()
+        finally:
+            self.world.after(0.0, party.die)
 
     def crash_ingress(self, party: Party) -> None:
         if party.dead:

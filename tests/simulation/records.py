@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 from controllers.errors import StoreError
@@ -50,15 +49,14 @@ class Life:
 class RecordedStore:
     """A SessionStore; the calls of a real one. `committed` hears of each turn that is new."""
 
-    def __init__(
-        self, store: SessionStore, random: Random, committed: Callable[[Life, Committed], None]
-    ) -> None:
+    def __init__(self, store: SessionStore, committed: Callable[[Life, Committed], None]) -> None:
         self.lives: list[Life] = []
         self.living: dict[str, Life] = {}
         self.away = 0
         """How many outages there are at the moment."""
+        self.away_long = False
+        """Whether the log was ever away for longer than a turn waits for it."""
         self._store = store
-        self._random = random
         self._committed = committed
 
     def open(self, record: SessionRecord) -> SessionRecord:

@@ -58,7 +58,7 @@ def play_all(first: int, end: int, turns: int, workers: int) -> Iterator[Totals]
     """Totals of some seeds at a time, as they come."""
     size = max(1, min(SEEDS_AT_ONCE, 1000 // turns))
     work = [(at, min(at + size, end), turns) for at in range(first, end, size)]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
         yield from pool.imap_unordered(play_some, work)
 
 

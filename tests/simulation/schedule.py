@@ -8,6 +8,7 @@ from typing import Any
 
 FAULTS = {
     "kill replica": 5,
+    "retire replica": 4,
     "kill ingress": 2,
     "kill controller": 4,
     "freeze replica": 3,
@@ -24,7 +25,16 @@ FAULTS = {
 """How often each kind is drawn."""
 
 LASTING_S = {"freeze replica": 4.0, "stall engine": 6.0, "log away": 3.0}
-KINDS, WEIGHTS = tuple(FAULTS), tuple(FAULTS.values())
+MOVES = {
+    "kill replica": 2,
+    "retire replica": 2,
+    "freeze replica": 3,
+    "cut ingress from replica": 6,
+    "cut replica from controller": 2,
+    "log away": 2,
+    "kill controller": 1,
+}
+"""The same where sessions move: most of them leave the former owner alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +101,27 @@ class Schedule:
 
 
 def make_schedule(seed: int, turns: int = 20) -> Schedule:
-    """About so many turns."""
+    """About so many turns. In a part of the schedules sessions move often, and are often rewound."""
     random = Random(f"schedule {seed}")
+    moving = random.random() < 0.4
     clients = random.randint(2, 6)
     each = max(1, turns // clients)
-    ops = tuple(_client(random, each) for _ in range(clients))
+    ops = tuple(_client(random, each, 0.4 if moving else 0.15) for _ in range(clients))
     end_s = max(sum(op.think_s for op in some) for some in ops) + 0.2 * each
-    faults = random.choice((0, 1, 2, 3, 4, 6)) + turns // 100
+    faults = (random.randint(3, 8) if moving else random.choice((0, 1, 2, 3, 4, 6))) + turns // 50
+    kinds = MOVES if moving else FAULTS
     return Schedule(
         seed,
         _settings(random),
         ops,
-        tuple(sorted((_fault(random, end_s) for _ in range(faults)), key=lambda fault: fault.at_s)),
+        tuple(sorted((_fault(random, kinds, end_s) for _ in range(faults)), key=lambda fault: fault.at_s)),
     )
 
 
 def _settings(random: Random) -> tuple[tuple[str, Any], ...]:
     host_pages = random.choice((0, 20, 200))
     return (
-        ("replicas", random.choice((1, 2, 2, 2, 3))),
+        ("replicas", random.choice((1, 2, 2, 2, 2, 3))),
         ("ingresses", random.choice((1, 1, 2))),
         ("num_pages", random.choice((96, 128, 256))),
         ("host_pages", host_pages),
@@ -121,28 +133,28 @@ def _settings(random: Random) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _client(random: Random, turns: int, depth: int = 0) -> tuple[Op, ...]:
+def _client(random: Random, turns: int, rewinds: float, depth: int = 0) -> tuple[Op, ...]:
     ops: list[Op] = []
     pace_s = random.choice((0.02, 0.1, 0.5))
     for _ in range(turns):
         think_s = random.expovariate(1 / pace_s)
         draw = random.random()
         if draw < 0.06 and depth == 0:
-            ops.append(Fork(think_s, random.random(), _client(random, random.randint(1, 3), 1)))
+            ops.append(Fork(think_s, random.random(), _client(random, random.randint(1, 3), rewinds, 1)))
         elif draw < 0.10:
             ops.append(Close(think_s))
         else:
-            ops.append(_turn(random, think_s))
+            ops.append(_turn(random, think_s, rewinds))
     return tuple(ops)
 
 
-def _turn(random: Random, think_s: float) -> Turn:
+def _turn(random: Random, think_s: float, rewinds: float) -> Turn:
     most = random.choice((1, 1, 2, 2, 3, 4, 8))
     return Turn(
         think_s=think_s,
         new_tokens=random.randint(1, 6),
         most=most,
-        rewind=random.random() if random.random() < 0.15 else None,
+        rewind=random.random() if random.random() < rewinds else None,
         leave_s=random.expovariate(1 / 0.05) if random.random() < 0.08 else None,
         abort_s=random.expovariate(1 / 0.03) if random.random() < 0.06 else None,
         keyed=random.random() < 0.85,
@@ -150,8 +162,8 @@ def _turn(random: Random, think_s: float) -> Turn:
     )
 
 
-def _fault(random: Random, end_s: float) -> Fault:
-    kind = random.choices(KINDS, WEIGHTS)[0]
+def _fault(random: Random, kinds: dict[str, int], end_s: float) -> Fault:
+    kind = random.choices(tuple(kinds), tuple(kinds.values()))[0]
     return Fault(
         at_s=random.uniform(0.0, end_s),
         kind=kind,

@@ -65,7 +65,7 @@ class Simulation:
         self.world = World(random)
         self.truth = Truth()
         self._log = SqliteSessionStore(":memory:", clock=self.world.clock)
-        self.store = RecordedStore(self._log, random, self.truth.committed)
+        self.store = RecordedStore(self._log, self.truth.committed)
         args = _args(schedule.settings)
         tiers = settings["host_pages"], settings["disk_pages"]
         self.cluster = Cluster(self.world, random, args, self.store, tiers)
@@ -104,6 +104,10 @@ class Simulation:
         ):
             late = [life.session_id for life in self.clients.told_closed if not life.closed]
             self.truth.wrong(f"told as closed, and the log has them: {late}")
+        using = self.clients.party.loop.create_task(self.clients.use_everything())
+        if not world.run(using.done, world.now_s + CLOSE_S):
+            self.truth.wrong("a turn is stuck, and nothing is wrong any more")
+            return
         closing = self.clients.party.loop.create_task(self.clients.close_everything())
         if not world.run(lambda: closing.done() and cluster.ready(), world.now_s + CLOSE_S):
             self.truth.wrong(f"sessions that cannot be closed: {list(self.store.living)}")
@@ -145,6 +149,8 @@ def _args(settings: tuple[tuple[str, object], ...]) -> AppArgs:
             "speculation": {"method": "ngram" if values["ngram"] else "off"},
             "replicas": {"count": values["replicas"]},
             "ingress": {"count": values["ingresses"]},
+            "controller": {"heartbeat_interval_s": 2.0},
+            "sessions": {"sweep_interval_s": 3.0},
             "rebalancing": {"enabled": values["rebalancing"], "min_gap": 2.0},
         }
     )

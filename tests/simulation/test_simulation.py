@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.simulation.mutations import mutated
 from tests.simulation.schedule import Fault, Turn, make_schedule
 from tests.simulation.shrink import shrink
 from tests.simulation.simulation import run, undisturbed
 
-FIXED = range(100, 200)
+FIXED = range(80)
 FRESH = 20
 AT_ONCE = 20
+SOON_FOUND = ("a commit without an answer counts as made", "a slot's KV is trusted (point 1)")
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +63,10 @@ def test_every_kind_of_fault_is_drawn() -> None:
     kinds = {fault.kind for seed in range(200) for fault in make_schedule(seed).faults}
     assert len(kinds) >= 10
     assert all(isinstance(fault, Fault) for fault in make_schedule(3).faults)
+
+
+@pytest.mark.parametrize("name", SOON_FOUND)
+def test_faults_that_are_put_back_are_found(name: str) -> None:
+    """A few of the mutations; `python -m tests.simulation.find_mutations` tries all of them."""
+    with mutated(name):
+        assert any(run(make_schedule(seed)).violations for seed in range(40))

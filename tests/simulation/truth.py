@@ -56,19 +56,21 @@ class Truth:
         if turn.output != expected((*turn.before, *turn.input), asked.most):
             self.wrong(f"{name}: committed {turn.output}, which does not follow from its history")
 
-    def told(self, asked: Asked, life: Life | None, turn_index: int | None, output: tuple[int, ...]) -> None:
-        """A client has read these tokens of a turn, whether or not it came to its end."""
-        if not output:
-            return
+    def right(self, asked: Asked, life: Life | None, turn_index: int | None) -> tuple[int, ...] | None:
+        """The turn's whole output, if it is that turn of the session's life; None if that is not known."""
         if asked.session_id is None:
             before: tuple[int, ...] = ()
         elif life is None or turn_index is None or turn_index > len(life.turns):
-            return  # closed meanwhile: which life it was is not known
+            return None  # closed meanwhile: which life it was is not known
         else:
             before = life.history(turn_index)
             before = before if asked.rewind_to is None else before[: asked.rewind_to]
-        right = expected((*before, *asked.tokens), asked.most)
-        if output != right[: len(output)]:
+        return expected((*before, *asked.tokens), asked.most)
+
+    def told(self, asked: Asked, life: Life | None, turn_index: int | None, output: tuple[int, ...]) -> None:
+        """A client has read these tokens of a turn, whether or not it came to its end."""
+        right = self.right(asked, life, turn_index)
+        if right is not None and output != right[: len(output)]:
             self.wrong(f"number {asked.number}: told {output}, not {right}")
 
     def finished(self, asked: Asked, output: tuple[int, ...], turn_index: int | None) -> None:

@@ -1,0 +1,352 @@
+"""Faults put back into the product while it runs, to see that the simulation finds them.
+
+Each is a way in which the code was once wrong, or would be wrong without one line of it: the fences, epochs,
+idempotency keys, pending commits, and the identity of KV pages. `MUTATIONS` names them; `mutated(name)` holds one in
+place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import controllers.sqlite_store
+from cache.session_cache import SessionAwareCache
+from controllers.cluster import Cluster
+from controllers.errors import StoreError
+from controllers.ownership import OwnershipLedger
+from controllers.records import SessionRecord, StoredResult, TurnRecord
+from controllers.session import SessionController, Turn
+from serving.front.told_so_far import ToldSoFar
+from serving.replica.session_host import SessionHost
+from serving.replica.turn_commits import TurnCommits
+from serving.replica.turn_runner import TurnRunner
+from serving.wire.event_feed import ToldTurn
+from serving.wire.feed_reader import TurnNews
+from serving.wire.turns import ResumedTurn, TurnCall
+
+Patches = list[Any]
+
+
+def _slots_are_trusted() -> Patches:
+    """A slot's KV is used as far as it is long, whatever tokens it is of, and KV that is left over is not freed."""
+    real = SessionAwareCache._match_slot
+
+    def match(self: Any, slot: Any, namespace: str, max_len: int, history: Any) -> Any:
+        length = min(history.length, slot.contents.chain.length)
+        return real(self, slot, namespace, max_len, _Agrees(history, length))
+
+    async def free(_self: SessionHost, _session_id: str) -> None:
+        return
+
+    return [
+        patch.object(SessionAwareCache, "_match_slot", match),
+        patch.object(SessionHost, "_free_kv", free),
+    ]
+
+
+class _Agrees:
+    """A history that agrees with any KV."""
+
+    def __init__(self, history: Any, length: int) -> None:
+        self._history = history
+        self._length = length
+
+    def agreed_len(self, chain: Any) -> int:
+        return int(min(self._length, chain.length))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._history, name)
+
+
+def _commits_give_up() -> Patches:
+    """The first error of a commit ends it, as before commits stayed pending."""
+
+    async def commit(self: TurnCommits, record: TurnRecord) -> None:
+        failure = await self._try(record)
+        if failure is not None:
+            raise StoreError("not committed")
+
+    return [patch.object(TurnCommits, "commit", commit)]
+
+
+def _commits_are_believed() -> Patches:
+    """A commit that got no answer counts as made."""
+
+    async def commit(self: TurnCommits, record: TurnRecord) -> None:
+        await self._try(record)
+
+    return [patch.object(TurnCommits, "commit", commit)]
+
+
+def _given_up_sessions_are_kept() -> Patches:
+    """After a commit whose outcome nobody knows the session goes on from its old history."""
+
+    async def let_go(self: SessionHost, turn: Turn) -> None:
+        self._sessions.abort_turn(turn)
+
+    return [*_commits_give_up(), patch.object(SessionHost, "let_go", let_go)]
+
+
+def _ledger_fences_nothing() -> Patches:
+    """Neither the ledger nor the log looks at the epoch of a commit."""
+
+    def fence(self: OwnershipLedger, session_id: str, _epoch: int, _replica_id: str | None = None) -> Any:
+        return self.get(session_id)
+
+    real = controllers.sqlite_store.adds_turn
+
+    def adds_turn(entry: Any, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
+        return real(entry, replace(record, epoch=entry.epoch), is_last)
+
+    return [
+        patch.object(OwnershipLedger, "fence", fence),
+        patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
+    ]
+
+
+def _log_fences_nothing() -> Patches:
+    """The log takes a turn of any epoch at any place: a former owner overwrites what came since."""
+    real = controllers.sqlite_store.adds_turn
+
+    def adds_turn(entry: Any, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
+        if record.turn_index < entry.turns:
+            return False  # taken for a repetition
+        return real(entry, replace(record, epoch=entry.epoch), is_last)
+
+    def fence(self: OwnershipLedger, session_id: str, _epoch: int, _replica_id: str | None = None) -> Any:
+        return self.get(session_id)
+
+    return [
+        patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
+        patch.object(OwnershipLedger, "fence", fence),
+    ]
+
+
+def _epochs_stand_still() -> Patches:
+    """A session changes its owner at the epoch that it has."""
+    real = OwnershipLedger.transfer
+
+    def transfer(self: OwnershipLedger, session_id: str, replica_id: str) -> Any:
+        entry = real(self, session_id, replica_id)
+        return self._put(replace(entry, epoch=entry.epoch - 1))
+
+    def changes_owner(*_: Any) -> bool:
+        return True
+
+    return [
+        patch.object(OwnershipLedger, "transfer", transfer),
+        patch.object(controllers.sqlite_store, "changes_owner", changes_owner),
+        patch.object(
+            controllers.sqlite_store.SqliteSessionStore,
+            "assign",
+            _assign_at_the_old_epoch(controllers.sqlite_store.SqliteSessionStore.assign),
+        ),
+    ]
+
+
+def _assign_at_the_old_epoch(real: Callable[..., None]) -> Callable[..., None]:
+    def assign(self: Any, session_id: str, replica_id: str, epoch: int) -> None:
+        real(self, session_id, replica_id, epoch - 1)
+
+    return assign
+
+
+def _stale_loads_are_answered() -> Patches:
+    """A replica that is not the owner any more may load the session, and any epoch that it is asked for is right."""
+
+    def adopt(self: SessionController, record: SessionRecord) -> None:
+        held = self._sessions.get(record.session_id)
+        if held is None or held.turn is None:
+            real(self, record)
+
+    real = SessionController.adopt
+
+    def knows(self: SessionController, session_id: str, _epoch: int) -> bool:
+        return session_id in self._sessions
+
+    def at_epoch(self: SessionController, session_id: str, _epoch: int) -> Any:
+        return self._get(session_id)
+
+    return [
+        patch.object(SessionController, "adopt", adopt),
+        patch.object(SessionController, "knows", knows),
+        patch.object(SessionController, "_at_epoch", at_epoch),
+    ]
+
+
+def _turns_overlap() -> Patches:
+    """A session takes a turn while it has one."""
+
+    def begin(real: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_turn(self: SessionController, session_id: str, epoch: int, **options: Any) -> Any:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                session.turn = None
+            return real(self, session_id, epoch, **options)
+
+        return begin_turn
+
+    return [patch.object(SessionController, "begin_turn", begin(SessionController.begin_turn))]
+
+
+def _keys_are_not_looked_up() -> Patches:
+    """An idempotency key that has run is run again, and the log takes it."""
+    real = SessionController.begin_turn
+
+    def begin_turn(self: SessionController, session_id: str, epoch: int, **options: Any) -> Any:
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.results.clear()
+        return real(self, session_id, epoch, **options)
+
+    return [
+        patch.object(SessionController, "begin_turn", begin_turn),
+        patch.object(controllers.sqlite_store, "check_key", lambda *_: None),
+    ]
+
+
+def _keys_do_not_move() -> Patches:
+    """The next owner is not given what turns with a key answered."""
+    real = SessionController._hold
+
+    def hold(self: SessionController, record: SessionRecord, *rest: Any) -> None:
+        real(self, replace(record, results=()), *rest)
+
+    return [patch.object(SessionController, "_hold", hold)]
+
+
+def _keys_are_remembered_before_the_log() -> Patches:
+    """A turn's answer can be had again as soon as it is to be committed."""
+    real = SessionController.prepare_commit
+
+    def prepare(self: SessionController, turn: Turn, *rest: Any) -> TurnRecord:
+        record = real(self, turn, *rest)
+        if record.idempotency_key is not None:
+            stored = StoredResult(record.idempotency_key, record.turn_index, record.result, record.digest)
+            results = OrderedDict(self._sessions[turn.session_id].results)
+            results[record.idempotency_key] = stored
+            self._sessions[turn.session_id].results = results
+        return record
+
+    async def ended(_self: TurnRunner, _session_id: str, _key: str) -> None:
+        return
+
+    return [
+        patch.object(SessionController, "prepare_commit", prepare),
+        patch.object(TurnRunner, "_ended", ended),
+    ]
+
+
+def _takeovers_tell_again() -> Patches:
+    """After a takeover the client is told the turn from its beginning."""
+    real = ToldSoFar.begin_again
+
+    def begin_again(self: ToldSoFar) -> ResumedTurn:
+        resumed = real(self)
+        self._again = {}
+        return resumed
+
+    return [patch.object(ToldSoFar, "begin_again", begin_again)]
+
+
+def _takeovers_go_on_anywhere() -> Patches:
+    """A turn that goes on elsewhere does not look at which of the session's turns it is."""
+    real = TurnRunner._begin
+
+    async def begin(self: TurnRunner, call: TurnCall, epoch: int | None) -> Any:
+        if call.resumed is not None and call.session is not None:
+            entry = self._sessions._sessions.get(call.session.session_id)
+            if entry is not None:
+                call = replace(call, resumed=replace(call.resumed, turn_index=entry.turns))
+        return await real(self, call, epoch)
+
+    return [patch.object(TurnRunner, "_begin", begin)]
+
+
+def _replies_overtake_news() -> Patches:
+    """The end of a turn does not wait for the events that went ahead of it."""
+    real = TurnNews.end
+
+    def end(self: TurnNews, reply: Any) -> None:
+        real(self, replace(reply, told=0))
+
+    return [patch.object(TurnNews, "end", end)]
+
+
+def _late_news_is_lost() -> Patches:
+    """What a feed has not taken when its turn ends does not go with the reply."""
+    real = ToldTurn.reply
+
+    async def reply(self: ToldTurn, last: Any) -> Any:
+        answer = await real(self, last)
+        return replace(answer, events=answer.events[-1:])
+
+    return [patch.object(ToldTurn, "reply", reply)]
+
+
+def _abandoned_turns_stay() -> Patches:
+    """A client that leaves leaves its turn in flight."""
+    return [
+        patch.object(TurnRunner, "_roll_back", lambda *_: None),
+    ]
+
+
+def _epochs_begin_anew() -> Patches:
+    """A session that is opened under the name of a closed one begins at the first epoch."""
+    return [
+        patch.object(controllers.sqlite_store, "_epoch_floor", lambda _: 0),
+        patch.object(OwnershipLedger, "first_epoch", 1),
+    ]
+
+
+def _ledger_before_log() -> Patches:
+    """The ledger moves a session before the log has it, and stays so if the log does not answer."""
+    real = Cluster._move_to
+
+    def move_to(self: Cluster, entry: Any, replica_id: str) -> Any:
+        try:
+            return real(self, entry, replica_id)
+        except StoreError:
+            self._ledger.transfer(entry.session_id, replica_id)
+            raise
+
+    return [patch.object(Cluster, "_move_to", move_to)]
+
+
+MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
+    {
+        "a slot's KV is trusted (point 1)": _slots_are_trusted,
+        "a commit gives up at its first error (point 2)": _commits_give_up,
+        "a commit without an answer counts as made": _commits_are_believed,
+        "a session goes on from its old history after a commit that may have been made": _given_up_sessions_are_kept,
+        "nobody looks at the epoch of a commit": _ledger_fences_nothing,
+        "the log takes an old turn for a repetition": _log_fences_nothing,
+        "epochs stand still": _epochs_stand_still,
+        "an owner takes turns of any epoch": _stale_loads_are_answered,
+        "turns of a session overlap": _turns_overlap,
+        "keys are not looked up": _keys_are_not_looked_up,
+        "keys do not move with a session": _keys_do_not_move,
+        "keys are remembered before the log has them": _keys_are_remembered_before_the_log,
+        "a takeover tells again": _takeovers_tell_again,
+        "a takeover goes on in another turn": _takeovers_go_on_anywhere,
+        "a reply overtakes the news": _replies_overtake_news,
+        "late news is lost": _late_news_is_lost,
+        "abandoned turns stay in flight": _abandoned_turns_stay,
+        "epochs begin anew": _epochs_begin_anew,
+        "the ledger is written before the log": _ledger_before_log,
+    }
+)
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in MUTATIONS[name]():
+            stack.enter_context(each)
+        yield
