@@ -92,6 +92,10 @@ def writes_to_disk(machine: SessionMachine) -> bool:
     return machine.world.being_written() is not None
 
 
+def has_idle_kv(machine: SessionMachine) -> bool:
+    return bool(machine.world.with_idle_kv())
+
+
 def has_room(machine: SessionMachine) -> bool:
     return len(machine.world.asks) < MAX_IN_FLIGHT
 
@@ -259,7 +263,7 @@ class SessionMachine(RuleBasedStateMachine):
         else:
             getattr(self.world, how)(session_id)
 
-    @precondition(has_session)
+    @precondition(has_idle_kv)
     @precondition(has_room)
     @rule(
         pick=PICK, keep=PICK, elsewhere=TOKENS, tokens=TOKENS, output=OUTPUT, steps=STEPS,
@@ -277,8 +281,8 @@ class SessionMachine(RuleBasedStateMachine):
         what: str,
     ) -> None:
         """What the session left here is of another history; then it is used, forked, or put away first."""
-        session_id = self.session(pick)
-        keep %= len(self.world.sessions[session_id].history) + 1
+        names = self.world.with_idle_kv()
+        session_id = names[pick % len(names)]
         elsewhere = [1 + token % (self.world.sizes.vocab - 1) for token in elsewhere]
         self.world.come_back_with_another_history(session_id, keep, elsewhere)
         self.world.check()

@@ -278,20 +278,30 @@ class World:
             self._adopt(session_id)
 
     def come_back_with_another_history(self, session_id: str, keep: int, tokens: list[int]) -> None:
-        """The session was owned elsewhere, and was rewound and continued there. Nothing has freed the KV that it left
-        here, wherever that is by now."""
-        if self.driver.scheduler.in_turn(session_id):
-            return
+        """The session, one `with_idle_kv`, was owned elsewhere, rewound, and continued there with `tokens`. Nothing has
+        freed the KV that it left here. It is of more than the first `keep` tokens, and the next one differs."""
         session, slot = self.sessions[session_id], self.driver.cache._slots.get(session_id)
-        before = session.history
-        session.history = [*before[:keep], *tokens]
+        assert slot is not None
+        keep %= min(slot.usable_len, len(session.history))
+        if tokens[0] == session.history[keep]:
+            tokens = [1 + tokens[0] % (self.sizes.vocab - 1), *tokens[1:]]
+        session.history = [*session.history[:keep], *tokens]
         session.epoch += 1
         session.turns += 1
         self.controller.drop(session_id)
         self._adopt(session_id)
-        if slot is not None and session.history[: slot.usable_len] != before[: slot.usable_len]:
-            on_disk = slot.entry is not None and slot.entry.on_disk
-            self.events[f"KV of another history: {'on disk' if on_disk else slot.state.name}"] += 1
+        on_disk = slot.entry is not None and slot.entry.on_disk
+        self.events[f"KV of another history: {'on disk' if on_disk else slot.state.name}"] += 1
+
+    def with_idle_kv(self) -> list[str]:
+        """Open sessions between turns whose KV is here, wherever."""
+        return [
+            slot.session_id
+            for slot in self.driver.cache._slots
+            if slot.usable_len
+            and self.sessions[slot.session_id].history
+            and not self.driver.scheduler.in_turn(slot.session_id)
+        ]
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
