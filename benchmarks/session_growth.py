@@ -57,16 +57,19 @@ def bookkeeping_us(history_len: int, *, ngram: bool, turns: int = 500) -> float:
     proposer = NgramProposer(3, 8, 0.15) if ngram else None
     scheduler = Scheduler(cache, stops, settings, EngineCounters(), proposer)
     history: list[int] = []
+    chain = cache.empty_chain("")
     times_s = []
     for number in range(turns + 1):
         count = NEW_TOKENS if number else history_len
         new_tokens = np.random.default_rng(number).integers(0, VOCAB_SIZE, count).tolist()
         sampling = SamplingParams(OUTPUT_TOKENS, temperature=0.0)
         spec = GenerateRequest(
-            str(number), new_tokens, sampling, history=history, history_len=len(history), session_id="s"
-        )
+            str(number), new_tokens, sampling,
+            history=history, history_len=len(history), history_chain=chain, session_id="s",
+        )  # fmt: skip
         begun_s = time.perf_counter()
         output = run_turn(scheduler, spec)
+        chain.extend(new_tokens + output)  # as the session book does at the commit
         times_s.append(time.perf_counter() - begun_s)
         history += new_tokens
         history += output
