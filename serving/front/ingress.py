@@ -62,7 +62,6 @@ class Ingress:
         place = place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
-        await controller.announce()
         calls = self._replicas = ReplicaCalls(
             replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
         )
