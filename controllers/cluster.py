@@ -6,11 +6,12 @@ Invariant: the log is written before the ledger, so whatever the ledger says sur
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from controllers.admission import admit_session
+from controllers.attended_clock import AttendedClock
 from controllers.cluster_stats import ClusterStats
 from controllers.errors import (
     ControllerError,
@@ -32,7 +33,7 @@ from controllers.records import (
     SessionStatus,
     TurnRecord,
 )
-from controllers.replicas import ReplicaDirectory
+from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.retention import expires_at_s
 from controllers.session_claims import SessionClaims
 from controllers.settings import ClusterSettings
@@ -48,9 +49,10 @@ _LATE_AFTER = 1 / 3
 
 
 class Cluster:
-    """Who owns what. `clock` returns Unix time in seconds; `timer` a monotonic time, for latencies.
+    """Who owns what. `clock` returns Unix time in seconds, for what the log keeps; `timer` a monotonic time, for all else.
 
-    The constructor rebuilds the ledger from the store. Every method may raise StoreError.
+    Whoever runs it calls `tick` every attended_clock.TICK_S. The constructor rebuilds the ledger from the store. Every
+    method may raise StoreError.
     """
 
     def __init__(
@@ -64,23 +66,30 @@ class Cluster:
         self._store = store
         self._clock = clock
         self._stats = ClusterStats(timer)
-        self._ledger = OwnershipLedger(clock, store.load_all_entries())
+        self._attended = attended = AttendedClock(timer)
+        self._ledger = OwnershipLedger(clock, attended, store.load_all_entries())
         self._claims = SessionClaims(self._ledger, store, self._stats)
-        self._replicas = ReplicaDirectory(clock, settings.replica_timeout_s)
+        self._replicas = ReplicaDirectory(
+            attended, settings.replica_timeout_s, settings.heartbeat_interval_s
+        )
         self._timer = timer
         self._rebalancing = self._rebalancing_by(settings)
-        self._started_s = clock()
+        self._started_s = attended()
         self._next_expiry_s = 0.0
+
+    def tick(self) -> None:
+        """Says that calls can run: the time in which none could is held against no replica."""
+        self._attended.tick()
 
     def configure(self, settings: ClusterSettings) -> None:
         """Other settings from now on. Sessions, replicas and what is known of them stay."""
         if settings.rebalancing != self._settings.rebalancing:
             self._rebalancing = self._rebalancing_by(settings)
-        self._replicas.configure(settings.replica_timeout_s)
+        self._replicas.configure(settings.replica_timeout_s, settings.heartbeat_interval_s)
         self._settings = settings
 
     def register_replica(self, status: ReplicaStatus) -> None:
-        """Makes a replica placeable, also one that was reported lost."""
+        """Makes a replica known, also one that was taken for gone."""
         self._replicas.register(status)
 
     def heartbeat(self, status: ReplicaStatus, session_updates: Sequence[SessionStatus]) -> HeartbeatReply:
@@ -91,15 +100,33 @@ class Cluster:
             for update in session_updates
             if not self._ledger.report(status.replica_id, update)
         ]
+        draining = self._replicas.state(status.replica_id) is ReplicaState.DRAINING
         crowded = False
-        if known and self._rebalancing is not None:
+        if known and not draining and self._rebalancing is not None:
             turns = status.running + status.waiting
             crowded = self._rebalancing.report(status.replica_id, turns, self._takers(status.replica_id))
-        return HeartbeatReply(known, tuple(stale), crowded)
+        return HeartbeatReply(known, tuple(stale), crowded, draining)
 
-    def report_lost(self, replica_id: str) -> int:
-        """Counts a replica as dead. Its sessions move when they are next used; returns how many it owned."""
-        self._replicas.report_lost(replica_id)
+    def report_unreachable(self, replica_id: str, died: bool) -> bool:
+        """Somebody could not reach a replica; `died`: its process has ended for certain. True if it counts as gone now:
+        its sessions move when they are next used."""
+        return self._replicas.unreachable(replica_id, died=died) is ReplicaState.GONE
+
+    def report_members(
+        self, ingress_id: str, listed: Collection[str], unlisted: Collection[str]
+    ) -> list[str]:
+        """What an ingress's router lists, and what it listed before and lists no more, though nobody saw it die: such a
+        replica drains. Returns those of them that are gone."""
+        self._replicas.members(ingress_id, listed, unlisted)
+        return self._replicas.gone_among((*listed, *unlisted))
+
+    def drain_replica(self, replica_id: str) -> None:
+        """The replica is to go: it gets no more sessions, and is told to hand over those that it has."""
+        self._replicas.drain(replica_id)
+
+    def deregister_replica(self, replica_id: str) -> int:
+        """The replica says farewell. Sessions that it still owns move when they are next used; returns how many."""
+        self._replicas.deregister(replica_id)
         return self._ledger.count_of(replica_id)
 
     def open_session(
@@ -167,8 +194,8 @@ class Cluster:
         return self._ledger.open(forked).record()
 
     def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
-        """The session's owner; a session whose owner is gone or drains, or is another cluster's, is moved first, at the
-        next epoch.
+        """The session's owner; a session whose owner is gone, or is another cluster's, is moved first, at the next epoch.
+        An owner that drains hands its sessions over itself, since it alone knows of turns in flight.
 
         Raises SessionNotFound for unknown ids (unless `create`) and for other tenants' sessions; NoReplica.
         """
@@ -185,11 +212,14 @@ class Cluster:
             return self._store.load(session_id)
 
     def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
-        """True if the session was moved to a less busy replica. For its owner, as a turn of it begins.
+        """True if the session was moved, to a less busy replica, or since its owner drains. For its owner, while no turn of
+        it is in flight.
 
         Raises SessionNotFound, and StaleEpoch, also for a repeated call of which the first moved it.
         """
         entry = self._claims.fence(session_id, epoch, replica_id)
+        if self._replicas.state(replica_id) is ReplicaState.DRAINING:
+            return self._drain_session(entry)
         if self._rebalancing is None:
             return False
         kv_tokens = kv_tokens_at_owner(entry)
@@ -249,12 +279,12 @@ class Cluster:
         """
         now_s = self._clock()
         idle = self._claims.refresh(self._expires_at_s, now_s)
-        if now_s - self._started_s <= self._settings.replica_timeout_s:
+        if self._attended() - self._started_s <= self._settings.replica_timeout_s:
             return self._end(idle)
         idle += [
             entry.session_id
             for entry in self._ledger.entries()
-            if not self._held(entry, now_s) and self._expires_at_s(entry) < now_s
+            if not self._held(entry) and self._expires_at_s(entry) < now_s
         ]
         expired = self._end(idle)
         soonest_s = min(map(self._expires_at_s, self._ledger.entries()), default=now_s)
@@ -266,18 +296,17 @@ class Cluster:
         return self._ledger.entries()
 
     def replicas(self) -> list[ReplicaStatus]:
-        """Replicas that are alive; `sessions` is the ledger's count."""
+        """Replicas that are not gone; `sessions` is the ledger's count."""
         return [
             replace(status, sessions=self._ledger.count_of(status.replica_id))
-            for status in self._replicas.live()
+            for status in self._replicas.present()
         ]
 
     def stats(self) -> dict[str, float]:
         """Figures for metrics: `*_total` only grow until the controller restarts, others are gauges."""
         entries = self._ledger.entries()
-        live = self._replicas.live()
-        live_ids = {status.replica_id for status in live}
-        owned = [entry for entry in entries if entry.replica_id in live_ids]
+        present = {status.replica_id for status in self._replicas.present()}
+        owned = [entry for entry in entries if entry.replica_id in present]
         in_turn = sum(entry.in_turn for entry in owned)
         return {
             "sessions_in_turn": float(in_turn),
@@ -285,8 +314,11 @@ class Cluster:
             "sessions_unowned": float(len(entries) - len(owned)),
             "session_tokens": float(sum(entry.tokens for entry in entries)),
             "session_size_bytes": float(sum(entry.size_bytes for entry in entries)),
-            "replicas_live": float(sum(not status.draining for status in live)),
-            "replicas_draining": float(sum(status.draining for status in live)),
+            **{
+                f"replicas_{state.value}": float(len(self._replicas.in_state(state)))
+                for state in ReplicaState
+                if state is not ReplicaState.GONE
+            },
             **self._stats.figures(),
         }
 
@@ -307,20 +339,27 @@ class Cluster:
                     self._store.touch(session_id, self._clock())
         return _assignment(self._ledger.touch(session_id), fresh=claimed)
 
-    def _held(self, entry: LedgerEntry, now_s: float) -> bool:
+    def _held(self, entry: LedgerEntry) -> bool:
         """True if the session's owner lives and said lately that it holds the session."""
         if entry.reported_s is None or self._replicas.gone(entry.replica_id):
             return False
-        return now_s - entry.reported_s <= self._settings.replica_timeout_s
+        return self._attended() - entry.reported_s <= self._settings.replica_timeout_s
 
     def _must_move(self, entry: LedgerEntry) -> bool:
         owner = entry.replica_id
-        if self._replicas.lost(owner):
+        if self._replicas.ended(owner):
             return True
-        # A draining owner finishes the turn it has; moving the session under it would throw that turn away.
-        leaves = self._replicas.gone(owner) or (self._replicas.draining(owner) and not entry.in_turn)
         # A silent owner may only be slow: better to ask it than nobody.
-        return leaves and self._has_place()
+        return self._replicas.gone(owner) and bool(self._replicas.candidates(self._ledger.count_of))
+
+    def _drain_session(self, entry: LedgerEntry) -> bool:
+        """Only to replicas that routers list: until then the one that drains serves it."""
+        takers = self._replicas.candidates(self._ledger.count_of, (ReplicaState.LIVE,))
+        if not takers:
+            return False
+        self._move_to(entry, choose_replica(takers))
+        self._stats.count("drained")
+        return True
 
     def _repeated_fork(self, parent: LedgerEntry, length: int, order: ForkOrder) -> SessionRecord:
         child = self._ledger.get(order.child_id)
@@ -346,15 +385,8 @@ class Cluster:
 
     def _takers(self, owner_id: str) -> list[str]:
         """Replicas that may take sessions of this one. Who is late with a heartbeat may be in trouble."""
-        oldest_s = self._clock() - self._settings.replica_timeout_s * _LATE_AFTER
-        return [
-            status.replica_id
-            for status in self._replicas.live()
-            if status.replica_id != owner_id and not status.draining and status.seen_s >= oldest_s
-        ]
-
-    def _has_place(self) -> bool:
-        return any(not candidate.draining for candidate in self._replicas.candidates(self._ledger.count_of))
+        recent = self._replicas.recent(self._settings.replica_timeout_s * _LATE_AFTER)
+        return [status.replica_id for status in recent if status.replica_id != owner_id]
 
     def _make_room(self) -> None:
         now_s = self._clock()

@@ -8,6 +8,7 @@ turn index and the epoch make the repetition harmless.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 import ray
 from ray.actor import ActorHandle
 
+from controllers.attended_clock import TICK_S
 from controllers.cluster import Cluster
 from controllers.deployments import Deployments
 from controllers.open_store import open_store
@@ -57,6 +59,7 @@ class ClusterController:
         store = open_log(log, cluster, clock)
         self._deployments = Deployments(store, log, settings)
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
+        self._ticks: asyncio.Task[None] | None = None
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
 
@@ -74,10 +77,22 @@ class ClusterController:
     async def heartbeat(
         self, status: ReplicaStatus, session_updates: Sequence[SessionStatus] = ()
     ) -> HeartbeatReply:
+        self._attend()
         return self._cluster.heartbeat(status, session_updates)
 
-    async def report_lost(self, replica_id: str) -> int:
-        return self._cluster.report_lost(replica_id)
+    async def report_unreachable(self, replica_id: str, died: bool) -> bool:
+        return self._cluster.report_unreachable(replica_id, died)
+
+    async def report_members(
+        self, ingress_id: str, listed: Sequence[str], unlisted: Sequence[str]
+    ) -> list[str]:
+        return self._cluster.report_members(ingress_id, listed, unlisted)
+
+    async def drain_replica(self, replica_id: str) -> None:
+        self._cluster.drain_replica(replica_id)
+
+    async def deregister_replica(self, replica_id: str) -> int:
+        return self._cluster.deregister_replica(replica_id)
 
     async def open_session(
         self,
@@ -122,6 +137,16 @@ class ClusterController:
 
     async def stats(self) -> dict[str, float]:
         return self._cluster.stats()
+
+    def _attend(self) -> None:
+        """From the first heartbeat on, ticks come from the loop of the calls: they are late when calls cannot run."""
+        if self._ticks is None:
+            self._ticks = asyncio.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self._cluster.tick()
+            await asyncio.sleep(TICK_S)
 
 
 def get_or_create_controller(

@@ -14,6 +14,7 @@ COUNTERS = (
     "sessions_taken_over",
     "transfers",
     "rebalanced",
+    "drained",
     "turns_committed",
     "turns_refused",
     "commits_failed",

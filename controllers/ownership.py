@@ -14,10 +14,16 @@ from controllers.records import LedgerEntry, SessionRecord, SessionStatus
 
 
 class OwnershipLedger:
-    """Sessions and their owners. `clock` returns Unix time in seconds."""
+    """Sessions and their owners. `clock` returns Unix time in seconds, `attended` the controller's attended time."""
 
-    def __init__(self, clock: Callable[[], float], entries: Iterable[LedgerEntry] = ()) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        attended: Callable[[], float],
+        entries: Iterable[LedgerEntry] = (),
+    ) -> None:
         self._clock = clock
+        self._attended = attended
         self._entries: dict[str, LedgerEntry] = {}
         self._by_replica: dict[str, set[str]] = {}
         for entry in entries:
@@ -80,25 +86,26 @@ class OwnershipLedger:
     def committed(self, session_id: str, *, tokens: int, turns: int) -> LedgerEntry:
         """Notes a committed turn: total tokens and turns of the session. Raises SessionNotFound."""
         entry = self.get(session_id)
-        return self._put(replace(entry, tokens=tokens, turns=turns, last_used_s=self._clock()))
+        used = replace(entry, last_used_s=self._clock(), used_since_report=True)
+        return self._put(replace(used, tokens=tokens, turns=turns))
 
     def touch(self, session_id: str) -> LedgerEntry:
         """Restarts the session's idle clock. Raises SessionNotFound."""
-        return self._put(replace(self.get(session_id), last_used_s=self._clock()))
+        return self._put(replace(self.get(session_id), last_used_s=self._clock(), used_since_report=True))
 
     def report(self, replica_id: str, update: SessionStatus) -> bool:
         """Notes what a replica says of a session it holds. False if it does not own it at that epoch."""
         entry = self._entries.get(update.session_id)
         if entry is None or entry.replica_id != replica_id or entry.epoch != update.epoch:
             return False
-        now_s = self._clock()
         self._put(
             replace(
                 entry,
                 size_bytes=update.size_bytes,
                 in_turn=update.in_turn,
-                reported_s=now_s,
-                last_used_s=max(entry.last_used_s, now_s - update.idle_s),
+                reported_s=self._attended(),
+                used_since_report=False,
+                last_used_s=max(entry.last_used_s, self._clock() - update.idle_s),
             )
         )
         return True

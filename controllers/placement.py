@@ -10,7 +10,7 @@ from controllers.errors import NoReplica
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A live replica as placement sees it.
+    """A replica that may take a session, as placement sees it.
 
     `free_tokens` is KV free at its last heartbeat, `assigned_tokens` what sessions placed since may take.
     """
@@ -19,7 +19,6 @@ class Candidate:
     free_tokens: int
     assigned_tokens: int
     sessions: int
-    draining: bool = False
 
     @property
     def expected_free_tokens(self) -> int:
@@ -29,7 +28,7 @@ class Candidate:
 def choose_replica(candidates: Iterable[Candidate]) -> str:
     """Id of the replica with the most free KV; ties: fewer sessions, then smaller id. Raises NoReplica."""
     best = min(
-        (candidate for candidate in candidates if not candidate.draining),
+        candidates,
         key=lambda c: (-c.expected_free_tokens, c.sessions, c.replica_id),
         default=None,
     )

@@ -92,5 +92,5 @@ class Rebalancing:
 
 def kv_tokens_at_owner(entry: LedgerEntry) -> int:
     """Tokens whose KV a move throws away: none if the owner said that it has none, and nothing happened since."""
-    told = entry.reported_s is not None and entry.last_used_s < entry.reported_s
+    told = entry.reported_s is not None and not entry.used_since_report
     return 0 if told and not entry.in_turn and entry.size_bytes == 0 else entry.tokens

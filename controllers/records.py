@@ -131,7 +131,8 @@ class Assignment:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """A session as the ledger knows it. `size_bytes` and `in_turn` are what its owner said at `reported_s`."""
+    """A session as the ledger knows it. `size_bytes` and `in_turn` are what its owner said at `reported_s`, which is in
+    the controller's attended time; `used_since_report` what the controller has seen happen since then."""
 
     session_id: str
     tenant: str
@@ -144,6 +145,7 @@ class LedgerEntry:
     size_bytes: int = 0
     in_turn: bool = False
     reported_s: float | None = None
+    used_since_report: bool = True
     timeout_s: float | None = None
     capacity_tokens: int | None = None
     open_key: str | None = None
@@ -193,7 +195,9 @@ class LedgerEntry:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What a replica reports of itself. `seen_s` is set by the cluster controller."""
+    """What a replica reports of itself. `draining`: it is to go, and hands its sessions over. `step_age_s` is how long the
+    engine's step has been under way (0: none is). `seen_s` is set by the cluster controller, on a clock of its own.
+    """
 
     replica_id: str
     free_tokens: int
@@ -202,6 +206,7 @@ class ReplicaStatus:
     running: int = 0
     waiting: int = 0
     draining: bool = False
+    step_age_s: float = 0.0
     seen_s: float = 0.0
 
 
@@ -225,11 +230,13 @@ class SessionStatus:
 class HeartbeatReply:
     """The controller's answer to a heartbeat.
 
-    `known` False: the replica was reported lost; it must register again before it owns anything new.
+    `known` False: the replica was taken for gone; it must register again before it owns anything new.
     `stale_sessions`: sessions it reported that are closed or owned elsewhere; it must drop them.
     `crowded`: it is to offer each session of which a turn begins (`offer_session`), until it hears otherwise.
+    `draining`: it is to go, and to hand each of its sessions over between turns, until it hears otherwise.
     """
 
     known: bool
     stale_sessions: tuple[str, ...] = ()
     crowded: bool = False
+    draining: bool = False

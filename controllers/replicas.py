@@ -1,103 +1,211 @@
-"""ReplicaDirectory: which replicas are alive, as their heartbeats tell. Pure logic, one owner.
+"""ReplicaDirectory: which replicas are there, and may have what. Pure logic, one owner; nobody else decides it.
 
-A replica that was reported lost stays dead until it registers again; one that fell silent comes back by
-itself with its next heartbeat. Sessions moved away meanwhile stay moved: their epoch fences the former owner.
+    JOINING → LIVE ⇄ SUSPECT → GONE        a replica that was taken for gone by mistake registers again → JOINING
+    any of the three → DRAINING → GONE     for good: neither heartbeats nor a registration bring it back
+
+Observers feed it: a replica's own registration, heartbeats and farewell; ingresses, which tell what their routers list and
+which replicas they cannot reach. Time is the controller's attended time, so neither a step of the wall clock nor a pause
+of the controller looks like silence. Sessions that moved away from a replica taken for gone stay moved: their epoch fences
+the former owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from controllers.placement import Candidate
 from controllers.records import ReplicaStatus
 
 
+class ReplicaState(Enum):
+    """JOINING: it reports, but no router lists it yet. SUSPECT: somebody cannot reach it, its heartbeats decide."""
+
+    JOINING = "joining"
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+SUSPECT_BEATS = 2
+"""A suspect that misses so many heartbeats is gone; after so many more it is trusted again."""
+
+BY_PREFERENCE = (ReplicaState.LIVE, ReplicaState.JOINING, ReplicaState.SUSPECT)
+"""Who gets a session: a suspect one, or one that no router lists yet, only where there is no better."""
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """`leaves`: it drains by its own word or an operator's. `unlisted_by`: ingresses whose routers dropped it while it
+    answered. `beats` counts its heartbeats since somebody last failed to reach it, `suspect_since_s` since when they do."""
+
+    seen_s: float
+    status: ReplicaStatus | None = None
+    listed: bool = False
+    leaves: bool = False
+    unlisted_by: set[str] = field(default_factory=set)
+    suspect_since_s: float | None = None
+    beats: int = 0
+    ended: bool = False
+    assigned_tokens: int = 0
+
+    @property
+    def drains(self) -> bool:
+        return self.leaves or bool(self.unlisted_by)
+
+
 class ReplicaDirectory:
-    """Replicas by id. `clock` returns seconds; a replica unheard of for `timeout_s` counts as dead."""
+    """Replicas by id. `clock` returns attended monotonic seconds.
 
-    def __init__(self, clock: Callable[[], float], timeout_s: float) -> None:
+    A replica unheard of for `timeout_s` is gone; a suspect one after SUSPECT_BEATS × `heartbeat_s`.
+    """
+
+    def __init__(self, clock: Callable[[], float], timeout_s: float, heartbeat_s: float) -> None:
         self._clock = clock
-        self._timeout_s = timeout_s
+        self.configure(timeout_s, heartbeat_s)
         self._started_s = clock()
-        self._statuses: dict[str, ReplicaStatus] = {}
-        self._assigned_tokens: dict[str, int] = {}
-        self._lost: dict[str, float] = {}
+        self._replicas: dict[str, _Replica] = {}
 
-    def configure(self, timeout_s: float) -> None:
+    def configure(self, timeout_s: float, heartbeat_s: float) -> None:
         self._timeout_s = timeout_s
+        self._suspect_timeout_s = min(timeout_s, SUSPECT_BEATS * heartbeat_s)
 
     def register(self, status: ReplicaStatus) -> None:
-        """Makes the replica placeable, whatever was known of it."""
-        self._lost.pop(status.replica_id, None)
+        """A replica makes itself known, or known again. One that drains goes on draining."""
+        known = self._replicas.get(status.replica_id)
+        if known is None or known.ended or self.state(status.replica_id) is ReplicaState.GONE:
+            leaves = known is not None and known.leaves
+            unlisted_by = set() if known is None else known.unlisted_by
+            self._replicas[status.replica_id] = _Replica(self._clock(), leaves=leaves, unlisted_by=unlisted_by)
         self._note(status)
 
     def heartbeat(self, status: ReplicaStatus) -> bool:
-        """Notes a sign of life. False, and nothing noted, if the replica was reported lost."""
-        if status.replica_id in self._lost:
-            return False
+        """Notes a sign of life. False, and nothing noted, if the replica counts as gone: it has to register."""
+        known = self._replicas.get(status.replica_id)
+        if known is not None:
+            if self.state(status.replica_id) is ReplicaState.GONE:
+                known.ended = True
+                return False
+            known.beats += 1
+            if known.beats >= SUSPECT_BEATS:
+                known.suspect_since_s = None
         self._note(status)
         return True
 
-    def report_lost(self, replica_id: str) -> None:
-        """Counts the replica as dead from now on, until it registers again."""
-        self._lost[replica_id] = self._clock()
-        self._statuses.pop(replica_id, None)
-        self._assigned_tokens.pop(replica_id, None)
+    def unreachable(self, replica_id: str, *, died: bool) -> ReplicaState:
+        """Somebody could not reach it; `died`: its process has ended for certain. Returns what it counts as now.
 
-    def alive(self, replica_id: str) -> bool:
-        status = self._statuses.get(replica_id)
-        return status is not None and self._clock() - status.seen_s <= self._timeout_s
+        Who cannot be reached for as long as `timeout_s` is gone, whatever its heartbeats say: they take another way.
+        """
+        known = self._replicas.setdefault(replica_id, _Replica(self._clock()))
+        known.beats = 0
+        if known.suspect_since_s is None:
+            known.suspect_since_s = self._clock()
+        known.ended |= died or self._clock() - known.suspect_since_s > self._timeout_s
+        return self.state(replica_id)
 
-    def lost(self, replica_id: str) -> bool:
-        """True if the replica was reported lost and has not registered since."""
-        return replica_id in self._lost
+    def drain(self, replica_id: str) -> None:
+        """It is to go, by its own word or an operator's. Does nothing to one that is not known."""
+        if replica_id in self._replicas:
+            self._replicas[replica_id].leaves = True
+
+    def deregister(self, replica_id: str) -> None:
+        """It says farewell: it answers nothing any more."""
+        if replica_id in self._replicas:
+            self._replicas[replica_id].leaves = self._replicas[replica_id].ended = True
+
+    def members(self, ingress_id: str, listed: Collection[str], unlisted: Collection[str]) -> None:
+        """What an ingress's router lists, and what it listed before and lists no more though nobody saw it die.
+
+        Serve gives no other notice of what it takes away. A router tells nothing of replicas that it never listed.
+        """
+        for replica_id, known in self._replicas.items():
+            if replica_id in listed:
+                known.listed = True
+                known.unlisted_by.discard(ingress_id)
+            elif replica_id in unlisted:
+                known.unlisted_by.add(ingress_id)
+
+    def state(self, replica_id: str) -> ReplicaState:
+        """One never heard of is JOINING for `timeout_s` from the directory's start, since a restart of the controller
+        must not move every session; then it is GONE."""
+        known = self._replicas.get(replica_id)
+        if known is None:
+            late = self._clock() - self._started_s > self._timeout_s
+            return ReplicaState.GONE if late else ReplicaState.JOINING
+        suspect = known.suspect_since_s is not None
+        silence_s = self._clock() - known.seen_s
+        if known.ended or silence_s > (self._suspect_timeout_s if suspect else self._timeout_s):
+            return ReplicaState.GONE
+        if known.drains:
+            return ReplicaState.DRAINING
+        if suspect:
+            return ReplicaState.SUSPECT
+        return ReplicaState.LIVE if known.listed else ReplicaState.JOINING
+
+    def ended(self, replica_id: str) -> bool:
+        """True if it is gone for certain. One that is only silent may be slow, and is better asked than nobody."""
+        known = self._replicas.get(replica_id)
+        return known is not None and known.ended
 
     def gone(self, replica_id: str) -> bool:
-        """True if the replica is lost or silent, so that sessions it owns should move.
-
-        A replica never heard of is given `timeout_s` after the directory's start to show up: a restart of the
-        controller must not move every session.
-        """
-        if replica_id in self._lost:
-            return True
-        if replica_id in self._statuses:
-            return not self.alive(replica_id)
-        return self._clock() - self._started_s > self._timeout_s
-
-    def draining(self, replica_id: str) -> bool:
-        status = self._statuses.get(replica_id)
-        return status is not None and status.draining
+        """True if sessions that it owns should move."""
+        return self.state(replica_id) is ReplicaState.GONE
 
     def assign_tokens(self, replica_id: str, tokens: int) -> None:
         """Counts KV that a session placed there may take, until the replica's next heartbeat."""
-        self._assigned_tokens[replica_id] = self._assigned_tokens.get(replica_id, 0) + tokens
+        if replica_id in self._replicas:
+            self._replicas[replica_id].assigned_tokens += tokens
 
-    def candidates(self, count_sessions: Callable[[str], int]) -> list[Candidate]:
-        """Live replicas, for placement. `count_sessions` gives the sessions owned by a replica id."""
+    def candidates(
+        self, count_sessions: Callable[[str], int], states: Sequence[ReplicaState] = BY_PREFERENCE
+    ) -> list[Candidate]:
+        """Replicas for placement, of the first of `states` that any is in. `count_sessions` gives the sessions of an id."""
+        for state in states:
+            found = [
+                Candidate(
+                    replica_id=status.replica_id,
+                    free_tokens=status.free_tokens,
+                    assigned_tokens=self._replicas[status.replica_id].assigned_tokens,
+                    sessions=count_sessions(status.replica_id),
+                )
+                for status in self.in_state(state)
+            ]
+            if found:
+                return found
+        return []
+
+    def in_state(self, *states: ReplicaState) -> list[ReplicaStatus]:
+        """The last reports of replicas in these states; `draining` says that they drain, for whatever reason."""
         return [
-            Candidate(
-                replica_id=replica_id,
-                free_tokens=status.free_tokens,
-                assigned_tokens=self._assigned_tokens.get(replica_id, 0),
-                sessions=count_sessions(replica_id),
-                draining=status.draining,
-            )
-            for replica_id, status in self._statuses.items()
-            if self.alive(replica_id)
+            replace(known.status, draining=known.drains)
+            for replica_id, known in self._replicas.items()
+            if known.status is not None and self.state(replica_id) in states
         ]
 
-    def live(self) -> list[ReplicaStatus]:
-        return [status for status in self._statuses.values() if self.alive(status.replica_id)]
+    def present(self) -> list[ReplicaStatus]:
+        """All that are not gone."""
+        return self.in_state(*(state for state in ReplicaState if state is not ReplicaState.GONE))
+
+    def recent(self, within_s: float) -> list[ReplicaStatus]:
+        """Live ones that reported so lately. Who is late may be in trouble."""
+        oldest_s = self._clock() - within_s
+        return [status for status in self.in_state(ReplicaState.LIVE) if status.seen_s >= oldest_s]
+
+    def gone_among(self, replica_ids: Iterable[str]) -> list[str]:
+        """Those of them that were heard of and are gone."""
+        return [name for name in replica_ids if name in self._replicas and self.gone(name)]
 
     def forget_silent(self, after_s: float) -> None:
         """Drops what is kept of replicas not heard of for `after_s`. Replica ids are not reused."""
         oldest_s = self._clock() - after_s
-        self._lost = {rid: lost_s for rid, lost_s in self._lost.items() if lost_s >= oldest_s}
-        for replica_id in [rid for rid, status in self._statuses.items() if status.seen_s < oldest_s]:
-            del self._statuses[replica_id]
-            self._assigned_tokens.pop(replica_id, None)
+        self._replicas = {name: known for name, known in self._replicas.items() if known.seen_s >= oldest_s}
 
     def _note(self, status: ReplicaStatus) -> None:
-        self._statuses[status.replica_id] = replace(status, seen_s=self._clock())
-        self._assigned_tokens.pop(status.replica_id, None)
+        known = self._replicas.setdefault(status.replica_id, _Replica(self._clock()))
+        known.seen_s = self._clock()
+        known.status = replace(status, seen_s=known.seen_s)
+        known.leaves |= status.draining
+        known.assigned_tokens = 0

@@ -64,13 +64,13 @@ LogSettings = SqliteLogSettings | RedisLogSettings
 class ClusterSettings:
     """What the cluster controller needs to know.
 
-    A replica unheard of for
-    `replica_timeout_s` is dead. `session_timeout_s` is the idle timeout of sessions opened without one.
+    Replicas report every `heartbeat_interval_s`; one unheard of for `replica_timeout_s` is gone. `session_timeout_s` is the idle timeout of sessions opened without one.
     `placement_tokens` is the KV that placement expects a new session to take before the next heartbeat. Without
     `rebalancing` sessions stay where they are while their owner lives.
     """
 
     replica_timeout_s: float = 10.0
+    heartbeat_interval_s: float = 1.0
     session_timeout_s: float = 3600.0
     max_sessions: int = 100_000
     placement_tokens: int = 1024

@@ -198,6 +198,7 @@ class AppArgs(StrictModel):
         controller = self.controller
         return ClusterSettings(
             replica_timeout_s=controller.replica_timeout_s,
+            heartbeat_interval_s=controller.heartbeat_interval_s,
             session_timeout_s=self.sessions.idle_timeout_s,
             max_sessions=controller.max_sessions,
             rebalancing=self.rebalancing.settings(),

@@ -74,8 +74,19 @@ class ControllerCalls:
     async def heartbeat(self, status: ReplicaStatus, sessions: Sequence[SessionStatus]) -> HeartbeatReply:
         return cast(HeartbeatReply, await self._call("heartbeat", status, sessions))
 
-    async def report_lost(self, replica_id: str) -> int:
-        return int(await self._call("report_lost", replica_id))
+    async def report_unreachable(self, replica_id: str, died: bool) -> bool:
+        return bool(await self._call("report_unreachable", replica_id, died))
+
+    async def report_members(
+        self, ingress_id: str, listed: Sequence[str], unlisted: Sequence[str]
+    ) -> list[str]:
+        return cast(list[str], await self._call("report_members", ingress_id, listed, unlisted))
+
+    async def drain_replica(self, replica_id: str) -> None:
+        await self._call("drain_replica", replica_id)
+
+    async def deregister_replica(self, replica_id: str) -> int:
+        return int(await self._call("deregister_replica", replica_id))
 
     async def open_session(
         self,

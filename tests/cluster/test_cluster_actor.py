@@ -138,7 +138,7 @@ def test_moved_ownership_survives(controller: ActorHandle) -> None:
     opened = ray.get(controller.open_session.remote("s"))
     record = TurnRecord("s", 1, 0, 0, encode_tokens([1, 2]), 1, "key", b"result")
     ray.get(controller.commit_turn.remote(record))
-    assert ray.get(controller.report_lost.remote(opened.replica_id)) == 1
+    assert ray.get(controller.report_unreachable.remote(opened.replica_id, True))
     moved = ray.get(controller.resolve.remote("s"))
     assert (moved.epoch, moved.fresh) == (2, True)
     _kill_by_signal(controller)

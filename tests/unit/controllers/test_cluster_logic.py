@@ -25,18 +25,33 @@ SILENCE_S = 10.0
 IDLE_S = 100.0
 
 
+class WallClock:
+    """Unix time, which may also step."""
+
+    def __init__(self, timer: ManualClock) -> None:
+        self._timer = timer
+        self._ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return self._timer() + self._ahead_s
+
+    def advance(self, by_s: float) -> None:
+        self._ahead_s += by_s
+
+
 class World:
     """A cluster, its log and its clock. `restart` is what a crash of the controller's process does."""
 
     def __init__(self, path: Path, clock: ManualClock) -> None:
         self.clock = clock
+        self.wall = WallClock(clock)
         self._path = path
-        self.store = SqliteSessionStore(path, clock=clock)
+        self.store = SqliteSessionStore(path, clock=self.wall)
         self.cluster = self._build()
 
     def restart(self) -> Cluster:
         self.store.disconnect()
-        self.store = SqliteSessionStore(self._path, clock=self.clock)
+        self.store = SqliteSessionStore(self._path, clock=self.wall)
         self.cluster = self._build()
         return self.cluster
 
@@ -47,11 +62,19 @@ class World:
             max_sessions=20,
             placement_tokens=10,
         )
-        return Cluster(settings, self.store, self.clock, self.clock)
+        return Cluster(settings, self.store, self.wall, self.clock)
 
     def beat(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
+        """Heartbeats of replicas that a router lists."""
+        self.beat_only(*replica_ids, free_tokens=free_tokens, draining=draining)
+        self.cluster.report_members("i", replica_ids, ())
+
+    def beat_only(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
+        """One that hears that it counts as gone registers again, as replicas do."""
         for replica_id in replica_ids:
-            self.cluster.heartbeat(ReplicaStatus(replica_id, free_tokens, 1000, draining=draining), [])
+            status = ReplicaStatus(replica_id, free_tokens, 1000, draining=draining)
+            if not self.cluster.heartbeat(status, []).known:
+                self.cluster.register_replica(status)
 
 
 @pytest.fixture
@@ -151,7 +174,7 @@ def test_load_is_fenced(world: World) -> None:
 def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
     opened = _open(world)
     world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
-    assert world.cluster.report_lost(opened.replica_id) == 1
+    assert world.cluster.report_unreachable(opened.replica_id, True)
     moved = world.cluster.resolve("s", False, "t")
     assert (moved.epoch, moved.fresh) == (2, True)
     assert moved.replica_id != opened.replica_id
@@ -167,7 +190,7 @@ def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
 def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
     opened = _open(world)
     status = ReplicaStatus(opened.replica_id, 5000, 5000)
-    world.cluster.report_lost(opened.replica_id)
+    world.cluster.report_unreachable(opened.replica_id, True)
     moved = world.cluster.resolve("s", False, "t")
     held = SessionStatus("s", opened.epoch, 0, 0, 0.0, False)
     reply = world.cluster.heartbeat(status, [held])
@@ -175,12 +198,13 @@ def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
     world.cluster.register_replica(status)
     assert world.cluster.heartbeat(status, [held]).known
     assert world.cluster.resolve("s", False, "t").replica_id == moved.replica_id
+    world.cluster.report_members("i", [opened.replica_id], ())
     assert _open(world, "new").replica_id == opened.replica_id
 
 
 def test_a_false_alarm_before_the_next_use_moves_nothing(world: World) -> None:
     opened = _open(world)
-    world.cluster.report_lost(opened.replica_id)
+    world.cluster.report_unreachable(opened.replica_id, True)
     world.cluster.register_replica(ReplicaStatus(opened.replica_id, 1000, 1000))
     assert world.cluster.resolve("s", False, "t").epoch == 1
 
@@ -197,27 +221,82 @@ def test_a_silent_owner_is_replaced(world: World) -> None:
 def test_a_lost_owner_is_not_asked_even_if_nobody_else_is_there(world: World) -> None:
     _open(world)
     for replica_id in ("a", "b"):
-        world.cluster.report_lost(replica_id)
+        world.cluster.report_unreachable(replica_id, True)
     with pytest.raises(NoReplica):
         world.cluster.resolve("s", False, "t")
 
 
-def test_a_draining_owner_gives_up_idle_sessions_only(world: World) -> None:
+def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
+    """The controller knows of turns in flight what the last heartbeat said: it moves nothing under the owner."""
     opened = _open(world)
-    status = ReplicaStatus(opened.replica_id, 1000, 1000, draining=True)
-    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, True)])
+    status = ReplicaStatus(opened.replica_id, 1000, 1000)
+    world.cluster.drain_replica(opened.replica_id)
+    held = SessionStatus("s", 1, 0, 0, 0.0, False)
+    assert world.cluster.heartbeat(status, [held]).draining
     assert world.cluster.resolve("s", False, "t").epoch == 1
-    world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, 0.0, False)])
+    assert world.cluster.offer_session("s", 1, opened.replica_id)
     moved = world.cluster.resolve("s", False, "t")
-    assert (moved.epoch, moved.fresh) == (2, True)
+    assert moved.epoch == 2
+    assert moved.replica_id != opened.replica_id
+    assert world.cluster.stats()["drained_total"] == 1
 
 
 def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> None:
-    _open(world)
+    opened = _open(world)
     world.beat("a", "b", draining=True)
     assert world.cluster.resolve("s", False, "t").epoch == 1
+    assert not world.cluster.offer_session("s", 1, opened.replica_id)
     with pytest.raises(NoReplica):
         _open(world, "new")
+    # A newcomer that no router lists yet could not be reached.
+    world.cluster.register_replica(ReplicaStatus("c", 1000, 1000))
+    assert not world.cluster.offer_session("s", 1, opened.replica_id)
+    world.cluster.report_members("i", ["c"], ["a", "b"])
+    assert world.cluster.offer_session("s", 1, opened.replica_id)
+    assert world.cluster.resolve("s", False, "t").replica_id == "c"
+
+
+def test_a_replica_that_routers_drop_gets_no_session_whatever_it_says(world: World) -> None:
+    """The fault: it registered again by its heartbeat as the emptiest one, and attracted sessions until it was gone."""
+    world.cluster.report_members("i", ["b"], ["a"])
+    world.beat_only("a", free_tokens=9000)
+    world.cluster.register_replica(ReplicaStatus("a", 9000, 9000))
+    assert {_open(world, f"s{index}").replica_id for index in range(5)} == {"b"}
+    assert world.cluster.stats()["replicas_draining"] == 1
+
+
+def test_sessions_of_one_that_said_farewell_move(world: World) -> None:
+    opened = _open(world)
+    assert world.cluster.deregister_replica(opened.replica_id) == 1
+    assert world.cluster.resolve("s", False, "t").epoch == 2
+
+
+def test_a_step_of_the_wall_clock_moves_nothing(world: World) -> None:
+    """An 11 s step moved 180 of 200 sessions onto one replica."""
+    before = [_open(world, f"s{index}") for index in range(10)]
+    world.wall.advance(11.0)
+    for opened in before:
+        resolved = world.cluster.resolve(opened.session_id, False, "t")
+        assert (resolved.replica_id, resolved.epoch) == (opened.replica_id, 1)
+    world.wall.advance(-3600.0)
+    assert {world.cluster.resolve(each.session_id, False, "t").epoch for each in before} == {1}
+
+
+def test_a_pause_of_the_controller_is_held_against_nobody(world: World) -> None:
+    """Replicas could not be heard while it was frozen; calls that come before their heartbeats move no session."""
+    before = [_open(world, f"s{index}") for index in range(10)]
+    world.cluster.tick()
+    world.clock.advance(60.0)
+    for opened in before:
+        assert world.cluster.resolve(opened.session_id, False, "t").epoch == 1
+    world.cluster.tick()
+    assert {world.cluster.resolve(each.session_id, False, "t").epoch for each in before} == {1}
+    # From here on it is there to hear them.
+    for _ in range(int(SILENCE_S) * 4 + 1):
+        world.clock.advance(0.25)
+        world.cluster.tick()
+        world.beat_only("b")
+    assert {world.cluster.resolve(each.session_id, False, "t").replica_id for each in before} == {"b"}
 
 
 def test_a_restart_keeps_ownership(world: World) -> None:
@@ -273,7 +352,7 @@ def test_heartbeats_name_sessions_that_are_closed(world: World) -> None:
 def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:
     opened = _open(world)
     world.cluster.heartbeat(ReplicaStatus(opened.replica_id, 1, 1), [SessionStatus("s", 1, 0, 0, 0.0, True)])
-    world.cluster.report_lost(opened.replica_id)
+    world.cluster.report_unreachable(opened.replica_id, True)
     world.clock.advance(IDLE_S)
     assert world.cluster.expire_idle() == []
     world.clock.advance(0.1)
@@ -302,6 +381,7 @@ def test_what_a_live_owner_holds_is_its_own_to_expire(world: World) -> None:
     opened = _open(world)
     status = ReplicaStatus(opened.replica_id, 1000, 1000)
     world.clock.advance(IDLE_S * 2)
+    world.beat(opened.replica_id)
     world.cluster.heartbeat(status, [SessionStatus("s", 1, 0, 0, IDLE_S * 2, False)])
     assert world.cluster.expire_idle() == []
     world.clock.advance(SILENCE_S + 1)
@@ -394,7 +474,7 @@ def test_figures(world: World) -> None:
     assert (figures["session_tokens"], figures["replicas_live"]) == (2, 2)
     assert (figures["turns_refused_total"], figures["store_commit_total"]) == (1, 2)
     assert all(type(value) is float for value in figures.values())
-    world.cluster.report_lost(opened.replica_id)
+    world.cluster.report_unreachable(opened.replica_id, True)
     assert world.cluster.stats()["sessions_unowned"] == 1
 
 

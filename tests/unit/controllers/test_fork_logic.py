@@ -153,7 +153,7 @@ def test_a_child_whose_replica_died_follows_its_parent(cluster: Cluster) -> None
     owner = _opened(cluster)
     order = ForkOrder("c", "k", 4)
     cluster.fork_session("p", 1, owner, order)
-    cluster.report_lost(owner)
+    cluster.report_unreachable(owner, True)
     moved = cluster.resolve("p", False, "t")
     child = cluster.fork_session("p", moved.epoch, moved.replica_id, order)
     assert (child.replica_id, child.epoch) == (moved.replica_id, 2)

@@ -18,7 +18,7 @@ def _status(epoch: int = 1, idle_s: float = 0.0, in_turn: bool = False, size_byt
 
 @pytest.fixture
 def ledger(clock: ManualClock) -> OwnershipLedger:
-    return OwnershipLedger(clock)
+    return OwnershipLedger(clock, clock)
 
 
 def test_open_and_get(ledger: OwnershipLedger) -> None:
@@ -95,6 +95,6 @@ def test_rebuilt_from_entries(ledger: OwnershipLedger, clock: ManualClock) -> No
     ledger.open(_record())
     ledger.open(_record("other", "b"))
     ledger.transfer("s", "b")
-    rebuilt = OwnershipLedger(clock, ledger.entries())
+    rebuilt = OwnershipLedger(clock, clock, ledger.entries())
     assert rebuilt.entries() == ledger.entries()
     assert rebuilt.count_of("b") == 2

@@ -1,7 +1,7 @@
 """Replicas, a controller and an unreliable world against a model: one owner at a time, no turn lost or half done.
 
 Replicas crash or are wrongly reported lost, sessions leave a crowded replica, front ends remember former owners, the
-controller restarts, replies get lost. Whatever happens, a turn that commits has seen the whole history committed
+controller restarts or pauses, routers drop replicas, replies get lost. Whatever happens, a turn that commits has seen the whole history committed
 before it.
 """
 
@@ -41,6 +41,7 @@ class Replica:
     turns: list[Turn] = field(default_factory=list)
 
     crowded: bool = False
+    draining: bool = False
 
     def status(self, draining: bool = False, running: int = 0) -> ReplicaStatus:
         return ReplicaStatus(self.replica_id, 1000, 1000, draining=draining, running=running)
@@ -92,7 +93,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             owner = self.remembered[session_id]
             replica = self._owner(owner)
             if replica is None:
-                self.cluster.report_lost(owner.replica_id)
+                self.cluster.report_unreachable(owner.replica_id, True)
                 return
             if not replica.sessions.knows(session_id, owner.epoch):
                 replica.sessions.adopt(self.cluster.load_session(session_id, owner.epoch, owner.replica_id))
@@ -105,7 +106,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             pass
         else:
             assert not isinstance(turn, Replay)
-            if replica.crowded and self._offered(turn, replica):
+            if (replica.crowded or replica.draining) and self._offered(turn, replica):
                 return
             replica.turns.append(turn)
 
@@ -184,7 +185,7 @@ class OwnershipMachine(RuleBasedStateMachine):
     @rule(which=REPLICAS, trouble=st.sampled_from(["none", "none", "crash", "noticed crash", "false alarm"]))
     def trouble(self, which: int, trouble: str) -> None:
         if trouble == "false alarm":
-            self.cluster.report_lost(self.replicas[which].replica_id)
+            self.cluster.report_unreachable(self.replicas[which].replica_id, True)
         elif trouble != "none":
             self.crash(which, noticed=trouble == "noticed crash")
 
@@ -192,7 +193,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         lost = self.replicas[which]
         self.replicas[which] = self._new_replica()
         if noticed:
-            self.cluster.report_lost(lost.replica_id)
+            self.cluster.report_unreachable(lost.replica_id, True)
 
     @rule(happens=RARELY)
     def restart_controller(self, happens: bool) -> None:
@@ -206,12 +207,16 @@ class OwnershipMachine(RuleBasedStateMachine):
     )
     def heartbeats(self, advance_s: float, draining: set[int], running: list[int]) -> None:
         self.clock.advance(advance_s)
+        names = [replica.replica_id for replica in self.replicas]
+        unlisted = {names[which] for which in draining}
+        self.cluster.tick()
+        self.cluster.report_members("i", set(names) - unlisted, unlisted)
         for which, replica in enumerate(self.replicas):
-            status = replica.status(which in draining, running[which])
+            status = replica.status(running=running[which])
             reply = self.cluster.heartbeat(status, replica.sessions.snapshot())
-            replica.crowded = reply.crowded
+            replica.crowded, replica.draining = reply.crowded, reply.draining
             if not reply.known:
-                self.cluster.register_replica(status)
+                self.cluster.register_replica(replica.status(running=running[which]))
             for session_id in reply.stale_sessions:
                 if all(turn.session_id != session_id for turn in replica.turns):
                     replica.sessions.drop(session_id)

@@ -19,15 +19,10 @@ def test_ties_go_to_fewer_sessions_then_to_the_smaller_id() -> None:
     assert choose_replica([Candidate("b", 100, 0, 1), Candidate("a", 100, 0, 1)]) == "a"
 
 
-def test_draining_is_skipped() -> None:
-    assert choose_replica([Candidate("a", 1, 0, 5), Candidate("b", 200, 0, 0, draining=True)]) == "a"
-
-
 def test_a_full_replica_is_better_than_none() -> None:
     assert choose_replica([Candidate("a", 0, 500, 5)]) == "a"
 
 
-@pytest.mark.parametrize("candidates", [[], [Candidate("b", 200, 0, 0, draining=True)]])
-def test_nobody_left(candidates: list[Candidate]) -> None:
+def test_nobody_left() -> None:
     with pytest.raises(NoReplica):
-        choose_replica(candidates)
+        choose_replica([])

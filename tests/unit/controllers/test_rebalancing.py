@@ -177,10 +177,10 @@ def test_nobody_takes_who_does_not_report() -> None:
         ({"size_bytes": 1}, 500),
         ({"in_turn": True}, 500),
         ({"reported_s": None}, 500),
-        ({"last_used_s": 25.0}, 500),
+        ({"used_since_report": True}, 500),
     ],
 )
 def test_kv_that_is_gone_anyway_costs_nothing(changes: dict[str, Any], kv_tokens: int) -> None:
-    fields: dict[str, Any] = {"reported_s": 20.0, "last_used_s": 10.0, "size_bytes": 0} | changes
-    entry = LedgerEntry("s", "", "r0", 1, tokens=500, turns=2, created_s=0.0, **fields)
+    fields: dict[str, Any] = {"reported_s": 20.0, "used_since_report": False, "size_bytes": 0} | changes
+    entry = LedgerEntry("s", "", "r0", 1, tokens=500, turns=2, created_s=0.0, last_used_s=0.0, **fields)
     assert kv_tokens_at_owner(entry) == kv_tokens

@@ -1,12 +1,20 @@
+"""The state machine of replicas: what each observer tells, and what nobody can take back."""
+
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from manual_clock import ManualClock
 
 from controllers.records import ReplicaStatus
-from controllers.replicas import ReplicaDirectory
+from controllers.replicas import SUSPECT_BEATS, ReplicaDirectory, ReplicaState
 
 TIMEOUT_S = 10.0
+BEAT_S = 1.0
+JOINING, LIVE, SUSPECT = ReplicaState.JOINING, ReplicaState.LIVE, ReplicaState.SUSPECT
+DRAINING, GONE = ReplicaState.DRAINING, ReplicaState.GONE
 
 
 def _status(replica_id: str = "a", free_tokens: int = 100, draining: bool = False) -> ReplicaStatus:
@@ -15,76 +23,262 @@ def _status(replica_id: str = "a", free_tokens: int = 100, draining: bool = Fals
 
 @pytest.fixture
 def directory(clock: ManualClock) -> ReplicaDirectory:
-    return ReplicaDirectory(clock, TIMEOUT_S)
+    return ReplicaDirectory(clock, TIMEOUT_S, BEAT_S)
 
 
-def test_silence_is_death_and_a_heartbeat_life(directory: ReplicaDirectory, clock: ManualClock) -> None:
+@pytest.fixture
+def live(directory: ReplicaDirectory) -> ReplicaDirectory:
+    """With a live replica "a"."""
     directory.register(_status())
+    directory.members("i", ["a"], ())
+    return directory
+
+
+def _placeable(directory: ReplicaDirectory) -> list[str]:
+    return [candidate.replica_id for candidate in directory.candidates(lambda _: 0)]
+
+
+def test_a_newcomer_joins_and_is_live_once_a_router_lists_it(directory: ReplicaDirectory) -> None:
+    directory.register(_status())
+    assert directory.state("a") is JOINING
+    directory.members("i", ["a", "b"], ())
+    assert directory.state("a") is LIVE
+    directory.register(_status("b"))
+    assert directory.state("b") is JOINING, "it was not known yet when the router was heard"
+
+
+def test_newcomers_get_sessions_only_where_nobody_else_can(live: ReplicaDirectory) -> None:
+    live.register(_status("b", 900))
+    assert _placeable(live) == ["a"]
+    live.unreachable("a", died=True)
+    assert _placeable(live) == ["b"]
+
+
+def test_silence_is_death(live: ReplicaDirectory, clock: ManualClock) -> None:
     clock.advance(TIMEOUT_S)
-    assert directory.alive("a")
+    assert live.state("a") is LIVE
     clock.advance(0.1)
-    assert not directory.alive("a")
-    assert directory.gone("a")
-    assert directory.live() == []
-    assert directory.heartbeat(_status())
-    assert directory.alive("a")
-    assert not directory.gone("a")
+    assert live.state("a") is GONE
+    assert live.present() == []
+    assert not live.ended("a"), "it may only be slow"
 
 
-def test_reported_lost_needs_to_register_again(directory: ReplicaDirectory) -> None:
-    directory.register(_status())
-    directory.report_lost("a")
-    assert directory.lost("a")
-    assert directory.gone("a")
-    assert not directory.heartbeat(_status())
-    assert not directory.alive("a")
-    directory.register(_status())
-    assert directory.alive("a")
-    assert not directory.lost("a")
-    assert not directory.gone("a")
+def test_no_heartbeat_brings_back_who_is_gone(live: ReplicaDirectory, clock: ManualClock) -> None:
+    clock.advance(TIMEOUT_S + 0.1)
+    for _ in range(5):
+        assert not live.heartbeat(_status())
+        assert live.state("a") is GONE
+    live.register(_status())
+    assert live.state("a") is JOINING
+    live.members("i", ["a"], ())
+    assert live.state("a") is LIVE
+    assert live.heartbeat(_status())
+
+
+def test_a_death_that_was_seen_is_one_at_once(live: ReplicaDirectory) -> None:
+    assert live.unreachable("a", died=True) is GONE
+    assert live.ended("a")
+    assert not live.heartbeat(_status())
+
+
+def test_who_cannot_be_reached_is_suspect_until_it_is_heard_again(
+    live: ReplicaDirectory, clock: ManualClock
+) -> None:
+    assert live.unreachable("a", died=False) is SUSPECT
+    live.register(_status("b"))
+    live.members("i", ["b"], ())
+    assert _placeable(live) == ["b"]
+    for _ in range(SUSPECT_BEATS):
+        assert live.state("a") is SUSPECT
+        clock.advance(BEAT_S)
+        assert live.heartbeat(_status())
+    assert live.state("a") is LIVE
+
+
+def test_a_suspect_that_misses_its_heartbeats_is_gone(live: ReplicaDirectory, clock: ManualClock) -> None:
+    live.unreachable("a", died=False)
+    clock.advance(SUSPECT_BEATS * BEAT_S)
+    assert live.state("a") is SUSPECT
+    clock.advance(0.1)
+    assert live.state("a") is GONE
+
+
+def test_who_nobody_reaches_for_long_is_gone_though_it_is_heard(
+    live: ReplicaDirectory, clock: ManualClock
+) -> None:
+    for _ in range(int(TIMEOUT_S)):
+        assert live.unreachable("a", died=False) is SUSPECT
+        clock.advance(BEAT_S)
+        live.heartbeat(_status())
+    clock.advance(0.1)
+    assert live.unreachable("a", died=False) is GONE
+
+
+def test_one_slow_call_now_and_then_is_no_death(live: ReplicaDirectory, clock: ManualClock) -> None:
+    """A fork that takes 40 s: its call fails every 15 s, while the replica reports."""
+    for second in range(60):
+        clock.advance(BEAT_S)
+        assert live.heartbeat(_status())
+        if second % 15 == 14:
+            assert live.unreachable("a", died=False) is SUSPECT
+    assert not live.gone("a")
 
 
 def test_a_replica_never_heard_of_has_time_to_show_up(
     directory: ReplicaDirectory, clock: ManualClock
 ) -> None:
-    assert not directory.alive("a")
-    assert not directory.gone("a")
+    assert directory.state("a") is JOINING
     clock.advance(TIMEOUT_S + 0.1)
-    assert directory.gone("a")
+    assert directory.state("a") is GONE
+    assert not directory.ended("a")
 
 
 def test_an_unknown_heartbeat_registers(directory: ReplicaDirectory, clock: ManualClock) -> None:
     assert directory.heartbeat(_status())
-    (live,) = directory.live()
-    assert (live.replica_id, live.seen_s) == ("a", clock.now_s)
+    (status,) = directory.present()
+    assert (status.replica_id, status.seen_s) == ("a", clock.now_s)
 
 
-def test_assigned_tokens_last_until_the_next_heartbeat(directory: ReplicaDirectory) -> None:
-    directory.register(_status())
-    directory.assign_tokens("a", 30)
-    directory.assign_tokens("a", 12)
-    (candidate,) = directory.candidates(lambda _: 3)
+@pytest.mark.parametrize("reason", ["operator", "itself", "router"])
+def test_nothing_that_a_replica_says_ends_its_drain(
+    live: ReplicaDirectory, clock: ManualClock, reason: str
+) -> None:
+    if reason == "operator":
+        live.drain("a")
+    elif reason == "itself":
+        live.heartbeat(_status(draining=True))
+    else:
+        live.members("i", (), ["a"])
+    for _ in range(5):
+        assert live.heartbeat(_status())
+        live.register(_status(free_tokens=10_000))
+        assert live.state("a") is DRAINING
+        assert _placeable(live) == []
+    # Frozen for so long that it counts as gone, it comes back to go on draining.
+    clock.advance(TIMEOUT_S + 0.1)
+    assert live.state("a") is GONE
+    assert not live.heartbeat(_status())
+    live.register(_status())
+    live.members("j", ["a"], ())
+    assert live.state("a") is DRAINING
+
+
+def test_a_router_that_lists_it_again_ends_what_that_router_began(live: ReplicaDirectory) -> None:
+    live.members("i", (), ["a"])
+    live.members("j", (), ["a"])
+    live.members("i", ["a"], ())
+    assert live.state("a") is DRAINING
+    live.members("j", ["a"], ())
+    assert live.state("a") is LIVE
+
+
+def test_a_router_that_knows_nobody_says_nothing(live: ReplicaDirectory) -> None:
+    live.members("new", (), ())
+    assert live.state("a") is LIVE
+
+
+def test_a_drain_is_over_with_death_silence_or_farewell(live: ReplicaDirectory, clock: ManualClock) -> None:
+    for name in ("b", "c", "d"):
+        live.register(_status(name))
+        live.drain(name)
+    live.unreachable("b", died=True)
+    live.deregister("c")
+    assert [live.state(name) for name in "bcd"] == [GONE, GONE, DRAINING]
+    clock.advance(TIMEOUT_S + 0.1)
+    assert live.state("d") is GONE
+    live.register(_status("c"))
+    assert live.state("c") is DRAINING, "who has said farewell gets no session any more"
+
+
+def test_assigned_tokens_last_until_the_next_heartbeat(live: ReplicaDirectory) -> None:
+    live.assign_tokens("a", 30)
+    live.assign_tokens("a", 12)
+    (candidate,) = live.candidates(lambda _: 3)
     assert (candidate.expected_free_tokens, candidate.sessions) == (58, 3)
-    directory.heartbeat(_status(free_tokens=70))
-    (candidate,) = directory.candidates(lambda _: 3)
+    live.heartbeat(_status(free_tokens=70))
+    (candidate,) = live.candidates(lambda _: 3)
     assert candidate.expected_free_tokens == 70
-
-
-def test_draining(directory: ReplicaDirectory) -> None:
-    directory.register(_status(draining=True))
-    assert directory.draining("a")
-    assert not directory.draining("b")
-    assert directory.candidates(lambda _: 0)[0].draining
 
 
 def test_old_news_is_forgotten(directory: ReplicaDirectory, clock: ManualClock) -> None:
     directory.register(_status("silent"))
     directory.register(_status("lost"))
-    directory.report_lost("lost")
+    directory.unreachable("lost", died=True)
     clock.advance(100)
     directory.register(_status("here"))
     directory.forget_silent(50)
-    assert [status.replica_id for status in directory.live()] == ["here"]
+    assert [status.replica_id for status in directory.present()] == ["here"]
     assert directory.gone("silent")
     assert directory.gone("lost")
     assert directory.heartbeat(_status("lost"))
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    """Any observers in any order: what drains never gets a session again, what is gone comes back by registering only."""
+
+    @initialize()
+    def start(self) -> None:
+        self.clock = ManualClock()
+        self.directory = ReplicaDirectory(self.clock, TIMEOUT_S, BEAT_S)
+        self.leaving: set[str] = set()
+        self.gone: set[str] = set()
+        self.beats: dict[str, float] = {}
+        self.accused: set[str] = set()
+
+    @rule(name=NAMES)
+    def register(self, name: str) -> None:
+        self.directory.register(_status(name))
+        self.gone.discard(name)
+        self.beats[name] = self.clock.now_s
+
+    @rule(name=NAMES, draining=st.booleans())
+    def heartbeat(self, name: str, draining: bool) -> None:
+        known = self.directory.heartbeat(_status(name, draining=draining))
+        assert known == (name not in self.gone)
+        if known:
+            self.beats[name] = self.clock.now_s
+            self.leaving |= {name} if draining else set()
+
+    @rule(name=NAMES, died=st.booleans())
+    def unreachable(self, name: str, died: bool) -> None:
+        state = self.directory.unreachable(name, died=died)
+        self.beats.setdefault(name, self.clock.now_s)
+        self.accused.add(name)
+        assert not died or state is GONE
+
+    @rule(name=NAMES)
+    def drain(self, name: str) -> None:
+        self.directory.drain(name)
+        if name in self.beats:
+            self.leaving.add(name)
+
+    @rule(listed=st.sets(NAMES))
+    def members(self, listed: set[str]) -> None:
+        self.directory.members("i", listed, ())
+
+    @rule(by_s=st.sampled_from([0.1, 1.0, 2.5, 11.0]))
+    def advance(self, by_s: float) -> None:
+        self.clock.advance(by_s)
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "directory"):
+            return
+        for name in "abc":
+            state = self.directory.state(name)
+            assert not (name in self.leaving and state in (JOINING, LIVE, SUSPECT)), (name, state)
+            assert not (name in self.gone and state is not GONE), (name, state)
+            heard = name in self.beats and self.clock.now_s - self.beats[name] <= TIMEOUT_S
+            assert not (state is GONE and heard and name not in self.accused), (name, "was heard")
+            if name in self.beats and state is GONE:
+                self.gone.add(name)
+        assert not self.leaving.intersection(_placeable(self.directory))
+
+
+DirectoryMachine.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, print_blob=True
+)
+TestDirectoryAgainstModel = DirectoryMachine.TestCase

@@ -73,7 +73,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
 
 def move(served: Failover) -> int:
     """To "b"; the new epoch."""
-    served.cluster.report_lost("a")
+    served.cluster.report_unreachable("a", True)
     return served.cluster.resolve("s", False, "").epoch
 
 
@@ -109,7 +109,7 @@ async def test_a_session_without_an_owner_is_closed_in_the_log(served: Failover)
     await served.rigs[0].host.release("s")
     served.replicas.dead.update("ab")
     for name in "ab":
-        served.cluster.report_lost(name)
+        served.cluster.report_unreachable(name, True)
     client = OtherIngress(served).client
     assert await client.close_session("s", tenant="")
     assert served.cluster.sessions() == []

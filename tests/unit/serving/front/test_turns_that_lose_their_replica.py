@@ -253,7 +253,7 @@ async def test_a_turn_that_another_one_passed_does_not_go_on(served: Failover) -
     async with aclosing(served.events(turn_of("s"))) as events:
         await anext(events)
         served.cluster.register_replica(served.rigs[1].host.status())
-        served.cluster.report_lost("a")
+        served.cluster.report_unreachable("a", True)
         other = await served.rigs[1].run(call([1, 2], "s"), served.cluster.resolve("s", False, "").epoch)
         assert other[-1].finish is not None
         ends = [event async for event in events]
@@ -267,7 +267,7 @@ async def test_a_session_that_moved_under_its_turn_takes_the_turn_along(served: 
     served.open_session("s")
     async with aclosing(served.events(turn_of("s"))) as events:
         told = [*(await anext(events)).token_ids]
-        served.cluster.report_lost("a")
+        served.cluster.report_unreachable("a", True)
         served.cluster.resolve("s", False, "")
         async for event in events:
             told += event.token_ids

@@ -192,7 +192,7 @@ async def test_a_replica_that_dies_midway_leaves_the_child_in_the_log(rig: Rig) 
     history = await parent(rig)
     cluster = rig.controller.cluster
     cluster.fork_session("p", 1, REPLICA_ID, ForkOrder("c", "k", 30))
-    cluster.report_lost(REPLICA_ID)
+    cluster.report_unreachable(REPLICA_ID, True)
     cluster.register_replica(ReplicaStatus("replica-b", 1000, 1000))
     moved = cluster.resolve("c", False, "")
     assert (moved.replica_id, moved.epoch) == ("replica-b", 2)

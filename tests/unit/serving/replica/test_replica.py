@@ -196,7 +196,7 @@ async def test_former_owner_refuses(rig: Rig) -> None:
     await rig.run(call([1], "s"), epoch)
     cluster = rig.controller.cluster
     cluster.register_replica(ReplicaStatus("replica-b", 1000, 1000))
-    cluster.report_lost(REPLICA_ID)
+    cluster.report_unreachable(REPLICA_ID, True)
     moved = cluster.resolve("s", False, "")
     assert moved.replica_id == "replica-b"
     refused = await rig.run(call([2], "s"), moved.epoch)
