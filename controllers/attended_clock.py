@@ -11,9 +11,9 @@ LATE_AFTER_S = 1.0
 class AttendedClock:
     """Monotonic seconds, less the spans in which the owner stood still. `timer` returns monotonic seconds.
 
-    The owner calls `tick` every TICK_S from where its calls run. A tick that is later than LATE_AFTER_S says that no call
-    could run meanwhile: a frozen process, a machine without CPU, a log that did not answer. An owner that never ticks has
-    the timer's own time. Invariant: the clock never goes back.
+    The owner calls `tick` every TICK_S from where its calls run. A tick that is later than LATE_AFTER_S says that no
+    call could run meanwhile: a frozen process, a machine without CPU, a log that did not answer. An owner that never
+    ticks has the timer's own time. Invariant: the clock never goes back.
     """
 
     def __init__(self, timer: Callable[[], float], late_after_s: float = LATE_AFTER_S) -> None:

@@ -15,6 +15,7 @@ from controllers.attended_clock import AttendedClock
 from controllers.cluster_stats import ClusterStats
 from controllers.errors import (
     ControllerError,
+    NoReplica,
     SessionExists,
     SessionNotFound,
     SessionTakenOver,
@@ -49,7 +50,8 @@ _LATE_AFTER = 1 / 3
 
 
 class Cluster:
-    """Who owns what. `clock` returns Unix time in seconds, for what the log keeps; `timer` a monotonic time, for all else.
+    """Who owns what. `clock` returns Unix time in seconds, for what the log keeps; `timer` a monotonic time, for all
+    else.
 
     Whoever runs it calls `tick` every attended_clock.TICK_S. The constructor rebuilds the ledger from the store. Every
     method may raise StoreError.
@@ -121,7 +123,15 @@ class Cluster:
         return self._replicas.gone_among((*listed, *unlisted))
 
     def drain_replica(self, replica_id: str) -> None:
-        """The replica is to go: it gets no more sessions, and is told to hand over those that it has."""
+        """The replica is to go: it gets no more sessions, and is told to hand over those that it has.
+
+        Raises NoReplica, and changes nothing, where nobody else could take them.
+        """
+        others = [
+            status for status in self._replicas.in_state(ReplicaState.LIVE) if status.replica_id != replica_id
+        ]
+        if not others:
+            raise NoReplica(f"no other live replica could take the sessions of {replica_id!r}")
         self._replicas.drain(replica_id)
 
     def deregister_replica(self, replica_id: str) -> int:
@@ -212,8 +222,8 @@ class Cluster:
             return self._store.load(session_id)
 
     def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
-        """True if the session was moved, to a less busy replica, or since its owner drains. For its owner, while no turn of
-        it is in flight.
+        """True if the session was moved, to a less busy replica, or since its owner drains. For its owner, while no
+        turn of it is in flight.
 
         Raises SessionNotFound, and StaleEpoch, also for a repeated call of which the first moved it.
         """

@@ -195,8 +195,8 @@ class LedgerEntry:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What a replica reports of itself. `draining`: it is to go, and hands its sessions over. `step_age_s` is how long the
-    engine's step has been under way (0: none is). `seen_s` is set by the cluster controller, on a clock of its own.
+    """What a replica reports of itself. `draining`: it is to go, and hands its sessions over. `step_age_s` is how long
+    the engine's step has been under way (0: none is). `seen_s` is set by the cluster controller, on a clock of its own.
     """
 
     replica_id: str

@@ -3,10 +3,10 @@
     JOINING → LIVE ⇄ SUSPECT → GONE        a replica that was taken for gone by mistake registers again → JOINING
     any of the three → DRAINING → GONE     for good: neither heartbeats nor a registration bring it back
 
-Observers feed it: a replica's own registration, heartbeats and farewell; ingresses, which tell what their routers list and
-which replicas they cannot reach. Time is the controller's attended time, so neither a step of the wall clock nor a pause
-of the controller looks like silence. Sessions that moved away from a replica taken for gone stay moved: their epoch fences
-the former owner.
+Observers feed it: a replica's own registration, heartbeats and farewell; ingresses, which tell what their routers list
+and which replicas they cannot reach. Time is the controller's attended time, so neither a step of the wall clock nor a
+pause of the controller looks like silence. Sessions that moved away from a replica taken for gone stay moved: their
+epoch fences the former owner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ BY_PREFERENCE = (ReplicaState.LIVE, ReplicaState.JOINING, ReplicaState.SUSPECT)
 @dataclass(slots=True, eq=False)
 class _Replica:
     """`leaves`: it drains by its own word or an operator's. `unlisted_by`: ingresses whose routers dropped it while it
-    answered. `beats` counts its heartbeats since somebody last failed to reach it, `suspect_since_s` since when they do."""
+    answered. `beats` counts its heartbeats since somebody last failed to reach it, `suspect_since_s` since when they
+    do."""
 
     seen_s: float
     status: ReplicaStatus | None = None
@@ -78,7 +79,9 @@ class ReplicaDirectory:
         if known is None or known.ended or self.state(status.replica_id) is ReplicaState.GONE:
             leaves = known is not None and known.leaves
             unlisted_by = set() if known is None else known.unlisted_by
-            self._replicas[status.replica_id] = _Replica(self._clock(), leaves=leaves, unlisted_by=unlisted_by)
+            self._replicas[status.replica_id] = _Replica(
+                self._clock(), leaves=leaves, unlisted_by=unlisted_by
+            )
         self._note(status)
 
     def heartbeat(self, status: ReplicaStatus) -> bool:
@@ -123,7 +126,8 @@ class ReplicaDirectory:
         """
         for replica_id, known in self._replicas.items():
             if replica_id in listed:
-                known.listed = True
+                if not known.listed:  # until now nobody could reach it
+                    known.listed, known.suspect_since_s = True, None
                 known.unlisted_by.discard(ingress_id)
             elif replica_id in unlisted:
                 known.unlisted_by.add(ingress_id)
@@ -162,7 +166,8 @@ class ReplicaDirectory:
     def candidates(
         self, count_sessions: Callable[[str], int], states: Sequence[ReplicaState] = BY_PREFERENCE
     ) -> list[Candidate]:
-        """Replicas for placement, of the first of `states` that any is in. `count_sessions` gives the sessions of an id."""
+        """Replicas for placement, of the first of `states` that any is in. `count_sessions` gives the sessions of an
+        id."""
         for state in states:
             found = [
                 Candidate(

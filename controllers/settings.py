@@ -64,9 +64,9 @@ LogSettings = SqliteLogSettings | RedisLogSettings
 class ClusterSettings:
     """What the cluster controller needs to know.
 
-    Replicas report every `heartbeat_interval_s`; one unheard of for `replica_timeout_s` is gone. `session_timeout_s` is the idle timeout of sessions opened without one.
-    `placement_tokens` is the KV that placement expects a new session to take before the next heartbeat. Without
-    `rebalancing` sessions stay where they are while their owner lives.
+    Replicas report every `heartbeat_interval_s`; one unheard of for `replica_timeout_s` is gone. `session_timeout_s` is
+    the idle timeout of sessions opened without one. `placement_tokens` is the KV that placement expects a new session
+    to take before the next heartbeat. Without `rebalancing` sessions stay where they are while their owner lives.
     """
 
     replica_timeout_s: float = 10.0

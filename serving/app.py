@@ -23,6 +23,10 @@ from serving.wire.controller_calls import announce_at_deploy
 
 HEALTH_CHECK_PERIOD_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
+UNLISTED_MARGIN_S = 10.0
+"""By then Serve has killed a replica that did not stop within its grace."""
+INGRESS_SURGE_PERCENT = 100
+"""A front end takes no memory to speak of: its successor is always there first."""
 
 
 def build(values: dict[str, Any]) -> Application:
@@ -48,8 +52,12 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         request_router_config=RequestRouterConfig(
-            request_router_class="serving.front.router:PinnedRequestRouter"
+            request_router_class="serving.front.router:PinnedRequestRouter",
+            request_router_kwargs={
+                "unlisted_s": args.replicas.graceful_shutdown_timeout_s + UNLISTED_MARGIN_S
+            },
         ),
+        max_surge_percent=args.replicas.surge_percent,
         **placement_options(args),
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
@@ -57,6 +65,8 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         num_replicas=args.ingress.count,
         ray_actor_options={"num_cpus": args.ingress.num_cpus},
         max_ongoing_requests=args.ingress.max_ongoing_requests,
+        graceful_shutdown_timeout_s=args.ingress.graceful_shutdown_timeout_s,
+        max_surge_percent=INGRESS_SURGE_PERCENT,
     )
     engines = replicas.bind(args, engine_factory, partial(place_of_replica, deployment=deployment))
     application: Application = ingress.bind(args, engines, partial(place_of_ingress, deployment=deployment))

@@ -20,7 +20,7 @@ from controllers.records import ForkOrder, LedgerEntry
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ReplicaCalls
 from serving.front.siblings import Siblings
-from serving.front.turn_dispatch import LOG_AWAY, NEWCOMER_GRACE_S, RETRY_PAUSE_S, TurnDispatcher
+from serving.front.turn_dispatch import LOG_AWAY, RETRY_PAUSE_S, TurnDispatcher
 from serving.watch.audit_reply import cluster_audit
 from serving.watch.metrics import IngressMetrics, merge_expositions, render_gauges
 from serving.wire.controller_calls import ControllerCalls
@@ -40,8 +40,11 @@ OWNERSHIP_METRICS = MappingProxyType(
     {
         "transfers_total": "kedge_ownership_transfers_total",
         "rebalanced_total": "kedge_ownership_rebalanced_total",
+        "drained_total": "kedge_ownership_drained_total",
     }
 )
+NEWCOMER_GRACE_S = 5.0
+"""A replica makes itself known to the controller a moment before this ingress's router hears of it."""
 FIGURES_TIMEOUT_S = 3.0
 """For figures and the health check: those who ask wait no longer than some seconds for all of them."""
 
@@ -137,7 +140,7 @@ class ClusterClient:
             expected = {status.replica_id for status in await self._controller.replicas()}
         except ControllerError as error:
             trouble = f"who should have answered is not known: {error.message}"
-        names = expected.union(await self._replicas.running())
+        names = expected.union(await self._replicas.present())
         answers = await asyncio.gather(*map(self._audit_of, names))
         return cluster_audit([answer for answer in answers if answer is not None], expected, trouble)
 

@@ -17,6 +17,7 @@ from serving.background import BackgroundTasks
 from serving.front.api.access import keys_in
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.http import create_http_app
+from serving.front.membership import WATCH_INTERVAL_S, Membership
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.siblings import Siblings
@@ -66,10 +67,11 @@ class Ingress:
             replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
         )
         metrics = self._metrics = IngressMetrics(place.ingress_id)
+        owners = OwnershipCache(CACHED_OWNERS)
         dispatcher = self._dispatcher = TurnDispatcher(
             calls,
             controller,
-            OwnershipCache(CACHED_OWNERS),
+            owners,
             metrics,
             failover_timeout_s=args.ingress.failover_timeout_s,
         )
@@ -86,6 +88,8 @@ class Ingress:
         async def expire_idle() -> None:
             await controller.expire_idle()
 
+        membership = Membership(place.ingress_id, calls, controller, owners)
+        self._tasks.every(WATCH_INTERVAL_S, membership.look, timeout_s=CONTROLLER_TIMEOUT_S)
         # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from grpc import StatusCode
 from grpc.aio import AioRpcError
-from ray.exceptions import RayActorError, TaskCancelledError
+from ray.exceptions import ActorDiedError, RayActorError, TaskCancelledError
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from serving.wire.event_feed import FeedBatch
 from serving.wire.feed_reader import FeedReaders, TurnNews
-from serving.wire.routing_errors import ALL_REPLICAS, ReplicaGone, RunningReplicas
+from serving.wire.routing_errors import ALL_REPLICAS, KnownReplicas, Loss, Members, ReplicaGone
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnReply
 
 logger = logging.getLogger(__name__)
@@ -91,20 +91,30 @@ class ReplicaCalls:
             _cancel(response)
             raise
 
-    async def running(self) -> tuple[str, ...]:
-        """The replicas that run, as far as Serve knows. Its router, which is here, waits while there are none."""
+    async def members(self) -> Members | None:
+        """The replicas as Serve's router, which is here, knows them. None: it knows nobody, and waits for one."""
         try:
             await self.call(ALL_REPLICAS, "name", timeout_s=ROUTER_TIMEOUT_S)
-        except RunningReplicas as answer:
-            return answer.replica_ids
+        except KnownReplicas as answer:
+            return answer.members
         except ReplicaGone:
-            return ()
-        raise AssertionError("a call to ask who runs was delivered")
+            return None
+        raise AssertionError("a call to ask who is there was delivered")
+
+    async def present(self) -> tuple[str, ...]:
+        """The replicas that may answer, those that are about to stop among them."""
+        members = await self.members()
+        return () if members is None else members.present
+
+    def lose(self, replica_id: str) -> None:
+        """Ends the wait of every turn for a replica that is known to be gone: it may fall silent without breaking
+        off."""
+        self._readers.lose(replica_id)
 
     async def broadcast(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """The answers of all replicas that answer in time, in the order of `running`. Serve's own broadcast gives none
+        """The answers of all replicas that answer in time, in the order of `present`. Serve's own broadcast gives none
         if one is missing."""
-        names = await self.running()
+        names = await self.present()
         calls = (self.call(name, method, *args, timeout_s=timeout_s) for name in names)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for name, answer in zip(names, answers, strict=True):
@@ -114,7 +124,7 @@ class ReplicaCalls:
 
     async def any_answers(self, timeout_s: float) -> bool:
         """Whether one replica does, whatever the others do."""
-        names = await self.running()
+        names = await self.present()
         calls = [asyncio.create_task(self.call(name, "name", timeout_s=timeout_s)) for name in names]
         try:
             for answer in asyncio.as_completed(calls):
@@ -143,6 +153,8 @@ def failures_typed(replica_id: str) -> Iterator[None]:
     for it; any other error stays what it is."""
     try:
         yield
+    except ActorDiedError as error:
+        raise ReplicaGone(replica_id, Loss.DIED) from error
     except LOST as error:
         raise ReplicaGone(replica_id) from error
     except AioRpcError as error:

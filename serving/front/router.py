@@ -25,7 +25,7 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, unlisted_s: float) -> None:
         """Called by Serve, once. A replica that has not died `unlisted_s` after it was unlisted is forgotten."""
         self._unlisted_s = unlisted_s
-        self._unlisted: dict[ReplicaID, RunningReplica] = {}
+        self._unlisted: dict[Any, RunningReplica] = {}
         self._ever_listed: set[str] = set()
 
     @property
@@ -35,8 +35,9 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Keeps those that are listed no more beside those that are."""
-        listed = {replica.replica_id: replica for replica in replicas}
-        dropped = [replica for name, replica in self.curr_replicas.items() if name not in listed]
+        listed = {replica.replica_id for replica in replicas}
+        known: dict[Any, RunningReplica] = self.curr_replicas
+        dropped = [replica for name, replica in known.items() if name not in listed]
         news = [replica for replica in dropped if replica.replica_id not in self._unlisted]
         self._unlisted = {replica.replica_id: replica for replica in dropped}
         self._ever_listed.update(replica.replica_id.unique_id for replica in replicas)

@@ -29,7 +29,7 @@ from serving.wire.errors import (
     error_info,
     unavailable,
 )
-from serving.wire.routing_errors import ReplicaGone
+from serving.wire.routing_errors import Loss, ReplicaGone
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,6 @@ T = TypeVar("T")
 RETRY_PAUSE_S = 0.05
 LOG_PAUSE_S = 0.25
 """While the session log is away, or the controller: everybody waits for the same."""
-NEWCOMER_GRACE_S = 5.0
-"""A replica makes itself known to the controller a moment before this ingress's router hears of it."""
 GONE = unavailable("the session's replica is gone and no other could take over in time")
 LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
@@ -86,8 +84,6 @@ class TurnDispatcher:
         self._owners = owners
         self._metrics = metrics
         self._failover_timeout_s = failover_timeout_s
-        self._seen: set[str] = set()
-        self._missing_since_s: dict[str, float] = {}
         self._turns: set[DispatchedTurn] = set()
 
     @asynccontextmanager
@@ -142,12 +138,11 @@ class TurnDispatcher:
             owner = await self._find(session_id, tenant, deadline_s, create=False)
             try:
                 answer = await self._replicas.call(owner.replica_id, method, session_id, owner.epoch, *args)
-            except ReplicaGone:
+            except ReplicaGone as gone:
                 answer = GONE
-                await self._lost(owner.replica_id)
+                await self._report(gone)
                 failed = True
             if not isinstance(answer, ErrorInfo):
-                self._saw(owner.replica_id)
                 return answer
             if answer.code in LOG_AWAY:
                 await self._pause(deadline_s, answer)
@@ -211,11 +206,10 @@ class TurnDispatcher:
                 refusal = first.error
                 if refusal is None:
                     stack.push_async_exit(entered.pop_all())
-                    self._saw(replica_id)
                     return Attempt(replica_id, first, stream)
-            except ReplicaGone:
+            except ReplicaGone as gone:
                 refusal = GONE
-                await self._lost(replica_id)
+                await self._report(gone)
                 failed = True
             except StopAsyncIteration:
                 raise ServiceError(
@@ -275,9 +269,9 @@ class TurnDispatcher:
                             yield news
                         if event.finish is not None or event.error is not None:
                             return
-            except ReplicaGone:
+            except ReplicaGone as gone:
                 failure = LOST
-                await self._lost(attempt.replica_id)
+                await self._report(gone)
             await stack.aclose()
             if failure is BROKEN_OFF or not takeovers_left:
                 yield TurnEvent(error=failure)
@@ -309,30 +303,19 @@ class TurnDispatcher:
             self._metrics.taken_over()
         return attempt
 
-    def _saw(self, replica_id: str) -> None:
-        self._seen.add(replica_id)
-        self._missing_since_s.pop(replica_id, None)
-
-    async def _lost(self, replica_id: str) -> None:
-        """Tells the controller, so that the sessions move; a replica never seen is first given time to appear."""
-        if replica_id == ANY_REPLICA:
+    async def _report(self, gone: ReplicaGone) -> None:
+        """Tells the controller what was seen of the replica. What that means, and when its sessions move, is its
+        affair."""
+        if gone.replica_id == ANY_REPLICA:
             return
-        since_s = self._missing_since_s.setdefault(replica_id, _now_s())
-        if replica_id not in self._seen and _now_s() - since_s < NEWCOMER_GRACE_S:
-            return
-        self._seen.discard(replica_id)
-        self._missing_since_s.pop(replica_id, None)
-        self._owners.forget_replica(replica_id)
         try:
-            count = await self._controller.report_lost(replica_id)
-        except asyncio.CancelledError:
-            self._seen.add(replica_id)  # who notices next tells
-            raise
+            ended = await self._controller.report_unreachable(gone.replica_id, gone.loss is Loss.DIED)
         except ControllerError as error:
-            self._seen.add(replica_id)
-            logger.warning("replica %s is lost; the controller was not told: %s", replica_id, error)
-        else:
-            logger.warning("replica %s is lost; %d sessions move when they are next used", replica_id, count)
+            logger.warning("replica %s: %s; the controller was not told: %s", *_seen(gone), error)
+            return
+        logger.warning("replica %s: %s%s", *_seen(gone), "; its sessions move" if ended else "")
+        if ended:
+            self._owners.forget_replica(gone.replica_id)
 
     async def _pause(self, deadline_s: float, reason: ErrorInfo) -> None:
         pause_s = LOG_PAUSE_S if reason.code in LOG_AWAY else RETRY_PAUSE_S
@@ -344,6 +327,10 @@ class TurnDispatcher:
 def _now_s() -> float:
     """The event loop's time, in monotonic seconds."""
     return asyncio.get_running_loop().time()
+
+
+def _seen(gone: ReplicaGone) -> tuple[str, str]:
+    return gone.replica_id, gone.loss.value
 
 
 def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:

@@ -46,6 +46,8 @@ serve_logger = logging.getLogger("ray.serve")  # what it is told at level INFO r
 ENGINE_CALL_TIMEOUT_S = 10.0
 ENGINE_STOP_TIMEOUT_S = 5.0
 GAUGE_INTERVAL_S = 5.0
+HAND_OVER_INTERVAL_S = 0.1
+HAND_OVER_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
 
 EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
@@ -113,6 +115,7 @@ class LLMReplica:
             tasks=self._tasks,
             clock=place.clock,
         )
+        self._drained = False
         self._created = int(place.unix_clock())
         await self._start()
 
@@ -148,6 +151,18 @@ class LLMReplica:
     async def abort(self, request_id: str | None, tenant: str) -> int:
         """Aborts the tenant's requests of that name, or all of them; returns how many."""
         return self._turns.abort(request_id, tenant)
+
+    async def heartbeat(self) -> None:
+        """Reports now: what the controller thinks of this replica has changed."""
+        await self._host.heartbeat()
+
+    async def drain(self) -> ErrorInfo | None:
+        """Empties this replica, see SessionHost.drain; then it fails its health checks, and Serve replaces it."""
+        try:
+            await self._host.drain()
+        except ControllerError as error:
+            return error_info(error)
+        return None
 
     async def flush(self) -> bool:
         """Drops every cached prefix; False while requests run."""
@@ -186,12 +201,15 @@ class LLMReplica:
         """Ray Serve replaces the replica when this raises."""
         if not self._engine.alive:
             raise RuntimeError("the engine's thread has ended")
+        if self._drained:
+            raise RuntimeError("drained, as an operator asked for")
 
     async def __del__(self) -> None:
         """Serve calls it also where `__init__` raised, whose error is the one to be seen."""
         engine: Engine | None = getattr(self, "_engine", None)
         if engine is None:
             return
+        await self._host.farewell()
         await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
         try:
             await asyncio.to_thread(engine.stop, ENGINE_STOP_TIMEOUT_S)
@@ -210,7 +228,14 @@ class LLMReplica:
             controller.heartbeat_interval_s, self._host.heartbeat, timeout_s=controller.replica_timeout_s
         )
         self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks.every(HAND_OVER_INTERVAL_S, self._hand_over, timeout_s=HAND_OVER_TIMEOUT_S)
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
+
+    async def _hand_over(self) -> None:
+        await self._host.hand_over()
+        if self._host.emptied and not self._turns.num_live and not self._drained:
+            await self._host.farewell()
+            self._drained = True
 
     async def _publish_gauges(self) -> None:
         self._publish(self._engine.stats())

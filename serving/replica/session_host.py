@@ -10,6 +10,7 @@ import asyncio
 import logging
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from controllers.errors import ControllerError, SessionClosing, SessionMoved, StaleEpoch, TurnInFlight
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 OFFER_TIMEOUT_S = 1.0
 """A turn waits no longer for a place that may be better. A controller that is away keeps it from none."""
+KV_WAIT_S = 0.05
+"""How long a heartbeat waits for the engine, which answers between two steps."""
 
 T = TypeVar("T")
 
@@ -50,14 +53,20 @@ class SessionHost:
         self._engine_timeout_s = engine_timeout_s
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
+        self._handing_over: dict[str, asyncio.Task[bool]] = {}
+        self._kv_tokens: dict[str, int] = {}
+        self._kv_asked: Future[dict[str, int]] | None = None
         self._crowded = False
+        self._draining = False
+        self._leaving = False
+        self._left = False
 
     async def hold(self, session_id: str, epoch: int) -> None:
         """Makes sure that the session is held at `epoch`, loading its committed history if need be.
 
         Raises StaleEpoch if this replica does not own it (any more), SessionNotFound if it has ended.
         """
-        await self._forked(session_id)
+        await self._settled(session_id)
         if self._sessions.knows(session_id, epoch):
             return
         held = self._sessions.epoch(session_id)
@@ -76,15 +85,15 @@ class SessionHost:
         Raises ControllerError; the child does not exist then, unless the log's answer was lost.
         """
         await self.hold(parent_id, epoch)
-        await self._forked(order.child_id)
+        await self._settled(order.child_id)
         forking = self._forking[order.child_id] = self._tasks.start(self._fork(parent_id, epoch, order))
         forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))
         return await self._tasks.outcome(forking)
 
     async def offer(self, session_id: str, epoch: int) -> None:
-        """Lets a less busy replica have the session, if this one is crowded. For a turn that begins, which keeps
+        """Lets another replica have the session, if this one is crowded or drains. For a turn that begins, which keeps
         others away meanwhile. Raises SessionMoved: the turn is to end, and the session to be `let_go`."""
-        if not self._crowded:
+        if not (self._crowded or self._draining):
             return
         try:
             async with asyncio.timeout(OFFER_TIMEOUT_S):
@@ -97,12 +106,15 @@ class SessionHost:
             self._crowded = False  # until the controller says so again: no other turn waits for it in vain
             return
         if moved:
-            raise SessionMoved(f"session {session_id!r} has moved to a less busy replica")
+            raise SessionMoved(f"session {session_id!r} has moved to another replica")
 
-    async def let_go(self, turn: Turn) -> None:
-        """Ends a turn without a trace, and leaves nothing here of its session, which has moved, or may have. Raises
-        SessionClosing if a close waited for the turn, which is then carried out."""
-        self._sessions.abort_turn(turn)
+    async def let_go(self, turn: Turn | Fork) -> None:
+        """Ends a turn, or what keeps turns away, without a trace, and leaves nothing here of its session, which has
+        moved, or may have. Raises SessionClosing if a close waited for the turn, which is then carried out."""
+        if isinstance(turn, Fork):
+            self._sessions.abort_fork(turn)
+        else:
+            self._sessions.abort_turn(turn)
         closing = self._sessions.take_closing(turn.session_id)
         await self.release(turn.session_id)
         if closing:
@@ -148,17 +160,54 @@ class SessionHost:
                 await self._end_quietly(session_id, epoch)
 
     async def heartbeat(self) -> None:
-        """Reports load and sessions; drops the sessions that turn out to be closed or owned elsewhere."""
-        kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
-        load, held = self.status(), self._statuses(kv_tokens)
+        """Reports load and sessions; drops the sessions that turn out to be closed or owned elsewhere.
+
+        It does not wait for the engine's step: who is slow is not dead. Who has said farewell says no more.
+        """
+        if self._left:
+            return
+        load, held = self.status(), self._statuses(await self._held_kv())
         reply = await self._controller.heartbeat(load, held)
-        self._crowded = reply.crowded
+        self._crowded, self._draining = reply.crowded, reply.draining
         if not reply.known:
             await self._controller.register_replica(load)
         epochs = {status.session_id: status.epoch for status in held}
         for session_id in reply.stale_sessions:
             if self._sessions.epoch(session_id) == epochs[session_id]:
                 await self._drop_stale(session_id)
+
+    async def drain(self) -> None:
+        """This replica is to go: it gets no more sessions, and hands over those that it has. For good.
+
+        Raises NoReplica where nobody could take them.
+        """
+        await self._controller.drain_replica(self._replica_id)
+        self._leaving = self._draining = True
+
+    async def hand_over(self) -> None:
+        """Of a replica that drains: lets others have the sessions that have no turn, one after another. A turn that
+        comes for one meanwhile waits, and finds it moved."""
+        for status in self._sessions.snapshot() if self._draining else ():
+            if status.in_turn or status.closing or status.session_id in self._handing_over:
+                continue
+            handing_over = self._tasks.start(self._hand_over(status.session_id, status.epoch))
+            self._handing_over[status.session_id] = handing_over
+            handing_over.add_done_callback(partial(self._handed_over, status.session_id))
+            if not await self._tasks.outcome(handing_over):
+                return  # nobody can take it, nor the others
+
+    @property
+    def emptied(self) -> bool:
+        """Whether this replica is to go for good, and holds nothing any more."""
+        return self._leaving and not self._sessions.snapshot()
+
+    async def farewell(self) -> None:
+        """Says that this replica answers nothing any more. Never raises: whoever misses it notices."""
+        self._left = True
+        try:
+            await self._controller.deregister_replica(self._replica_id)
+        except ControllerError as error:
+            logger.warning("the controller was not told of the end: %s", error)
 
     def status(self) -> ReplicaStatus:
         """This replica's load. Cached pages count as free: they give way."""
@@ -170,6 +219,7 @@ class SessionHost:
             sessions=stats.sessions,
             running=stats.running,
             waiting=stats.waiting,
+            draining=self._leaving,
         )
 
     def _statuses(self, kv_tokens: dict[str, int]) -> list[SessionStatus]:
@@ -185,10 +235,48 @@ class SessionHost:
             for status in self._sessions.snapshot()
         ]
 
-    async def _forked(self, session_id: str) -> None:
-        """Waits until no fork is making this session: its KV and its history come together."""
-        while (forking := self._forking.get(session_id)) is not None:
-            await asyncio.wait([forking])
+    async def _held_kv(self) -> dict[str, int]:
+        """Tokens of KV by session: as the engine says between two steps, or as it last said where a step takes long."""
+        try:
+            asked = self._kv_asked or self._engine.session_kv_tokens()
+        except EngineError:
+            return self._kv_tokens
+        waiting = asyncio.wrap_future(asked)
+        done, _ = await asyncio.wait([waiting], timeout=KV_WAIT_S)
+        self._kv_asked = None if done else asked
+        if done and waiting.exception() is None:
+            self._kv_tokens = waiting.result()
+        return self._kv_tokens
+
+    async def _settled(self, session_id: str) -> None:
+        """Waits until no fork is making this session, since its KV and its history come together, and until it is not
+        being handed over."""
+        while True:
+            busy = [tasks[session_id] for tasks in (self._forking, self._handing_over) if session_id in tasks]
+            if not busy:
+                return
+            await asyncio.wait(busy)
+
+    async def _hand_over(self, session_id: str, epoch: int) -> bool:
+        """False if nobody takes it. Turns are kept away as by a fork, which asks for no room in the session."""
+        try:
+            kept_away = self._sessions.begin_fork(session_id, epoch, 0)
+        except ControllerError:  # it has a turn by now, or has ended
+            return True
+        try:
+            await self.offer(session_id, epoch)
+        except SessionMoved:
+            try:
+                await self.let_go(kept_away)
+            except ControllerError as error:
+                logger.info("session %s: %s", session_id, error)
+            return True
+        self._sessions.abort_fork(kept_away)
+        await self.turn_ended(session_id)
+        return False
+
+    def _handed_over(self, session_id: str, _task: asyncio.Task[bool]) -> None:
+        self._handing_over.pop(session_id, None)
 
     async def _fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
         """Log first: a child that this replica does not live to hold is loaded by another one."""

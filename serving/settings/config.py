@@ -57,16 +57,27 @@ class ReplicaArgs(StrictModel):
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     max_ongoing_requests: Annotated[int, Field(ge=64)] = 4096
     graceful_shutdown_timeout_s: Seconds = 20.0
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
+
+    @property
+    def surge_percent(self) -> int:
+        """New replicas beside the old ones in a rolling update. Unless it is set, all, but none where that takes GPUs:
+        those that are there are in use."""
+        if self.max_surge_percent is not None:
+            return self.max_surge_percent
+        return 0 if self.num_gpus else 100
 
 
 class IngressArgs(StrictModel):
-    """HTTP front ends; any number of them agree, because ownership lives in the controller."""
+    """HTTP front ends; any number of them agree, because ownership lives in the controller. One that is to go is listed
+    out first, and its streams have `graceful_shutdown_timeout_s` to end."""
 
     count: PositiveInt = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     max_ongoing_requests: PositiveInt = 4096
     failover_timeout_s: Seconds = 30.0
     keep_alive_s: Seconds = 5.0
+    graceful_shutdown_timeout_s: Seconds = 60.0
 
 
 class SessionArgs(StrictModel):

@@ -104,6 +104,11 @@ class FeedReader:
         finally:
             del self._turns[number]
 
+    def lose(self) -> None:
+        """Everybody who listens is told at once; the stream ends when it can."""
+        self._task.cancel()
+        self._fail(ReplicaGone(self._replica_id))
+
     async def stop(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -159,6 +164,12 @@ class FeedReaders:
             self._readers[replica_id] = reader
         with reader.listen() as news:
             yield news
+
+    def lose(self, replica_id: str) -> None:
+        """Ends the stream of a replica that is gone, and the wait of its turns."""
+        reader = self._readers.pop(replica_id, None)
+        if reader is not None:
+            reader.lose()
 
     async def stop(self) -> None:
         """Ends all streams. To turns that still listen their replica is lost."""

@@ -36,7 +36,8 @@ class ReplicaGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The replicas of a router by id: those that Serve lists, and those that it listed before and which have not died."""
+    """The replicas of a router by id: those that Serve lists, and those that it listed before and which have not
+    died."""
 
     listed: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()

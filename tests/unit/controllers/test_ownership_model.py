@@ -1,8 +1,8 @@
 """Replicas, a controller and an unreliable world against a model: one owner at a time, no turn lost or half done.
 
 Replicas crash or are wrongly reported lost, sessions leave a crowded replica, front ends remember former owners, the
-controller restarts or pauses, routers drop replicas, replies get lost. Whatever happens, a turn that commits has seen the whole history committed
-before it.
+controller restarts or pauses, routers drop replicas, replies get lost. Whatever happens, a turn that commits has seen
+the whole history committed before it.
 """
 
 from __future__ import annotations

@@ -217,7 +217,8 @@ NAMES = st.sampled_from(["a", "b", "c"])
 
 
 class DirectoryMachine(RuleBasedStateMachine):
-    """Any observers in any order: what drains never gets a session again, what is gone comes back by registering only."""
+    """Any observers in any order: what drains never gets a session again, what is gone comes back by registering
+    only."""
 
     @initialize()
     def start(self) -> None:

@@ -14,6 +14,7 @@ from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.watch.metrics import IngressMetrics
+from serving.wire.routing_errors import Loss as Seen
 from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import TurnCall, TurnEvent
@@ -65,7 +66,7 @@ class Replicas:
         if replica_id == ANY_REPLICA:
             replica_id = next((name for name in self.rigs if name not in self.dead), "a")
         if replica_id in self.dead:
-            raise ReplicaGone(replica_id)
+            raise ReplicaGone(replica_id, Seen.DIED)
         self.calls.append((replica_id, call))
         await self.delivered.wait()
         events = self.rigs[replica_id].events(call, epoch)
@@ -89,7 +90,7 @@ class Replicas:
                 return
             if lost is not None and lost(number, event):
                 self.dead.add(replica_id)
-                raise ReplicaGone(replica_id)
+                raise ReplicaGone(replica_id, Seen.DIED)
             number += 1
             yield event
 
@@ -113,6 +114,7 @@ class Failover:
         self.rigs[0].open_session(session_id, **options)
         for rig in self.rigs[1:]:
             self.cluster.register_replica(rig.host.status())
+        self.cluster.report_members("i", [rig.replica_id for rig in self.rigs], ())
 
     async def events(self, call: TurnCall) -> AsyncGenerator[TurnEvent, None]:
         """As the protocols read them."""

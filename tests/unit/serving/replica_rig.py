@@ -186,6 +186,7 @@ class Rig:
         """Registers a session in the ledger; returns its epoch."""
         cluster = self.controller.cluster
         cluster.register_replica(self.host.status())
+        cluster.report_members("i", [self.replica_id], ())
         assignment = cluster.open_session(
             session_id, "", options.get("timeout_s"), options.get("capacity_tokens")
         )

@@ -52,9 +52,9 @@ class Controller:
         self.epoch += 1
         return Assignment(session_id, f"{tenant}{self.epoch}", self.epoch, False)
 
-    async def report_lost(self, replica_id: str) -> int:
+    async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         self.lost.append(replica_id)
-        return 1
+        return died
 
 
 def dispatcher(replicas: Replicas, controller: Controller, timeout_s: float = 5.0) -> TurnDispatcher:
@@ -101,15 +101,14 @@ class OneOwner(Controller):
         self.epoch = len(self.lost)
         return await super().resolve(session_id, create, tenant)
 
-    async def report_lost(self, replica_id: str) -> int:
+    async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         self.reports += 1
         if self.reports == 1:
             await asyncio.Event().wait()
-        return await super().report_lost(replica_id)
+        return await super().report_unreachable(replica_id, died)
 
 
 async def test_a_report_that_is_cut_off_is_made_by_who_notices_next() -> None:
-    """Not after the time that is given to newcomers."""
     controller = OneOwner()
     replicas = Replicas(1, ReplicaGone("t1"), ReplicaGone("t1"), 2)
     ask = dispatcher(replicas, controller).ask_owner

@@ -30,7 +30,9 @@ class Crowd(Failover):
     async def crowd(self) -> None:
         """From now on "a" has been busy for long, and "b" idle; both know."""
         for _ in range(2):
+            self.cluster.tick()
             self.time_s[0] += 1000.0
+            self.cluster.tick()
             for name, running in (("b", 0), ("a", 9)):
                 self.cluster.heartbeat(ReplicaStatus(name, 1000, 1000, running=running), [])
         for rig in self.rigs:

@@ -79,7 +79,7 @@ class Replicas:
         self._silence_s = silence_s
         self.calls: list[str] = []
 
-    async def running(self) -> tuple[str, ...]:
+    async def present(self) -> tuple[str, ...]:
         return ("a",)
 
     async def call(self, replica_id: str, method: str) -> Any:
