@@ -71,9 +71,7 @@ class Cluster:
         self._attended = attended = AttendedClock(timer)
         self._ledger = OwnershipLedger(clock, attended, store.load_all_entries())
         self._claims = SessionClaims(self._ledger, store, self._stats)
-        self._replicas = ReplicaDirectory(
-            attended, settings.replica_timeout_s, settings.heartbeat_interval_s
-        )
+        self._replicas = ReplicaDirectory(attended, settings.replica_timeout_s, settings.heartbeat_interval_s)
         self._timer = timer
         self._rebalancing = self._rebalancing_by(settings)
         self._started_s = attended()
@@ -204,8 +202,8 @@ class Cluster:
         return self._ledger.open(forked).record()
 
     def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
-        """The session's owner; a session whose owner is gone, or is another cluster's, is moved first, at the next epoch.
-        An owner that drains hands its sessions over itself, since it alone knows of turns in flight.
+        """The session's owner; a session whose owner is gone, or is another cluster's, is moved first, at the next
+        epoch. An owner that drains hands its sessions over itself, since it alone knows of turns in flight.
 
         Raises SessionNotFound for unknown ids (unless `create`) and for other tenants' sessions; NoReplica.
         """

@@ -48,8 +48,9 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]
             # Serve unlists those that died, too: who does not answer this is dropped.
             self._event_loop.create_task(self._probe_queue_lens(news, 0))
 
-    def _forget(self, replica: RunningReplica) -> None:
-        if self._unlisted.get(replica.replica_id) is replica:
+    def _forget(self, replica: Any) -> None:
+        kept = self._unlisted.get(replica.replica_id)
+        if kept is not None and kept is replica:
             self.on_replica_actor_died(replica.replica_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

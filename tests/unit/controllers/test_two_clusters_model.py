@@ -140,7 +140,7 @@ class ClustersMachine(RuleBasedStateMachine):
     def lose_its_owner(self, side: int, session_id: str) -> None:
         entries = {entry.session_id: entry for entry in self.cluster(side).sessions()}
         if session_id in entries:
-            self.cluster(side).report_lost(entries[session_id].replica_id)
+            self.cluster(side).report_unreachable(entries[session_id].replica_id, True)
             self.sides[side].beat()
 
     @rule(side=SIDES)

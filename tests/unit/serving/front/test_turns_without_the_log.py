@@ -128,7 +128,7 @@ async def test_a_session_that_moves_while_its_turn_is_pending(served: Failover, 
     async with asyncio.timeout(20):
         while a.figure("kedge_commit_retries_total") < 1:
             await asyncio.sleep(0.001)
-    served.cluster.report_lost("a")
+    served.cluster.report_unreachable("a", True)
     assert served.cluster.resolve("s", False, "").replica_id == "b"
     failures.clear()
     last = await turn

@@ -31,7 +31,7 @@ async def begin(rig: Rig) -> list[int]:
 async def go_on(rig: Rig, former: Rig) -> list[TurnEvent]:
     """The session's next turn, once its replica is gone and the other one has come in its place."""
     cluster = former.controller.cluster
-    cluster.report_lost(former.replica_id)
+    cluster.report_unreachable(former.replica_id, True)
     cluster.register_replica(rig.host.status())
     return await rig.run(call([4], "s"), cluster.resolve("s", False, "").epoch)
 
@@ -69,7 +69,7 @@ async def test_a_session_of_another_tokenizer_is_refused_by_name_and_stays(tmp_p
             await rig.books_are_empty()
             assert decode_tokens(cluster._store.load("s").history) == history
         async with running_rig(tmp_path, controller=former.controller, replica_id="c", model=MODEL) as rig:
-            cluster.report_lost("b")
+            cluster.report_unreachable("b", True)
             assert tokens_of(await go_on(rig, former)) == null_generate([*history, 4], 8, VOCAB_SIZE)
 
 

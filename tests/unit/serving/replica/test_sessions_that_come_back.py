@@ -31,7 +31,7 @@ class TwoOwners:
         for rig in self.rigs.values():
             self.cluster.register_replica(rig.host.status())
         (other,) = self.rigs.keys() - {name}
-        self.cluster.report_lost(other)
+        self.cluster.report_unreachable(other, True)
         assignment = self.cluster.resolve("s", False, "")
         assert assignment.replica_id == name
         self.epoch = assignment.epoch

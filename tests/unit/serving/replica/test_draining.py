@@ -1,0 +1,172 @@
+"""A replica that is to go hands its sessions over between turns, and ends those that it has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from controllers.errors import NoReplica, StoreError
+from engine.runner.null import null_generate
+from tests.unit.serving.failover_rig import Failover, running_failover
+from tests.unit.serving.replica_rig import VOCAB_SIZE, call, tokens_of
+
+FIRST = [1, 2, 3]
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Failover]:
+    """Replica "a" has session "s" with a turn in its history; "b" has nothing."""
+    async with running_failover(tmp_path) as failover:
+        for rig in failover.rigs:
+            rig.runner.step_s = 0.0
+        failover.open_session("s")
+        await failover.turn(call(FIRST, "s"))
+        yield failover
+        await failover.settled()
+
+
+def owner(served: Failover, session_id: str = "s") -> tuple[str, int]:
+    (entry,) = (entry for entry in served.cluster.sessions() if entry.session_id == session_id)
+    return entry.replica_id, entry.epoch
+
+
+async def unlist(served: Failover) -> None:
+    """Serve takes "a" away: an ingress's router lists it no more, and "a" is told with its next heartbeat."""
+    served.cluster.report_members("i", ["b"], ["a"])
+    await served.rigs[0].host.heartbeat()
+
+
+async def test_idle_sessions_are_handed_over_with_nothing_left_behind(served: Failover) -> None:
+    await unlist(served)
+    await served.rigs[0].host.hand_over()
+    assert owner(served) == ("b", 2)
+    assert served.rigs[0].sessions.epoch("s") is None
+    await served.rigs[0].books_are_empty()
+    history = FIRST + null_generate(FIRST, 8, VOCAB_SIZE)
+    event = await served.turn(call([4], "s"))
+    assert list(event.token_ids) == null_generate([*history, 4], 8, VOCAB_SIZE)
+    assert served.cluster.stats()["drained_total"] == 1
+
+
+async def test_a_turn_that_comes_before_is_run_elsewhere(served: Failover) -> None:
+    """Also through an ingress that remembers the owner: the owner itself lets go."""
+    await unlist(served)
+    event = await served.turn(call([4], "s"))
+    assert event.error is None
+    assert owner(served) == ("b", 2)
+    assert 'kedge_failovers_total{ingress="i"} 0.0' in served.metrics.render()
+
+
+async def test_a_turn_that_comes_while_its_session_is_handed_over_waits(served: Failover) -> None:
+    """It was 409 turn_in_flight."""
+    await unlist(served)
+    served.controller.gate.clear()
+    handing_over = asyncio.create_task(served.rigs[0].host.hand_over())
+    await served.rigs[0].in_turn("s")
+    turn = asyncio.create_task(served.turn(call([4], "s")))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not turn.done()
+    served.controller.gate.set()
+    assert (await turn).error is None
+    await handing_over
+    assert owner(served) == ("b", 2)
+
+
+async def test_a_turn_in_flight_ends_where_it_began(served: Failover) -> None:
+    a = served.rigs[0]
+    a.runner.hold()
+    turn = asyncio.create_task(a.run(call([4], "s"), 1))
+    await a.begun()
+    await unlist(served)
+    await a.host.hand_over()
+    assert owner(served) == ("a", 1)
+    a.runner.go_on()
+    assert len(tokens_of(await turn)) == 8
+    await a.settled()
+    await a.host.hand_over()
+    assert owner(served) == ("b", 2)
+    assert served.committed("s")[0] == 2
+
+
+async def test_where_nobody_can_take_them_they_stay_and_go_on(served: Failover) -> None:
+    served.cluster.report_unreachable("b", True)
+    await unlist(served)
+    await served.rigs[0].host.hand_over()
+    assert owner(served) == ("a", 1)
+    assert (await served.turn(call([4], "s"))).error is None
+    assert owner(served) == ("a", 1)
+
+
+async def test_a_log_that_is_away_keeps_them_where_they_are(served: Failover) -> None:
+    await unlist(served)
+    served.controller.failures["offer_session"] = [StoreError("away")]
+    await served.rigs[0].host.hand_over()
+    assert owner(served) == ("a", 1)
+    await served.rigs[0].host.hand_over()
+    assert owner(served) == ("b", 2)
+
+
+async def test_a_full_session_is_handed_over_too(served: Failover) -> None:
+    served.open_session("full", capacity_tokens=4)
+    await served.turn(call([7, 8], "full", max_new_tokens=2))
+    await unlist(served)
+    await served.rigs[0].host.hand_over()
+    assert owner(served, "full")[0] == "b"
+
+
+async def test_one_that_is_listed_again_goes_on(served: Failover) -> None:
+    await unlist(served)
+    served.cluster.report_members("i", ["a", "b"], ())
+    await served.rigs[0].host.heartbeat()
+    await served.rigs[0].host.hand_over()
+    assert owner(served) == ("a", 1)
+
+
+async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
+    host = served.rigs[0].host
+    await host.drain()
+    assert not host.emptied
+    await host.hand_over()
+    assert host.emptied
+    await host.farewell()
+    served.cluster.report_members("i", ["a", "b"], ())
+    served.open_session("new")
+    assert owner(served, "new")[0] == "b"
+
+
+async def test_a_drain_is_refused_where_nobody_else_is(served: Failover) -> None:
+    served.cluster.report_unreachable("b", True)
+    with pytest.raises(NoReplica):
+        await served.rigs[0].host.drain()
+    await served.rigs[0].host.heartbeat()
+    await served.rigs[0].host.offer("s", 1)  # it does not drain: nothing is offered
+
+
+async def test_a_close_that_comes_while_a_session_is_handed_over_is_carried_out(served: Failover) -> None:
+    await unlist(served)
+    served.controller.gate.clear()
+    handing_over = asyncio.create_task(served.rigs[0].host.hand_over())
+    await served.rigs[0].in_turn("s")
+    assert await served.rigs[0].host.close("s")
+    served.controller.gate.set()
+    await handing_over
+    assert served.cluster.sessions() == []
+
+
+async def test_a_heartbeat_does_not_wait_for_the_engines_step(served: Failover) -> None:
+    """It took as long as the step, or ten seconds: a slow step looked like death."""
+    a = served.rigs[0]
+    a.runner.hold()
+    turn = asyncio.create_task(a.run(call([4], "s"), 1))
+    await a.begun()
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    for _ in range(3):
+        await a.host.heartbeat()
+    assert loop.time() - began_s < 4.0, "three heartbeats of a step that takes sixty seconds"
+    a.runner.go_on()
+    await turn
