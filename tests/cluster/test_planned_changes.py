@@ -3,6 +3,7 @@ load."""
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -92,7 +93,7 @@ def talk_through(cluster: ServedCluster, change: Any) -> Talk:
             each.join(120.0)
     assert not any(each.is_alive() for each in clients), "a turn hangs"
     assert not talk.failures, talk.failures
-    print(f"\n{talk.report()}")
+    logging.getLogger(__name__).info("%s", talk.report())
     return talk
 
 
