@@ -274,7 +274,7 @@ def test_a_failover_of_redis_that_lost_changes_is_recovered_from(upgrade: Upgrad
     with upgrade.server.client() as client:
         kept = client.get(prefix)
         owner = upgrade.old.begin("s")[0]
-        upgrade.old.cluster.report_lost(owner.replica_id)
+        upgrade.old.cluster.report_unreachable(owner.replica_id, True)
         upgrade.old.turn("s", [2])
         assert upgrade.old.begin("s")[0].epoch == 2
         upgrade.old.beat()
