@@ -5,16 +5,42 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
 
-from serving.wire.routing_errors import ALL_REPLICAS, ReplicaGone, RunningReplicas
+from serving.wire.routing_errors import ALL_REPLICAS, KnownReplicas, Loss, Members, ReplicaGone
 from tests.simulation.calls import Call, Stream, unavailable
 from tests.simulation.network import Network, Party
 
 ROUTING_PAUSE_S = 0.05
 ROUTER_LAG_S = (0.0, 0.3)
+
+
+@dataclass(slots=True)
+class Routes:
+    """What an ingress's router knows, as PinnedRequestRouter: `unlisted` were listed before, and have not died."""
+
+    listed: list[Party]
+    unlisted: list[Party] = field(default_factory=list)
+    ever_listed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.ever_listed.update(party.name for party in self.listed)
+
+    def update(self, listed: list[Party]) -> None:
+        dropped = [party for party in self.present() if party not in listed]
+        self.listed, self.unlisted = list(listed), dropped
+        self.ever_listed.update(party.name for party in listed)
+
+    def present(self) -> list[Party]:
+        self.unlisted = [party for party in self.unlisted if not party.dead]
+        return self.listed + self.unlisted
+
+    def members(self) -> Members:
+        self.present()
+        return Members(tuple(each.name for each in self.listed), tuple(each.name for each in self.unlisted))
 
 
 class ServeModel:
@@ -26,12 +52,12 @@ class ServeModel:
         self.replicas: list[Party] = []
         self.ingresses: list[Party] = []
         self.controller: Party | None = None
-        self._routes: dict[Party, list[Party]] = {}
+        self._routes: dict[Party, Routes] = {}
         self._wait_for_controller: list[Callable[[Party], None]] = []
 
     def open_routes(self, ingress: Party) -> None:
         """The router of an ingress that starts."""
-        self._routes[ingress] = list(self.replicas)
+        self._routes[ingress] = Routes(list(self.replicas))
 
     def add_ingress(self, ingress: Party) -> None:
         """It is ready."""
@@ -52,8 +78,8 @@ class ServeModel:
             self.replicas.remove(replica)
             self._spread()
 
-    def routes_of(self, ingress: Party) -> list[Party]:
-        return self._routes.get(ingress, [])
+    def routes_of(self, ingress: Party) -> Routes:
+        return self._routes.get(ingress) or Routes([])
 
     def controller_is(self, controller: Party | None) -> None:
         self.controller = controller
@@ -75,7 +101,7 @@ class ServeModel:
 
     def _heard(self, ingress: Party) -> None:
         if ingress in self._routes:
-            self._routes[ingress] = list(self.replicas)
+            self._routes[ingress].update(self.replicas)
 
 
 class ReplicasHandle:
@@ -101,18 +127,18 @@ class ReplicasHandle:
         pin = self._options.get("session_id", "")
         if call.over:
             return
-        if not routes:
+        if not (present := routes.present()):
             self._caller.loop.call_later(ROUTING_PAUSE_S, self._route, call)
         elif pin == ALL_REPLICAS:
-            call.fail(RunningReplicas(tuple(party.name for party in routes)))
+            call.fail(KnownReplicas(routes.members()))
         elif not pin:
-            call.send(self._serve.random.choice(routes))
+            call.send(self._serve.random.choice(routes.listed or present))
         else:
-            target = next((party for party in routes if party.name == pin), None)
-            if target is None:
-                call.fail(ReplicaGone(pin))
-            else:
+            target = next((party for party in present if party.name == pin), None)
+            if target is not None and not target.dead:
                 call.send(target)
+            else:
+                call.fail(ReplicaGone(pin, Loss.DIED if pin in routes.ever_listed else Loss.UNKNOWN))
 
 
 class IngressesHandle:
