@@ -49,6 +49,33 @@ def test_sessions_outlive_the_cluster(server: RedisServer) -> None:
         session.exact_turn([406])
 
 
+def test_a_second_cluster_takes_over_session_by_session(server: RedisServer) -> None:
+    """As a RayService upgrade starts it beside the first. It fenced the first as soon as it opened the log."""
+    with served(server) as old, old.client() as old_client:
+        moving, staying = Conversation.open(old_client), Conversation.open(old_client)
+        for session in (moving, staying):
+            session.exact_turn([400, 401, 402])
+        with served(server) as new, new.client() as new_client:
+            later = Conversation.open(old_client)
+            for session in (moving, staying, later):
+                session.exact_turn([403])  # with the KV that it had
+            assert new.sessions() == {}
+            for session in (moving, later):
+                session.client = new_client
+                session.turn([404], resumed=True)
+                session.exact_turn([405])
+            assert new.sessions().keys() == {moving.session_id, later.session_id}
+            eventually(lambda: old.sessions().keys() == {staying.session_id})
+            staying.exact_turn([406])
+            moving.client = old_client
+            moving.turn([407], resumed=True)
+            moving.exact_turn([408])
+            moving.close()
+            assert later.session_id in new.sessions()
+        staying.exact_turn([409])
+        assert old.metric("kedge_controller_sessions_taken_over_total") == 2
+
+
 def test_turns_wait_for_a_frozen_redis_and_keep_their_kv(server: RedisServer) -> None:
     """They ended in store_unavailable after two seconds, and what they had said was computed again."""
     with served(server) as cluster, cluster.client() as client, ThreadPoolExecutor(SESSIONS + 1) as pool:
