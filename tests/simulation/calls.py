@@ -17,6 +17,20 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from tests.simulation.network import Network, Party, copied
 
+REPEATED = frozenset(
+    f"actor.{method}"
+    for method in (
+        "close_session",
+        "fork_session",
+        "abort",
+        "commit_turn",
+        "offer_session",
+        "report_lost",
+        "resolve",
+    )
+)
+"""Calls that may be carried out twice. Ray does that to a controller that dies before it answers, Serve to a replica
+whose connection breaks before it has taken the call."""
 UNAVAILABLE = "the connection broke"
 
 
@@ -79,7 +93,7 @@ class Call:
     def send(self, target: Party) -> None:
         self._target = target
         target.calls[self] = self._caller.calls[self] = None
-        if self._network.chance(self._network.weather.repeats):
+        if self._method in REPEATED and self._network.chance(self._network.weather.repeats):
             self._send_once(target, takes_answer=False)
         self._send_once(target, takes_answer=True)
 

@@ -22,9 +22,11 @@ COPY_S = (0.0, 0.05)
 
 
 class LoopDriver:
-    """A StepDriver that cranks on an event loop. `stall` keeps the next step from ending for so long."""
+    """A StepDriver that cranks on an event loop. A step takes `slowness` times STEP_S. `stall` keeps the next step from
+    ending for so long."""
 
-    def __init__(self, loop: PartyLoop, random: Random, runner: NullRunner) -> None:
+    def __init__(self, loop: PartyLoop, random: Random, runner: NullRunner, slowness: float) -> None:
+        self._slowness = slowness
         self._loop = loop
         self._random = random
         self._runner = runner
@@ -48,7 +50,7 @@ class LoopDriver:
 
     def wake(self) -> None:
         if self._timer is None and self.alive:
-            step_s = self._random.uniform(*STEP_S)
+            step_s = self._random.uniform(*STEP_S) * self._slowness
             due_s = max(self._loop.time() + step_s, self._stalled_until_s)
             self._timer = self._loop.call_at(due_s, self._crank)
 
@@ -84,9 +86,11 @@ class LoopDriver:
 
 
 class EngineFactory:
-    """What LLMReplica is given to build its engine with. `tiers` are pages in host memory and on disk."""
+    """What LLMReplica is given to build its engine with. `tiers` are pages in host memory and on disk; for
+    `slowness` see LoopDriver."""
 
-    def __init__(self, loop: PartyLoop, random: Random, tiers: tuple[int, int]) -> None:
+    def __init__(self, loop: PartyLoop, random: Random, tiers: tuple[int, int], slowness: float) -> None:
+        self._slowness = slowness
         self._loop = loop
         self._random = random
         self._tiers = tiers
@@ -106,7 +110,7 @@ class EngineFactory:
         page_bytes = runner.facts.page_size_bytes
         host_bytes, disk_bytes = (pages * page_bytes for pages in self._tiers)
         cache = replace(cache, host_size_bytes=host_bytes, disk_size_bytes=disk_bytes)
-        self.driver = LoopDriver(self._loop, self._random, runner)
+        self.driver = LoopDriver(self._loop, self._random, runner, self._slowness)
         return assemble_engine(
             runner,
             cache,

@@ -52,7 +52,7 @@ class Faults:
             case "clock":
                 return self._clock_step(fault)
             case _:
-                return self._storm()
+                return self._bad_weather(fault)
 
     def _kill(self, fault: Fault) -> Callable[[], None]:
         cluster, party = self._cluster, self._party(fault)
@@ -114,9 +114,12 @@ class Faults:
             party.unix_offset_s += fault.amount * 60.0
         return _nothing
 
-    def _storm(self) -> Callable[[], None]:
+    def _bad_weather(self, fault: Fault) -> Callable[[], None]:
         network, fair = self._cluster.network, Weather()
-        network.weather = Weather(0.3, 1.0, breaks=0.03)
+        if fault.kind == "storm":
+            network.weather = Weather(slow=0.3, slowest_s=1.0, breaks=0.03, repeats=0.05)
+        else:
+            network.weather = Weather(repeats=0.3)
 
         def clear() -> None:
             network.weather = fair

@@ -40,10 +40,10 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests.simulation.find_mutations")
     parser.add_argument("--most", type=int, default=2000, help="seeds for each")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--only", default="", help="mutations with this in their names")
+    parser.add_argument("--only", default="", help="A|B: mutations with one of these in their names")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(words)
-    names = [name for name in MUTATIONS if args.only in name]
+    names = [name for name in MUTATIONS if any(part in name for part in args.only.split("|"))]
     found: list[dict[str, Any]] = []
     with multiprocessing.get_context("fork").Pool(args.workers) as pool:
         for each in pool.imap_unordered(_find, [(name, args.most) for name in names]):

@@ -94,20 +94,32 @@ def _given_up_sessions_are_kept() -> Patches:
 
 
 def _ledger_fences_nothing() -> Patches:
-    """Neither the ledger nor the log looks at the epoch of a commit."""
+    """Whoever commits is taken for the owner, and its turn for the next one."""
 
     def fence(self: OwnershipLedger, session_id: str, _epoch: int, _replica_id: str | None = None) -> Any:
         return self.get(session_id)
 
-    real = controllers.sqlite_store.adds_turn
+    real = controllers.sqlite_store.SqliteSessionStore.append_turn
 
-    def adds_turn(entry: Any, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
-        return real(entry, replace(record, epoch=entry.epoch), is_last)
+    def append_turn(self: Any, record: TurnRecord) -> None:
+        entry = self.find(record.session_id)
+        if (record.epoch, record.turn_index) != (entry.epoch, entry.turns):
+            record = replace(record, epoch=entry.epoch, turn_index=entry.turns)
+        real(self, record)
 
     return [
         patch.object(OwnershipLedger, "fence", fence),
-        patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
+        patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turn", append_turn),
+        patch.object(Cluster, "commit_turn", _commit_turn_anywhere(Cluster.commit_turn)),
     ]
+
+
+def _commit_turn_anywhere(real: Callable[..., None]) -> Callable[..., None]:
+    def commit_turn(self: Cluster, record: TurnRecord) -> None:
+        entry = self._ledger.get(record.session_id)
+        real(self, replace(record, epoch=entry.epoch, turn_index=entry.turns))
+
+    return commit_turn
 
 
 def _log_fences_nothing() -> Patches:
@@ -125,58 +137,6 @@ def _log_fences_nothing() -> Patches:
     return [
         patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
         patch.object(OwnershipLedger, "fence", fence),
-    ]
-
-
-def _epochs_stand_still() -> Patches:
-    """A session changes its owner at the epoch that it has."""
-    real = OwnershipLedger.transfer
-
-    def transfer(self: OwnershipLedger, session_id: str, replica_id: str) -> Any:
-        entry = real(self, session_id, replica_id)
-        return self._put(replace(entry, epoch=entry.epoch - 1))
-
-    def changes_owner(*_: Any) -> bool:
-        return True
-
-    return [
-        patch.object(OwnershipLedger, "transfer", transfer),
-        patch.object(controllers.sqlite_store, "changes_owner", changes_owner),
-        patch.object(
-            controllers.sqlite_store.SqliteSessionStore,
-            "assign",
-            _assign_at_the_old_epoch(controllers.sqlite_store.SqliteSessionStore.assign),
-        ),
-    ]
-
-
-def _assign_at_the_old_epoch(real: Callable[..., None]) -> Callable[..., None]:
-    def assign(self: Any, session_id: str, replica_id: str, epoch: int) -> None:
-        real(self, session_id, replica_id, epoch - 1)
-
-    return assign
-
-
-def _stale_loads_are_answered() -> Patches:
-    """A replica that is not the owner any more may load the session, and any epoch that it is asked for is right."""
-
-    def adopt(self: SessionController, record: SessionRecord) -> None:
-        held = self._sessions.get(record.session_id)
-        if held is None or held.turn is None:
-            real(self, record)
-
-    real = SessionController.adopt
-
-    def knows(self: SessionController, session_id: str, _epoch: int) -> bool:
-        return session_id in self._sessions
-
-    def at_epoch(self: SessionController, session_id: str, _epoch: int) -> Any:
-        return self._get(session_id)
-
-    return [
-        patch.object(SessionController, "adopt", adopt),
-        patch.object(SessionController, "knows", knows),
-        patch.object(SessionController, "_at_epoch", at_epoch),
     ]
 
 
@@ -325,10 +285,8 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "a commit gives up at its first error (point 2)": _commits_give_up,
         "a commit without an answer counts as made": _commits_are_believed,
         "a session goes on from its old history after a commit that may have been made": _given_up_sessions_are_kept,
-        "nobody looks at the epoch of a commit": _ledger_fences_nothing,
+        "nobody looks at who commits": _ledger_fences_nothing,
         "the log takes an old turn for a repetition": _log_fences_nothing,
-        "epochs stand still": _epochs_stand_still,
-        "an owner takes turns of any epoch": _stale_loads_are_answered,
         "turns of a session overlap": _turns_overlap,
         "keys are not looked up": _keys_are_not_looked_up,
         "keys do not move with a session": _keys_do_not_move,

@@ -32,10 +32,16 @@ STARTS_S = (0.3, 2.5)
 
 class Cluster:
     """Everybody, and the network between them. `store` is the log, which outlives all of them. `tiers` are the pages
-    that idle sessions' KV may take in host memory and on disk."""
+    that idle sessions' KV may take in host memory and on disk, `slowness` is that of the engines."""
 
     def __init__(
-        self, world: World, random: Random, args: AppArgs, store: SessionStore, tiers: tuple[int, int]
+        self,
+        world: World,
+        random: Random,
+        args: AppArgs,
+        store: SessionStore,
+        tiers: tuple[int, int],
+        slowness: float,
     ) -> None:
         self.world = world
         self.random = random
@@ -47,6 +53,7 @@ class Cluster:
         self.ingresses: list[Party] = []
         self._store = store
         self._tiers = tiers
+        self._slowness = slowness
         self._count = 0
 
     def start(self) -> None:
@@ -93,7 +100,9 @@ class Cluster:
     def start_replica(self) -> Party:
         party = self._party("r")
         self.replicas.append(party)
-        engine = self.engines[party.name] = EngineFactory(party.loop, self.random, self._tiers)
+        engine = self.engines[party.name] = EngineFactory(
+            party.loop, self.random, self._tiers, self._slowness
+        )
 
         def place_of(_args: AppArgs) -> ReplicaPlace:
             return ReplicaPlace(

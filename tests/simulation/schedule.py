@@ -21,6 +21,7 @@ FAULTS = {
     "log away": 4,
     "clock step": 1,
     "storm": 3,
+    "repeats": 2,
 }
 """How often each kind is drawn."""
 
@@ -33,6 +34,7 @@ MOVES = {
     "cut replica from controller": 2,
     "log away": 2,
     "kill controller": 1,
+    "repeats": 1,
 }
 """The same where sessions move: most of them leave the former owner alive."""
 
@@ -127,6 +129,7 @@ def _settings(random: Random) -> tuple[tuple[str, Any], ...]:
         ("host_pages", host_pages),
         ("disk_pages", random.choice((0, 100)) if host_pages else 0),
         ("prefix_cache", random.random() < 0.8),
+        ("slowness", random.choice((1, 1, 8, 30))),
         ("ngram", random.random() < 0.2),
         ("rebalancing", random.random() < 0.5),
         ("strict", random.random() < 0.1),
@@ -155,8 +158,8 @@ def _turn(random: Random, think_s: float, rewinds: float) -> Turn:
         new_tokens=random.randint(1, 6),
         most=most,
         rewind=random.random() if random.random() < rewinds else None,
-        leave_s=random.expovariate(1 / 0.05) if random.random() < 0.08 else None,
-        abort_s=random.expovariate(1 / 0.03) if random.random() < 0.06 else None,
+        leave_s=random.expovariate(1 / random.choice((0.03, 0.4))) if random.random() < 0.12 else None,
+        abort_s=random.expovariate(1 / random.choice((0.02, 0.3))) if random.random() < 0.06 else None,
         keyed=random.random() < 0.85,
         stateless=random.random() < 0.05,
     )

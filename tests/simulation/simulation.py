@@ -68,7 +68,7 @@ class Simulation:
         self.store = RecordedStore(self._log, self.truth.committed)
         args = _args(schedule.settings)
         tiers = settings["host_pages"], settings["disk_pages"]
-        self.cluster = Cluster(self.world, random, args, self.store, tiers)
+        self.cluster = Cluster(self.world, random, args, self.store, tiers, settings["slowness"])
         limit = min(CONTEXT_LEN, settings["num_pages"] * PAGE_SIZE)
         self.clients = Clients(self.cluster, self.store, self.truth, random, limit)
         self.faults = Faults(self.cluster, self.store)
