@@ -10,6 +10,7 @@ import typer
 from serving.cli.commands.audit import audit
 from serving.cli.commands.bench import bench
 from serving.cli.commands.chat import chat
+from serving.cli.commands.drain import drain
 from serving.cli.commands.sessions import fork, sessions
 
 app = typer.Typer(
@@ -41,6 +42,7 @@ sessions_app.command()(fork)
 app.command()(chat)
 app.add_typer(sessions_app, name="sessions")
 app.command()(audit)
+app.command()(drain)
 app.command()(bench)
 
 

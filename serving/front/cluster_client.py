@@ -125,6 +125,17 @@ class ClusterClient:
             raise ServiceError(unavailable("no replica answers"))
         return all(answers)
 
+    async def drain_replica(self, replica_id: str) -> None:
+        if replica_id not in await self._replicas.present():
+            message = f"There is no replica {replica_id!r}; /get_server_info lists them."
+            raise ServiceError(ErrorInfo(404, "replica_not_found", message, "replica_id"))
+        try:
+            refusal = await self._replicas.call(replica_id, "drain")
+        except ReplicaGone as error:
+            raise ServiceError(unavailable(f"replica {replica_id!r} does not answer")) from error
+        if refusal is not None:
+            raise ServiceError(refusal)
+
     async def sessions(self) -> list[SessionInfo]:
         try:
             entries = await self._controller.sessions()

@@ -297,6 +297,11 @@ class TurnService(Protocol):
     async def flush(self) -> bool:
         """Drops cached prefixes on every replica; False if any replica was busy."""
 
+    async def drain_replica(self, replica_id: str) -> None:
+        """Has the replica hand its sessions over, end its turns and end itself; it is replaced then. Returns at once.
+
+        Raises (404, "replica_not_found"), and (503, "no_replica") where no other could take its sessions."""
+
     async def sessions(self) -> list[SessionInfo]: ...
 
     async def server_info(self) -> dict[str, Any]:

@@ -150,3 +150,17 @@ def test_an_answer_of_the_draining_replica_is_told_to_its_end(cluster: ServedClu
             session.exact_turn([600], resumed=True)
             assert cluster.sessions()[session.session_id]["replica_id"] != owners[session.session_id]
             session.close()
+
+
+def test_a_drain_by_hand_empties_one_replica_and_has_it_replaced(cluster: ServedCluster) -> None:
+    before = set(cluster.replicas())
+    victim = min(before)
+
+    def drain() -> None:
+        with cluster.client() as client:
+            assert client.post(f"/v1/kedge/replicas/{victim}/drain").status_code == 202
+            assert client.post("/v1/kedge/replicas/nobody/drain").status_code == 404
+        eventually(lambda: len(cluster.replicas()) == 2 and victim not in cluster.replicas(), 90)
+
+    talk_through(cluster, drain)
+    assert before - {victim} <= set(cluster.replicas())

@@ -43,6 +43,9 @@ def routes() -> APIRouter:
     router.add_api_route("/v1/kedge/sessions/{session_id:path}", get_session, methods=["GET"])
     router.add_api_route("/v1/kedge/sessions/{session_id:path}", delete_session, methods=["DELETE"])
     router.add_api_route("/v1/kedge/sessions/{session_id:path}/fork", fork_session, methods=["POST"])
+    router.add_api_route(
+        "/v1/kedge/replicas/{replica_id}/drain", drain_replica, methods=["POST"], status_code=202
+    )
     router.add_api_route("/v1/kedge/audit", audit, methods=["GET"])
     return router
 
@@ -85,6 +88,11 @@ async def delete_session(session_id: str, service: Service, tenant: Tenant) -> R
     if not await service.close_session(session_id, tenant=tenant):
         raise _unknown()
     return Response(status_code=204)
+
+
+async def drain_replica(replica_id: str, service: Service) -> dict[str, str]:
+    await service.drain_replica(replica_id)
+    return {"replica_id": replica_id, "state": "draining"}
 
 
 async def audit(service: Service) -> Response:

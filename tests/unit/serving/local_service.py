@@ -90,6 +90,13 @@ class LocalService:
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
+    async def drain_replica(self, replica_id: str) -> None:
+        assert replica_id == REPLICA_ID
+        try:
+            await self.rig.host.drain()
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
     async def audit(self) -> dict[str, Any]:
         report = await asyncio.wrap_future(self.rig.engine.audit())
         return cluster_audit([replica_audit(REPLICA_ID, report)], {REPLICA_ID})

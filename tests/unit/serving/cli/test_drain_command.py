@@ -1,0 +1,51 @@
+"""`kedge drain` asks for the replica by its name and says what comes of it."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from serving.cli.main import app
+
+UNKNOWN = b'{"error": {"message": "There is no replica \'z\'."}}'
+
+
+class Server(BaseHTTPRequestHandler):
+    """Knows replica "a/b" only."""
+
+    def do_POST(self) -> None:
+        known = self.path == "/v1/kedge/replicas/a%2Fb/drain"
+        body = b"{}" if known else UNKNOWN
+        self.send_response(202 if known else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: object) -> None:
+        """Not to the test's output."""
+
+
+@pytest.fixture
+def url():
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_it_says_that_the_replica_drains(url: str) -> None:
+    result = CliRunner().invoke(app, ["drain", "a/b", "--url", url])
+    assert result.exit_code == 0, result.output
+    assert "a/b drains" in result.output
+
+
+def test_a_refusal_is_told_in_one_line(url: str) -> None:
+    result = CliRunner().invoke(app, ["drain", "z", "--url", url])
+    assert result.exit_code != 0
+    assert "There is no replica 'z'." in result.output
