@@ -25,7 +25,9 @@ REPEATED = frozenset(
         "abort",
         "commit_turn",
         "offer_session",
-        "report_lost",
+        "report_unreachable",
+        "report_members",
+        "deregister_replica",
         "resolve",
     )
 )
