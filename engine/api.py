@@ -290,6 +290,10 @@ class Engine(Protocol):
     def alive(self) -> bool: ...
 
     @property
+    def step_age_s(self) -> float:
+        """Seconds since the step, or the command, began that is under way; 0 while there is nothing to do."""
+
+    @property
     def max_context_len(self) -> int: ...
 
     @property

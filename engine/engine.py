@@ -86,10 +86,16 @@ class LocalEngine:
         self._limits = RequestLimits(self.vocab_size, self.max_context_len, cache.page_size, cache.num_pages)
         self._stats = self._take_stats()
         self._stats_due_s = 0.0
+        self._crank_began_s: float | None = None  # None: it waits for a command
 
     @property
     def alive(self) -> bool:
         return self._driver.alive and self._accepting
+
+    @property
+    def step_age_s(self) -> float:
+        began_s = self._crank_began_s
+        return 0.0 if began_s is None else max(0.0, self._clock() - began_s)
 
     @property
     def max_context_len(self) -> int:
@@ -193,6 +199,7 @@ class LocalEngine:
             self._drain_inbox(block=wait and self.idle)
             self.step()
             self._publish_stats(now=self.idle)
+            self._crank_began_s = None
             if not self._stopping:
                 return True
         except Exception as error:
@@ -250,8 +257,10 @@ class LocalEngine:
 
     def _drain_inbox(self, *, block: bool) -> None:
         try:
-            if block:
-                self._inbox.get()()
+            command = self._inbox.get() if block else None
+            self._crank_began_s = self._clock()
+            if command is not None:
+                command()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:

@@ -199,8 +199,8 @@ class LLMReplica:
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""
-        if not self._engine.alive:
-            raise RuntimeError("the engine's thread has ended")
+        if fault := engine_fault(self._engine, self._args.replicas.step_timeout_s):
+            raise RuntimeError(fault)
         if self._drained:
             raise RuntimeError("drained, as an operator asked for")
 
@@ -251,6 +251,14 @@ def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
         clock=time.monotonic,
         unix_clock=time.time,
     )
+
+
+def engine_fault(engine: Engine, step_timeout_s: float) -> str | None:
+    """Why the replica has to be replaced, if it has to. A slow step is none; one that never ends is."""
+    if not engine.alive:
+        return "the engine's thread has ended"
+    age_s = engine.step_age_s
+    return f"the engine's step hangs: it began {age_s:.0f} s ago" if age_s > step_timeout_s else None
 
 
 def replica_figures(replica_id: str, num_live: int, num_feeds: int, engine: Engine) -> dict[str, Any]:

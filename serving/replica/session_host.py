@@ -220,6 +220,7 @@ class SessionHost:
             running=stats.running,
             waiting=stats.waiting,
             draining=self._leaving,
+            step_age_s=self._engine.step_age_s,
         )
 
     def _statuses(self, kv_tokens: dict[str, int]) -> list[SessionStatus]:

@@ -57,6 +57,7 @@ class ReplicaArgs(StrictModel):
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     max_ongoing_requests: Annotated[int, Field(ge=64)] = 4096
     graceful_shutdown_timeout_s: Seconds = 20.0
+    step_timeout_s: Seconds = 300.0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
 
     @property
