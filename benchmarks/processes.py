@@ -1,22 +1,77 @@
-"""Finds the processes of a running cluster, to strike them."""
+"""Finds the processes of a running cluster on this machine, to strike them or to see what they take."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process takes at a moment. `pss_bytes`: its memory, with its part of what is shared."""
+
+    pid: int
+    role: str
+    pss_bytes: int
+    num_files: int
 
 
 def siblings(pid: int, title: str) -> list[int]:
     """Processes with the same parent, Ray's node, and that title."""
-    parent = _parent(pid)
+    parent = parent_of(pid)
+    return [other for other in _children(parent) if _command(other)[0].startswith(title)]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def footprints(root: int) -> list[Footprint]:
+    """Of every process below `root`, as far as it still lives."""
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
+    for pid in _descendants(root):
         try:
-            if path.joinpath("cmdline").read_text().startswith(title) and _parent(int(path.name)) == parent:
-                found.append(int(path.name))
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            pss_kib = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+            num_files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+            found.append(Footprint(pid, _role(_command(pid)), pss_kib * KIB, num_files))
         except OSError:
             continue
     return found
 
 
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def _role(command: list[str]) -> str:
+    """A name that processes of one kind have in common: Ray puts the method that runs behind a worker's title."""
+    title = command[0]
+    if title.startswith("ray::"):
+        return title.split(".")[0].split(" ")[0]
+    script = next((word for word in command[1:] if word.endswith(".py")), title)
+    return Path(script).name
+
+
+def _command(pid: int) -> list[str]:
+    """Its words; an empty one for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return [""]
+
+
+def _descendants(root: int) -> Iterator[int]:
+    for child in _children(root):
+        yield child
+        yield from _descendants(child)
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if parent_of(int(path.name)) == parent:
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found

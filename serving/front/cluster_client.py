@@ -159,6 +159,7 @@ class ClusterClient:
         return {
             "settings": self._settings,
             "replicas": await self._replicas.broadcast("describe", timeout_s=FIGURES_TIMEOUT_S),
+            "ingresses": await self._siblings.ask("describe"),
             "controller": await self._controller_stats(),
         }
 

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -101,6 +102,11 @@ class Ingress:
     async def abort(self, request_id: str | None, tenant: str) -> None:
         """Of turns whose clients are here, see TurnDispatcher.abort."""
         self._dispatcher.abort(request_id, tenant)
+
+    async def describe(self) -> dict[str, Any]:
+        """Figures for /get_server_info, JSON ready. `tasks` are those of the event loop."""
+        tasks = len(asyncio.all_tasks())
+        return {"ingress_id": self._metrics.ingress_id, "pid": os.getpid(), "tasks": tasks}
 
     async def metrics_text(self) -> tuple[str, str]:
         """This ingress's id and what it has counted."""

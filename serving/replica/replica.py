@@ -262,13 +262,15 @@ def engine_fault(engine: Engine, step_timeout_s: float) -> str | None:
 
 
 def replica_figures(replica_id: str, num_live: int, num_feeds: int, engine: Engine) -> dict[str, Any]:
-    """JSON ready; `feeds` are the ingresses that listen, under `execution` is what the engine runs on and how."""
+    """JSON ready; `feeds` are the ingresses that listen, `tasks` those of the event loop. Under `execution` is
+    what the engine runs on and how."""
     stats = engine.stats()
     return {
         "replica_id": replica_id,
         "pid": os.getpid(),
         "live_turns": num_live,
         "feeds": num_feeds,
+        "tasks": len(asyncio.all_tasks()),
         **asdict(stats),
         "pages": _pages(stats.pages),
         "window_pages": None if stats.window_pages is None else _pages(stats.window_pages),
