@@ -99,8 +99,10 @@ def changes_of(deployment: Deployment, count: int) -> dict[str, Callable[[], Awa
         await deployment.settled(count, before)
 
     async def scale(to: int) -> None:
+        # The count is one of the settings that every replica is given: Serve replaces all of them.
+        before = await deployment.replicas()
         await deployment.change("replicas", count=to)
-        await deployment.settled(to, set())
+        await deployment.settled(to, before)
 
     async def drain() -> None:
         victim = min(await deployment.replicas())
