@@ -259,10 +259,7 @@ def _abandoned_turns_stay() -> Patches:
 
 def _epochs_begin_anew() -> Patches:
     """A session that is opened under the name of a closed one begins at the first epoch."""
-    return [
-        patch.object(controllers.sqlite_store, "_epoch_floor", lambda _: 0),
-        patch.object(OwnershipLedger, "first_epoch", 1),
-    ]
+    return [patch.object(controllers.sqlite_store, "_epoch_floor", lambda _: 0)]
 
 
 def _ledger_before_log() -> Patches:
