@@ -33,12 +33,13 @@ LATE_S = 1.0
 
 
 class Streaming(Talker):
-    """Always streams, and notes when its turns ended and what their first tokens took."""
+    """Always streams, and notes when tokens came, when turns ended, and what their first tokens took."""
 
     def __init__(self, client: httpx.AsyncClient, findings: Findings, seed: str) -> None:
         super().__init__(client, findings, seed, stream_share=1.0, leaving_share=0.0)
         self._asked_s: float | None = None
         self.ended_s: list[float] = []
+        self.heard_s: list[float] = []
         self.first_tokens: list[tuple[float, float]] = []
         """When each turn was asked for, and the seconds to its first token, failed attempts included."""
 
@@ -51,7 +52,8 @@ class Streaming(Talker):
             self._asked_s = time.monotonic()
         await super()._attempt(*args)
 
-    def _first_heard(self) -> None:
+    def _heard(self) -> None:
+        self.heard_s.append(time.monotonic())
         if self._asked_s is not None:
             self.first_tokens.append((self._asked_s, time.monotonic() - self._asked_s))
             self._asked_s = None
@@ -71,6 +73,12 @@ class Deployment:
 
     async def change(self, section: str, **values: Any) -> None:
         self._document["applications"][0]["args"].setdefault(section, {}).update(values)
+        (await self._client.put(self._applications, json=self._document)).raise_for_status()
+
+    async def scale(self, count: int) -> None:
+        """By Serve's own override: what is changed in `args` replaces every replica."""
+        override = [{"name": "LLMReplica", "num_replicas": count}]
+        self._document["applications"][0]["deployments"] = override
         (await self._client.put(self._applications, json=self._document)).raise_for_status()
 
     async def settled(self, count: int, gone: set[str]) -> None:
@@ -99,10 +107,8 @@ def changes_of(deployment: Deployment, count: int) -> dict[str, Callable[[], Awa
         await deployment.settled(count, before)
 
     async def scale(to: int) -> None:
-        # The count is one of the settings that every replica is given: Serve replaces all of them.
-        before = await deployment.replicas()
-        await deployment.change("replicas", count=to)
-        await deployment.settled(to, before)
+        await deployment.scale(to)
+        await deployment.settled(to, set())
 
     async def drain() -> None:
         victim = min(await deployment.replicas())
@@ -152,16 +158,20 @@ def span_figures(talkers: list[Streaming], began_s: float, ended_s: float) -> di
     """Of the turns that were asked for, and ended, while one change was carried out."""
     waits_s = [wait for each in talkers for at_s, wait in each.first_tokens if began_s <= at_s <= ended_s]
     ends_s = sorted(at_s for each in talkers for at_s in each.ended_s if began_s <= at_s <= ended_s)
-    bounds_s = [began_s, *ends_s, ended_s]
-    gaps_s = [after - before for before, after in pairwise(bounds_s)]
+    heard_s = sorted(at_s for each in talkers for at_s in each.heard_s if began_s <= at_s <= ended_s)
     return {
         "took_s": round(ended_s - began_s, 1),
         "turns": len(ends_s),
         "first_token_median_s": round(statistics.median(waits_s), 3) if waits_s else 0.0,
         "first_token_worst_s": round(max(waits_s, default=0.0), 3),
         "first_tokens_late": sum(wait_s > LATE_S for wait_s in waits_s),
-        "longest_without_an_end_s": round(max(gaps_s), 3),
+        "longest_without_an_end_s": longest_gap_s([began_s, *ends_s, ended_s]),
+        "longest_without_a_token_s": longest_gap_s([began_s, *heard_s, ended_s]),
     }
+
+
+def longest_gap_s(times_s: list[float]) -> float:
+    return round(max(after - before for before, after in pairwise(times_s)), 3)
 
 
 def show(figures: dict[str, Any]) -> None:

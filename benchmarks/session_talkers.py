@@ -262,8 +262,7 @@ class Talker:
             if "error" in event:
                 raise Failed(str(event["error"]["code"]))
             answer.tokens, answer.meta = event["output_ids"], event["meta_info"]
-            if count == 1:
-                self._first_heard()
+            self._heard()
             if count == leaves_after:
                 raise Left
         if answer.meta.get("finish_reason") is None:
@@ -271,8 +270,8 @@ class Talker:
         if longest_s > SILENCE_S:
             self._findings.silences_s.append(longest_s)
 
-    def _first_heard(self) -> None:
-        """The first event of a stream has come."""
+    def _heard(self) -> None:
+        """An event of a stream has come."""
 
     async def _insist(self, path: str, body: dict[str, Any], *, taken: bool = False) -> httpx.Response:
         """Repeats what may be repeated until it is answered; `taken`: an earlier try may have opened the session."""

@@ -114,11 +114,16 @@ def test_a_rolling_update_fails_no_turn(cluster: ServedCluster) -> None:
 
 
 def test_scaling_down_and_up_fails_no_turn(cluster: ServedCluster) -> None:
+    """By Serve's own override, beside `args`: a change of `args` would replace every replica."""
+    before = set(cluster.replicas())
+
     def to(count: int) -> None:
-        cluster.deploy(lambda document: document["applications"][0]["args"]["replicas"].update(count=count))
+        override = [{"name": "LLMReplica", "num_replicas": count}]
+        cluster.deploy(lambda document: document["applications"][0].update(deployments=override))
         eventually(lambda: len(cluster.replicas()) == count, 90)
 
     talk_through(cluster, lambda: [to(1), to(2)])
+    assert before & set(cluster.replicas()), "the replica that stays is not replaced"
 
 
 def test_an_answer_of_the_draining_replica_is_told_to_its_end(cluster: ServedCluster) -> None:
