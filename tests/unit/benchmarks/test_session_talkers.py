@@ -96,6 +96,7 @@ async def test_sessions_that_end_meanwhile_are_checked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_talkers, "LONGEST_HISTORY", SHORT_HISTORY)
+    monkeypatch.setattr(session_talkers, "GIVE_UP_S", 30.0)  # on a busy machine a turn may have to be repeated
     async with talked(tmp_path, as_it_is) as (findings, talker, client):
         sessions = await listed(client)
         while findings.turns < 10:
@@ -103,7 +104,7 @@ async def test_sessions_that_end_meanwhile_are_checked_too(
         assert (await listed(client)).keys() != sessions.keys()
         await talker.check_answers()
         await talker.check_end(await listed(client))
-        assert findings.wrong == []
+        assert findings.wrong == [], findings
         assert findings.all_checked, findings
 
 
