@@ -96,7 +96,8 @@ async def test_sessions_that_end_meanwhile_are_checked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_talkers, "LONGEST_HISTORY", SHORT_HISTORY)
-    monkeypatch.setattr(session_talkers, "GIVE_UP_S", 30.0)  # on a busy machine a turn may have to be repeated
+    # On a busy machine a turn may have to be repeated.
+    monkeypatch.setattr(session_talkers, "GIVE_UP_S", 30.0)
     async with talked(tmp_path, as_it_is) as (findings, talker, client):
         sessions = await listed(client)
         while findings.turns < 10:
