@@ -22,6 +22,7 @@ from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.watch.metrics import IngressMetrics
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import (
+    CALL_REPEATED,
     REPLICA_LOST,
     SESSION_MOVED,
     SESSION_NOT_FOUND,
@@ -44,7 +45,7 @@ LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
 """Replicas that one turn may lose in mid-stream and go on: it may be what kills them."""
-RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, "engine_stopped"})
+RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, CALL_REPEATED, "engine_stopped"})
 LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 """A replica that had the session says so: the first time nothing is wrong but who was asked."""
 LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
@@ -227,6 +228,7 @@ class TurnDispatcher:
                 continue
             if not _retried(refusal, failed, in_mid_stream=call.resumed is not None):
                 raise ServiceError(refusal)
+            failed |= refusal.code == CALL_REPEATED
             if call.session is not None:
                 self._owners.forget(call.tenant, call.session.session_id)
             self._metrics.failed_over()

@@ -36,9 +36,18 @@ from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.ray_gauges import RayGauges
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
-from serving.wire.errors import error_info
+from serving.wire.errors import error_event, error_info
 from serving.wire.event_feed import EventFeeds, FeedBatch
-from serving.wire.turns import ChatPrompt, ErrorInfo, FeedLine, ForkedSession, ModelInfo, TurnCall, TurnReply
+from serving.wire.turns import (
+    ChatPrompt,
+    ErrorInfo,
+    FeedLine,
+    ForkedSession,
+    ModelInfo,
+    ServiceError,
+    TurnCall,
+    TurnReply,
+)
 
 logger = logging.getLogger(__name__)
 serve_logger = logging.getLogger("ray.serve")  # what it is told at level INFO reaches the replica's log
@@ -125,9 +134,12 @@ class LLMReplica:
 
     async def turn(self, call: TurnCall, epoch: int | None, line: FeedLine) -> TurnReply:
         """Runs a turn, see TurnRunner.run. News go ahead over the feed; cancelling the call aborts the turn."""
-        with self._feeds.line(line) as told:
-            last = await self._turns.run(call, epoch, told.put)
-            return await told.reply(last)
+        try:
+            with self._feeds.line(line) as told:
+                last = await self._turns.run(call, epoch, told.put)
+                return await told.reply(last)
+        except ServiceError as refused:
+            return TurnReply(0, (error_event(refused),))
 
     async def feed(self, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
         """News of every turn that names this feed, see EventFeeds.stream."""

@@ -41,6 +41,7 @@ STALE_EPOCH = "stale_epoch"
 SESSION_MOVED = "session_moved"
 SESSION_NOT_FOUND = "session_not_found"
 REPLICA_LOST = "replica_lost"
+CALL_REPEATED = "call_repeated"
 DEFAULT_RETRY_AFTER_S = 1.0
 
 

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 
+from serving.wire.errors import CALL_REPEATED, unavailable
 from serving.wire.turn_events import UnreadEvents, event_weight, split_event
-from serving.wire.turns import FeedLine, TurnEvent, TurnReply
+from serving.wire.turns import FeedLine, ServiceError, TurnEvent, TurnReply
 
 FeedBatch = dict[int, TurnEvent]
 """By number of the turn; an empty batch is a sign of life."""
@@ -26,6 +27,10 @@ EVENT_WEIGHT = 1024
 """Log-probabilities of one event at most, up to 0.7 MB. Messages between replicas and ingresses are limited."""
 
 BATCH_WEIGHT = 2048
+LINES_KEPT = 1024
+"""Numbers of turns that a feed remembers. One that is sent again comes soon after, if it comes."""
+
+REPEATED = unavailable("the call had come before, and its answer may be on its way", CALL_REPEATED)
 
 
 class ToldTurn:
@@ -79,6 +84,7 @@ class EventFeed:
 
     def __init__(self) -> None:
         self.turns: dict[int, ToldTurn] = {}
+        self.begun: deque[int] = deque(maxlen=LINES_KEPT)
         self.arrived = asyncio.Event()
         self.stream: object | None = None
 
@@ -110,7 +116,9 @@ class EventFeed:
 class EventFeeds:
     """By feed id. A feed lives while it has turns or a stream. Used on the replica's event loop only.
 
-    Serve may send a call again whose first sending is not over: the later line and the later stream count.
+    Serve may send a call again when it does not know whether the first one arrived. Both would tell the turn from its
+    first token, on one line: the later one of a turn is refused, and who asked goes on behind what it was told. Of
+    streams the later one counts.
     """
 
     def __init__(self, sign_of_life_s: float = SIGN_OF_LIFE_S) -> None:
@@ -119,14 +127,16 @@ class EventFeeds:
 
     @contextmanager
     def line(self, line: FeedLine) -> Iterator[ToldTurn]:
-        """A turn's place in its feed, for as long as the turn runs."""
+        """A turn's place in its feed, for as long as the turn runs. Raises ServiceError if it was used before."""
         feed = self._feeds.setdefault(line.feed_id, EventFeed())
+        if line.number in feed.begun:
+            raise ServiceError(REPEATED)
+        feed.begun.append(line.number)
         turn = feed.turns[line.number] = ToldTurn(feed)
         try:
             yield turn
         finally:
-            if feed.turns.get(line.number) is turn:
-                del feed.turns[line.number]
+            del feed.turns[line.number]
             self._forget(line.feed_id, feed)
 
     async def stream(self, feed_id: str) -> AsyncGenerator[FeedBatch, None]:

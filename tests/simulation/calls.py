@@ -20,6 +20,7 @@ from tests.simulation.network import Network, Party, copied
 REPEATED = frozenset(
     f"actor.{method}"
     for method in (
+        "turn",
         "close_session",
         "fork_session",
         "abort",

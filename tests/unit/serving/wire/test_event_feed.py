@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from engine.api import TokenLogprob
+from serving.wire.errors import CALL_REPEATED
 from serving.wire.event_feed import BATCH_WEIGHT, EVENT_WEIGHT, EventFeeds, FeedBatch
 from serving.wire.turn_events import event_weight, merge_events
-from serving.wire.turns import FeedLine, TextLogprob, TurnEvent, TurnFinish
+from serving.wire.turns import FeedLine, ServiceError, TextLogprob, TurnEvent, TurnFinish
 from tests.unit.serving.wire.token_copies import copies_of_tokens
 
 LAST = TurnEvent(completion_tokens=9, finish=TurnFinish("stop"))
@@ -161,13 +162,18 @@ async def test_nothing_is_left_of_turns_whose_stream_never_came() -> None:
     assert len(feeds) == 0
 
 
-async def test_a_line_that_is_used_twice_belongs_to_the_later_call() -> None:
-    """Serve sends a call again when it does not know whether the first one arrived."""
+@pytest.mark.parametrize("first_has_ended", [False, True])
+async def test_a_line_that_is_used_again_is_refused(first_has_ended: bool) -> None:
+    """Serve sends a call again when it does not know whether the first one arrived: the turn was told twice."""
     feeds = EventFeeds()
-    with ExitStack() as first:
-        first.enter_context(feeds.line(FeedLine("f", 0)))
-        with feeds.line(FeedLine("f", 0)) as told:
+    with feeds.line(FeedLine("f", 1)), ExitStack() as first:
+        told = first.enter_context(feeds.line(FeedLine("f", 0)))
+        if first_has_ended:
             first.close()
+        with pytest.raises(ServiceError) as refused, feeds.line(FeedLine("f", 0)):
+            pass
+        assert refused.value.info.code == CALL_REPEATED
+        if not first_has_ended:
             told.put(token(1))
             stream = feeds.stream("f")
             async with asyncio.timeout(5):
