@@ -13,7 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from controllers.errors import ControllerError, SessionClosing, SessionMoved, StaleEpoch, TurnInFlight
+from controllers.errors import (
+    ControllerError,
+    SessionClosing,
+    SessionMoved,
+    StaleEpoch,
+    StoreError,
+    TurnInFlight,
+)
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import Fork, SessionController, Turn
 from engine.api import Engine, EngineError, SessionBusy
@@ -24,6 +31,8 @@ from serving.wire.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
 
+CLOSE_PATIENCE_S = 60.0
+CLOSE_PAUSE_S = 0.25
 OFFER_TIMEOUT_S = 1.0
 """A turn waits no longer for a place that may be better. A controller that is away keeps it from none."""
 KV_WAIT_S = 0.05
@@ -115,10 +124,10 @@ class SessionHost:
             self._sessions.abort_fork(turn)
         else:
             self._sessions.abort_turn(turn)
-        closing = self._sessions.take_closing(turn.session_id)
+        closing, epoch = self._sessions.take_closing(turn.session_id), turn.epoch
         await self.release(turn.session_id)
         if closing:
-            await self._controller.close_session(turn.session_id)
+            await self._carry_out_close(turn.session_id, epoch)
             raise SessionClosing(f"session {turn.session_id!r} is closing")
 
     async def release(self, session_id: str) -> None:
@@ -141,7 +150,10 @@ class SessionHost:
     async def turn_ended(self, session_id: str) -> None:
         """Carries out a close that waited for the turn which has just ended, whoever owns the session by now."""
         if self._sessions.take_closing(session_id):
-            await self._end_quietly(session_id, None)
+            epoch = self._sessions.epoch(session_id)
+            self._sessions.drop(session_id)
+            await self._free_kv(session_id)
+            await self._carry_out_close(session_id, epoch)
 
     async def cut_kv(self, session_id: str, length: int) -> None:
         """Frees the session's KV past `length` tokens: for the memory alone, like `_free_kv`."""
@@ -326,6 +338,30 @@ class SessionHost:
             await self._end(session_id, epoch)
         except ControllerError as error:
             logger.warning("session %s: not closed in the ledger: %s", session_id, error)
+
+    async def _carry_out_close(self, session_id: str, epoch: int | None) -> None:
+        """Of a close that was told as done: while the log is away it is repeated, and nobody waits for that."""
+        try:
+            await self._controller.close_session(session_id)
+        except StoreError:
+            self._tasks.start(self._close_once_the_log_is_back(session_id, epoch))
+        except ControllerError as error:
+            logger.warning("session %s: not closed in the ledger: %s", session_id, error)
+
+    async def _close_once_the_log_is_back(self, session_id: str, epoch: int | None) -> None:
+        """With the epoch: an earlier try may have been carried out, and the id may be another session's by now."""
+        clock = asyncio.get_running_loop().time
+        deadline_s = clock() + CLOSE_PATIENCE_S
+        while clock() < deadline_s:
+            await asyncio.sleep(CLOSE_PAUSE_S)
+            try:
+                await self._controller.close_session(session_id, None, epoch)
+            except StoreError:
+                continue
+            except ControllerError as error:
+                logger.info("session %s: closed before, or moved: %s", session_id, error)
+            return
+        logger.warning("session %s: not closed in the ledger: the log is away", session_id)
 
     async def _drop_stale(self, session_id: str) -> None:
         try:
