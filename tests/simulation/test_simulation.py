@@ -15,7 +15,7 @@ from tests.simulation.simulation import run, undisturbed
 FIXED = range(60)
 FRESH = 20
 AT_ONCE = 20
-SOON_FOUND = ("a commit without an answer counts as made", "late news is lost")
+SOON_FOUND = ("a commit without an answer counts as made", "keys are not looked up")
 
 
 @pytest.fixture(autouse=True)
