@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -12,12 +14,16 @@ from redis.sentinel import Sentinel
 from controllers.redis_url import sentinel_address
 from controllers.settings import REDIS_PASSWORD, REDIS_SENTINEL_PASSWORD, RedisLogSettings
 
+Connect = Callable[[RedisLogSettings, float], redis.Redis]
+"""Makes a client, which has so many seconds for each answer."""
+
 SENTINEL_TIMEOUT_S = 0.2
 """For each Sentinel: while one is asked, the controller does nothing else."""
 
 
-def connect_redis(settings: RedisLogSettings, timeout_s: float) -> redis.Redis:
-    """Nothing is sent yet. `timeout_s` is for each answer of Redis. Raises ValueError if the URL is not one.
+def connect_redis(settings: RedisLogSettings, timeout_s: float, **options: Any) -> redis.Redis:
+    """Nothing is sent yet. `timeout_s` is for each answer of Redis. `options` are redis-py's, for its connections to
+    Redis itself. Raises ValueError if the URL is not one.
 
     After a failover the first answer is an error of the old connection; the next connection is to the new master.
     """
@@ -32,6 +38,7 @@ def connect_redis(settings: RedisLogSettings, timeout_s: float) -> redis.Redis:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=retry,
+            **options,
         )
         return client
     sentinels = Sentinel(
@@ -51,5 +58,6 @@ def connect_redis(settings: RedisLogSettings, timeout_s: float) -> redis.Redis:
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         retry=retry,
+        **options,
     )
     return master

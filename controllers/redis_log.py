@@ -13,7 +13,7 @@ from redis.sentinel import MasterNotFoundError
 
 from controllers.circuit_breaker import CircuitBreaker
 from controllers.errors import StoreError
-from controllers.redis_connection import connect_redis
+from controllers.redis_connection import Connect, connect_redis
 from controllers.settings import RedisLogSettings
 
 LAYOUT = b"2"
@@ -87,14 +87,20 @@ class RedisLog:
     Raises StoreError if Redis cannot be reached, takes no writes, may forget keys, or has something else there.
     """
 
-    def __init__(self, settings: RedisLogSettings, cluster: str, timer: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: RedisLogSettings,
+        cluster: str,
+        timer: Callable[[], float],
+        connect: Connect = connect_redis,
+    ) -> None:
         self.cluster = cluster
         self._settings = settings
         self._prefix = f"kedge:{{{settings.name}}}:"  # braces: all in one slot of a Redis Cluster
         self._nonce = secrets.token_hex(8)
         self._breaker = CircuitBreaker(self._answers, timer, call_timeout_s=TIMEOUT_S)
         try:
-            self._redis = connect_redis(settings, TIMEOUT_S)
+            self._redis = connect(settings, TIMEOUT_S)
         except ValueError as error:
             raise StoreError(f"session log {settings}: {error}", "redis_url") from error
         try:

@@ -31,6 +31,7 @@ from controllers.records import (
     StoredResult,
     TurnRecord,
 )
+from controllers.redis_connection import Connect, connect_redis
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
 from controllers.settings import RedisLogSettings
 from controllers.store import LogNews
@@ -93,8 +94,9 @@ class RedisSessionStore:
         *,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
+        connect: Connect = connect_redis,
     ) -> None:
-        self._log = RedisLog(settings, cluster, timer)
+        self._log = RedisLog(settings, cluster, timer, connect)
         self._clock = clock
         self._deployment_key = self._log.key("deployment", cluster)
         self._cursor = 0  # of the walk over all sessions that `news` goes on with

@@ -12,9 +12,10 @@ from engine.api import SamplingParams
 from serving.wire.turns import ErrorInfo, ForkedSession, SessionTurn, TokenPrompt, TurnCall, TurnEvent
 from tests.simulation.calls import Call, Stream
 from tests.simulation.engine_loop import VOCAB_SIZE
+from tests.simulation.logs import Records
 from tests.simulation.network import Party
 from tests.simulation.parties import Cluster
-from tests.simulation.records import Life, RecordedStore
+from tests.simulation.records import Life
 from tests.simulation.schedule import Close, Fork, Op, Turn
 from tests.simulation.truth import Asked, Truth
 
@@ -44,9 +45,7 @@ class Answer:
 class Clients:
     """Everybody's client processes: one party that never fails. `busy` counts those at work."""
 
-    def __init__(
-        self, cluster: Cluster, store: RecordedStore, truth: Truth, random: Random, limit: int
-    ) -> None:
+    def __init__(self, cluster: Cluster, store: Records, truth: Truth, random: Random, limit: int) -> None:
         self.party = Party("clients", cluster.world)
         self.busy = 0
         self.told_closed: list[Life] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.simulation.logs import Log
 from tests.simulation.network import Party, Weather
 from tests.simulation.parties import Cluster
-from tests.simulation.records import RecordedStore
 from tests.simulation.schedule import Fault
 
 TOO_LONG_FROZEN_S = 12.0
@@ -16,10 +16,10 @@ TOO_LONG_FROZEN_S = 12.0
 class Faults:
     """`under_way` counts those that have not been mended yet."""
 
-    def __init__(self, cluster: Cluster, store: RecordedStore) -> None:
+    def __init__(self, cluster: Cluster, log: Log) -> None:
         self.under_way = 0
         self._cluster = cluster
-        self._store = store
+        self._log = log
 
     def plan(self, faults: tuple[Fault, ...]) -> None:
         for fault in faults:
@@ -48,7 +48,7 @@ class Faults:
             case "stall":
                 return self._stall(fault)
             case "log":
-                return self._log_away()
+                return self._log.freeze() if fault.kind == "log frozen" else self._log.stop()
             case "clock":
                 return self._clock_step(fault)
             case _:
@@ -85,6 +85,8 @@ class Faults:
         return party.loop.thaw
 
     def _cut(self, fault: Fault) -> Callable[[], None]:
+        if fault.kind == "cut controller from log":
+            return self._cluster.network.cut("controller", "redis")
         names = []
         for kind in (fault.kind.split(" ")[1], fault.kind.split(" ")[3]):
             party = self._one(kind, fault.who)
@@ -99,14 +101,6 @@ class Faults:
         if driver is not None:
             driver.stall(fault.lasts_s)
         return _nothing
-
-    def _log_away(self) -> Callable[[], None]:
-        self._store.away += 1
-
-        def back() -> None:
-            self._store.away -= 1
-
-        return back
 
     def _clock_step(self, fault: Fault) -> Callable[[], None]:
         party = self._one(("controller", "replica")[fault.who % 2], fault.who)

@@ -96,7 +96,7 @@ class World:
         if not handle.cancelled():
             events._set_running_loop(loop)
             try:
-                handle._run()
+                loop.run_handle(handle)
             finally:
                 events._set_running_loop(None)
         loop.stepped()
@@ -116,7 +116,8 @@ class PartyLoop(asyncio.BaseEventLoop):
     def __init__(self, world: World, name: str) -> None:
         self._world = world
         self._name = name
-        self._frozen = False
+        self._frozen = 0
+        self._held = False
         self._doom: tuple[int, Callable[[], None]] | None = None
         self._remains: list[Any] = []
         self.dead = False
@@ -134,13 +135,17 @@ class PartyLoop(asyncio.BaseEventLoop):
         if not self.dead:
             self._append(handle)
 
+    def run_handle(self, handle: events.Handle) -> None:
+        handle._run()
+
     def freeze(self) -> None:
-        self._frozen = True
+        self._frozen += 1
         self._world.cannot_run(self)
 
     def thaw(self) -> None:
-        self._frozen = False
-        if self._ready and not self.dead:
+        """As often as it was frozen: then it runs again."""
+        self._frozen -= 1
+        if self._ready and self._runs and not self.dead:
             self._world.can_run(self)
 
     def doom(self, steps: int, end: Callable[[], None]) -> None:
@@ -172,9 +177,24 @@ class PartyLoop(asyncio.BaseEventLoop):
         self.close()
 
     def _append(self, handle: events.Handle) -> None:
-        if not self._ready and not self._frozen:
+        if not self._ready and self._runs:
             self._world.can_run(self)
         self._ready.append(handle)
+
+    @property
+    def _runs(self) -> bool:
+        return not self._frozen and not self._held
+
+    def _hold(self) -> None:
+        """What is ready waits until `_release`."""
+        self._held = True
+        self._world.cannot_run(self)
+
+    def _release(self, first: events.Handle) -> None:
+        self._held = False
+        self._ready.appendleft(first)
+        if self._runs:
+            self._world.can_run(self)
 
     # What asyncio asks of a loop.
 

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ class Party:
     name: str
     world: World
     unix_offset_s: float = 0.0
+    loop_type: type[PartyLoop] = PartyLoop
     actor: Any = None
     web: Any = None
     retiring: bool = False
@@ -44,7 +46,7 @@ class Party:
     loop: PartyLoop = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loop = PartyLoop(self.world, self.name)
+        self.loop = self.loop_type(self.world, self.name)
 
     @property
     def dead(self) -> bool:
@@ -98,7 +100,7 @@ class Network:
 
     def __init__(self, world: World, random: Random) -> None:
         self.weather = Weather()
-        self._world = world
+        self.world = world
         self._random = random
         self._cuts: list[frozenset[str]] = []
         self._held: list[tuple[frozenset[str], Callable[[], None], Callable[[], None]]] = []
@@ -115,7 +117,7 @@ class Network:
             held = [each for each in self._held if each[0] == link]
             self._held = [each for each in self._held if each[0] != link]
             for _, arrive, broken in held:
-                self._world.after(self.delay_s(), broken if self._random.random() < 0.5 else arrive)
+                self.world.after(self.delay_s(), broken if self._random.random() < 0.5 else arrive)
 
         return mend
 
@@ -130,23 +132,36 @@ class Network:
     ) -> float:
         """Runs `act` on the target's loop once it has arrived; if the connection breaks, `broken` instead, outside of
         all loops. Returns the time of arrival, so that a stream can keep its order."""
+        there = partial(target.loop.call_soon, act)
+        return self.carry(source, target, there, broken, not_before_s=not_before_s)
+
+    def carry(
+        self,
+        source: Party,
+        target: Party,
+        act: Callable[[], Any],
+        broken: Callable[[], None],
+        *,
+        not_before_s: float = 0.0,
+    ) -> float:
+        """The same, but for `act`, which is outside of all loops: the target need not run for it."""
         if source.dead:
-            return self._world.now_s
+            return self.world.now_s
         if self._random.random() < self.weather.breaks:
-            self._world.after(self.break_s(), broken)
-            return self._world.now_s
-        arrival_s = max(self._world.now_s + self.delay_s(), not_before_s)
+            self.world.after(self.break_s(), broken)
+            return self.world.now_s
+        arrival_s = max(self.world.now_s + self.delay_s(), not_before_s)
         link = frozenset((source.name, target.name))
 
         def arrive() -> None:
             if target.dead:
-                self._world.after(self.break_s(), broken)
+                self.world.after(self.break_s(), broken)
             elif link in self._cuts:
                 self._held.append((link, arrive, broken))
             else:
-                target.loop.call_soon(act)
+                act()
 
-        self._world.after(arrival_s - self._world.now_s, arrive)
+        self.world.after(arrival_s - self.world.now_s, arrive)
         return arrival_s
 
     def delay_s(self) -> float:

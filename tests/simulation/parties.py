@@ -11,7 +11,6 @@ from typing import Any
 
 from controllers.cluster_actor import ClusterController
 from controllers.errors import StoreError
-from controllers.store import SessionStore
 from engine.api import Engine
 from serving.front.ingress import Ingress, IngressPlace
 from serving.replica.replica import LLMReplica, ReplicaPlace
@@ -19,6 +18,7 @@ from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls
 from tests.simulation.engine_loop import EngineFactory
+from tests.simulation.logs import Log
 from tests.simulation.loop import World
 from tests.simulation.network import Network, Party
 from tests.simulation.serve_model import ControllerHandle, IngressesHandle, ReplicasHandle, ServeModel
@@ -31,27 +31,28 @@ STARTS_S = (0.3, 2.5)
 
 
 class Cluster:
-    """Everybody, and the network between them. `store` is the log, which outlives all of them. `tiers` are the pages
-    that idle sessions' KV may take in host memory and on disk, `slowness` is that of the engines."""
+    """Everybody, over a network. `tiers` are the pages that idle sessions' KV may take in host memory and on disk,
+    `slowness` is that of the engines."""
 
     def __init__(
         self,
         world: World,
         random: Random,
         args: AppArgs,
-        store: SessionStore,
+        network: Network,
+        log: Log,
         tiers: tuple[int, int],
         slowness: float,
     ) -> None:
         self.world = world
         self.random = random
-        self.network = Network(world, random)
+        self.network = network
         self.serve = ServeModel(self.network, random)
         self.args = args
         self.engines: dict[str, EngineFactory] = {}
         self.replicas: list[Party] = []
         self.ingresses: list[Party] = []
-        self._store = store
+        self._log = log
         self._tiers = tiers
         self._slowness = slowness
         self._count = 0
@@ -77,7 +78,7 @@ class Cluster:
         return count == (self.args.replicas.count, self.args.ingress.count) and serve.controller is not None
 
     def start_controller(self) -> None:
-        party = Party("controller", self.world)
+        party = Party("controller", self.world, loop_type=self._log.controller_loop)
 
         async def run() -> None:
             try:
@@ -85,7 +86,7 @@ class Cluster:
                     self.args.cluster_settings(),
                     self.args.controller.log_settings(),
                     "cluster",
-                    open_log=lambda _log, _name, _clock: self._store,
+                    open_log=lambda _log, name, _clock: self._log.open(party, name),
                     clock=party.unix_s,
                     timer=self.world.clock,
                 )

@@ -25,7 +25,13 @@ FAULTS = {
 }
 """How often each kind is drawn."""
 
-LASTING_S = {"freeze replica": 4.0, "stall engine": 6.0, "log away": 3.0}
+LASTING_S = {
+    "freeze replica": 4.0,
+    "stall engine": 6.0,
+    "log away": 3.0,
+    "log frozen": 3.0,
+    "cut controller from log": 2.0,
+}
 MOVES = {
     "kill replica": 2,
     "retire replica": 2,
@@ -37,6 +43,18 @@ MOVES = {
     "repeats": 1,
 }
 """The same where sessions move: most of them leave the former owner alive."""
+
+REDIS_SHARE = 0.3
+"""Of the schedules, with the session log in Redis."""
+
+REDIS_FAULTS = {
+    "log away": 3,
+    "log frozen": 3,
+    "cut controller from log": 3,
+    "kill controller": 3,
+    "storm": 1,
+}
+"""The same of those beside the others, where the log is in Redis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +130,17 @@ def make_schedule(seed: int, turns: int = 20) -> Schedule:
     end_s = max(sum(op.think_s for op in some) for some in ops) + 0.2 * each
     faults = (random.randint(3, 8) if moving else random.choice((0, 1, 2, 3, 4, 6))) + turns // 50
     kinds = MOVES if moving else FAULTS
+    settings = _settings(random)
+    planned = [_fault(random, kinds, end_s) for _ in range(faults)]
+    random = Random(f"log {seed}")
+    redis = random.random() < REDIS_SHARE
+    if redis:
+        planned += [_fault(random, REDIS_FAULTS, end_s) for _ in range(random.choice((0, 1, 2, 3)))]
     return Schedule(
         seed,
-        _settings(random),
+        (*settings, ("log", "redis" if redis else "sqlite")),
         ops,
-        tuple(sorted((_fault(random, kinds, end_s) for _ in range(faults)), key=lambda fault: fault.at_s)),
+        tuple(sorted(planned, key=lambda fault: fault.at_s)),
     )
 
 

@@ -12,16 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
-from controllers.sqlite_store import SqliteSessionStore
-from controllers.tokens import decode_tokens
 from serving.settings.config import AppArgs, parse_args
 from tests.simulation.clients import Clients
 from tests.simulation.endings import books, leftovers
 from tests.simulation.engine_loop import CONTEXT_LEN
 from tests.simulation.faults import Faults
+from tests.simulation.logs import Log, RedisLog, SqliteLog
 from tests.simulation.loop import Spinning, World
+from tests.simulation.network import Network
 from tests.simulation.parties import Cluster
-from tests.simulation.records import RecordedStore
 from tests.simulation.schedule import Schedule
 from tests.simulation.truth import Truth
 
@@ -64,14 +63,19 @@ class Simulation:
         settings = dict(schedule.settings)
         self.world = World(random)
         self.truth = Truth()
-        self._log = SqliteSessionStore(":memory:", clock=self.world.clock)
-        self.store = RecordedStore(self._log, self.truth.committed)
+        network = Network(self.world, random)
+        self._log: Log = (
+            RedisLog(self.world, network, self.truth)
+            if settings["log"] == "redis"
+            else SqliteLog(self.world, self.truth)
+        )
+        self.store = self._log.records
         args = _args(schedule.settings)
         tiers = settings["host_pages"], settings["disk_pages"]
-        self.cluster = Cluster(self.world, random, args, self.store, tiers, settings["slowness"])
+        self.cluster = Cluster(self.world, random, args, network, self._log, tiers, settings["slowness"])
         limit = min(CONTEXT_LEN, settings["num_pages"] * PAGE_SIZE)
         self.clients = Clients(self.cluster, self.store, self.truth, random, limit)
-        self.faults = Faults(self.cluster, self.store)
+        self.faults = Faults(self.cluster, self._log)
 
     def play(self) -> Outcome:
         try:
@@ -127,9 +131,8 @@ class Simulation:
     def _check_log(self) -> None:
         """What the log gives back is what it took."""
         for session_id, life in self.store.living.items():
-            record = self._log.load(session_id)
-            tokens = tuple(decode_tokens(record.history))
-            if tokens != life.history() or record.turns != len(life.turns):
+            tokens, turns = self._log.contents(session_id)
+            if tokens != life.history() or turns != len(life.turns):
                 self.truth.wrong(f"{session_id}: the log has {tokens}, it took {life.history()}")
 
 

@@ -1,0 +1,141 @@
+"""What a Redis has taken of the session log, in order, read behind the back of those who write: the truth that every
+answer is compared with.
+
+A change whose answer is lost is seen here, too. Who may make which change is checked as it is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from controllers.tokens import TOKEN_BYTES, decode_tokens
+from tests.simulation.network import Party
+from tests.simulation.records import Committed, Life
+from tests.simulation.redis_model import RedisModel
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A session's text, as far as it is checked. `last` are the last turn's start, tokens and tokens of input."""
+
+    epoch: int
+    turns: int
+    tokens: int
+    writer: str
+    last: tuple[int, int, int] | None
+
+
+class RedisRecords:
+    """`committed` hears of each turn that is new, `wrong` of changes that nobody may make. `name` is the log's."""
+
+    def __init__(
+        self,
+        model: RedisModel,
+        name: str,
+        committed: Callable[[Life, Committed], None],
+        wrong: Callable[[str], None],
+    ) -> None:
+        self.lives: list[Life] = []
+        self.living: dict[str, Life] = {}
+        self.away_long = False
+        self._model = model
+        self._prefix = f"kedge:{{{name}}}:"
+        self._committed = committed
+        self._wrong = wrong
+        self._stored: dict[str, Stored] = {}
+        self._former_epochs: dict[str, int] = {}
+        self._writers: dict[bytes, bytes] = {}
+        self._cluster_of: dict[Party, str] = {}
+        self._last_to_open: dict[str, Party] = {}
+
+    def heard(self, keys: tuple[bytes, ...], client: Party) -> None:
+        for key in keys:
+            kind, _, name = key.decode().removeprefix(self._prefix).partition(":")
+            if kind == "writers":
+                self._opened(client)
+            elif kind == "session":
+                self._changed(name, client)
+
+    def contents(self, session_id: str) -> tuple[tuple[int, ...], int]:
+        """The session's tokens and how many turns it has."""
+        stored = self._stored[session_id]
+        return self._history(session_id, 0, stored.tokens), stored.turns
+
+    def _opened(self, client: Party) -> None:
+        found = dict(self._model.execute([b"HGETALL", f"{self._prefix}writers".encode()]))
+        for cluster in found:
+            if found[cluster] != self._writers.get(cluster):
+                self._cluster_of[client] = cluster.decode()
+                self._last_to_open[cluster.decode()] = client
+        self._writers = found
+
+    def _changed(self, session_id: str, client: Party) -> None:
+        cluster = self._cluster_of.get(client, "")
+        if self._last_to_open.get(cluster) is not client:
+            self._wrong(f"{session_id}: changed by {client.name}, which another controller has followed")
+        before, after = self._stored.pop(session_id, None), self._read(session_id)
+        if after is None:
+            if before is not None:
+                self._former_epochs[session_id] = before.epoch
+                self.living.pop(session_id).closed = True
+            return
+        self._stored[session_id] = after
+        if before is None:
+            self._begin(session_id, after)
+        else:
+            self._check_writer(session_id, before, after, cluster)
+            self._check_turns(session_id, before, after)
+
+    def _begin(self, session_id: str, stored: Stored) -> None:
+        if stored.epoch <= self._former_epochs.get(session_id, 0):
+            self._wrong(f"{session_id}: opened at epoch {stored.epoch}, which its namesake had")
+        life = Life(session_id, self._history(session_id, 0, stored.tokens))
+        self.lives.append(life)
+        self.living[session_id] = life
+
+    def _check_writer(self, session_id: str, before: Stored, after: Stored, cluster: str) -> None:
+        claimed = before.writer != after.writer
+        if after.writer != cluster:
+            self._wrong(f"{session_id}: changed by {cluster}, and it is {after.writer}'s")
+        if after.epoch - before.epoch not in ((1,) if claimed else (0, 1)):
+            self._wrong(f"{session_id}: went from {before} to {after}")
+
+    def _check_turns(self, session_id: str, before: Stored, after: Stored) -> None:
+        if after.turns == before.turns:
+            return
+        life = self.living[session_id]
+        if after.turns != before.turns + 1 or after.epoch != before.epoch or after.last is None:
+            self._wrong(f"{session_id}: went from {before} to {after}")
+            return
+        (start, count, input_len), history = after.last, life.history()
+        tokens = self._history(session_id, start, start + count)
+        turn = Committed(
+            session_id=session_id,
+            turn_index=before.turns,
+            rewound=start < len(history),
+            before=history[:start],
+            input=tokens[:input_len],
+            output=tokens[input_len:],
+        )
+        life.turns.append(turn)
+        self._committed(life, turn)
+
+    def _read(self, session_id: str) -> Stored | None:
+        text = self._model.get(f"{self._prefix}session:{session_id}".encode())
+        if text is None:
+            return None
+        fields = json.loads(text)
+        entry, last = fields["entry"], fields["last"]
+        return Stored(
+            epoch=entry["epoch"],
+            turns=entry["turns"],
+            tokens=entry["tokens"],
+            writer=fields["writer"],
+            last=None if last is None else (last[0], last[1], last[2]),
+        )
+
+    def _history(self, session_id: str, start: int, end: int) -> tuple[int, ...]:
+        text = self._model.get(f"{self._prefix}history:{session_id}".encode()) or b""
+        return tuple(decode_tokens(text[start * TOKEN_BYTES : end * TOKEN_BYTES]))
