@@ -13,6 +13,7 @@ from cache.journal import NOBODY, Owner
 from cache.pages import BooksError, PageAllocator, no_pages
 from cache.radix_tree import RadixTree, TokenArray, TreeMatch
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
+from cache.tiers import PageNeed
 from cache.token_chain import ANY_KV, KVIdentity
 from cache.window import WindowPool
 
@@ -61,6 +62,8 @@ class PrefixCache(Protocol):
     def window_accounts(self, session: PageAccount) -> PageAccounts | None: ...
 
     def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None, kept_len: int) -> int: ...
+
+    def held_pages(self) -> PageNeed: ...
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch: ...
 
@@ -188,6 +191,17 @@ class RadixPrefixCache:
         if match is not None:
             held.append(match.tree)
         return self._tree.protected_pages - self._tree.locked_pages(held)
+
+    def held_pages(self) -> PageNeed:
+        """Pages that sequences in flight hold in each pool; what they share counts once."""
+        full = self._account.full + self._tree.locked_pages(map(_held_by, self._in_flight))
+        if self._window is None:
+            return PageNeed(full)
+        shared = [no_pages()]
+        for kv in self._in_flight:
+            assert kv.window is not None
+            shared.append(kv.window.live(0, kv.num_protected_pages))
+        return PageNeed(full, self._account.window + len(np.unique(np.concatenate(shared))))
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
         """Longest cached whole-page prefix that a sequence can start from. Changes nothing; stale after the next

@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 from cache.history import History
 from cache.journal import Owner
+from cache.kv_demand import KVDemand
 from cache.prefix_cache import PrefixCache, PrefixMatch
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
@@ -76,6 +77,7 @@ class SessionAwareCache:
         self._account = PageAccount()
         self.tiers = SessionTiers(inner, self._slots, self._account, sizes or TierSizes(), clock)
         self.books = SessionAuditor(inner, self._slots, self._account, self.tiers)
+        self.demand = KVDemand(inner, self._slots, self.tiers.lost, self.need)
         self.num_evicted_pages = 0
 
     @property
@@ -166,6 +168,7 @@ class SessionAwareCache:
             fresh = self._inner.begin(match.prefix, owner)
             if lent is not None:
                 self.tiers.discard(lent.session_id)  # what it holds, if anything, could not be continued
+                self.tiers.lost.begin(lent.session_id)
                 self._slots.put(lent)
             return fresh
         assert lent is not None
@@ -305,6 +308,7 @@ class SessionAwareCache:
         """Frees an idle session's KV and forgets it. Raises SessionBorrowed during a turn; unknown ids are fine."""
         self._idle_slot(session_id)
         self.tiers.discard(session_id)
+        self.tiers.lost.forget(session_id)
 
     def expect(self, session_id: str, place: tuple[int, int]) -> None:
         """The session's next turn waits at this place in the queue: other idle sessions give way first."""

@@ -8,8 +8,9 @@ from itertools import count
 
 from cache.audit import TierAccounts
 from cache.disk_pause import DiskPause
+from cache.lost_kv import LostKV
 from cache.prefix_cache import PrefixCache
-from cache.sequence_kv import PageAccount, SequenceKV
+from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.slots import SessionSlot, SlotState, SlotTable
 from cache.tiers import CopyKind, CopyOrder, PoolPages, StoredKV, Tier, TierSizes
 
@@ -34,6 +35,7 @@ class SessionTiers:
         sizes: TierSizes,
         clock: Callable[[], float],
     ) -> None:
+        self.lost = LostKV(clock)
         self._inner = inner
         self._slots = slots
         self._account = account
@@ -111,8 +113,7 @@ class SessionTiers:
         pages = _pages_of(kv)
         num_bytes = self._sizes.size_bytes(pages)
         if not self._make_room(self._host, num_bytes):
-            self.discard(slot.session_id)
-            self.num_to_log += 1
+            self._give_up(slot.session_id)
             return
         first = kv.window.first if kv.window is not None else 0
         entry = StoredKV(
@@ -246,9 +247,17 @@ class SessionTiers:
         if missing > 0:
             return False
         for session_id in victims:
-            self.discard(session_id)
-            self.num_to_log += 1
+            self._give_up(session_id)
         return True
+
+    def _give_up(self, session_id: str) -> None:
+        """There is no room for an idle session's KV: the token log has the session."""
+        slot = self._slots.get(session_id)
+        assert slot is not None
+        num_pages = pages_for(slot.usable_len, self._inner.page_size)
+        self.discard(session_id)
+        self.lost.drop(session_id, num_pages)
+        self.num_to_log += 1
 
     def _spill(self) -> None:
         """Has the session longest on the host written to disk, unless the spare part of the host's budget is free or

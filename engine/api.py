@@ -243,6 +243,7 @@ class EngineStats:
     """A snapshot published by the step loop; safe to read from any thread.
 
     `window_pages` are the books of the pool of sliding-window layers, if the model has any; `window_len` in tokens.
+    `kv_utilization` is the share of the pools that turns take and lack, above 1 where there is not enough for all.
     Demotions are of idle sessions: to host memory, from there to disk, or dropped to the token log.
     `disk_failures` are writes to disk, whose sessions stay in host memory, and reads. Everything from `steps` on counts
     since start.
@@ -259,6 +260,7 @@ class EngineStats:
     sessions: int
     running: int
     waiting: int
+    kv_utilization: float
     steps: int
     retractions: int
     demotions_to_host: int

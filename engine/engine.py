@@ -349,6 +349,7 @@ class LocalEngine:
             sessions=self._cache.num_sessions,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
+            kv_utilization=self._scheduler.kv_utilization,
             steps=counters.steps,
             retractions=counters.retractions,
             demotions_to_host=tiers.num_to_host,

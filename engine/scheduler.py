@@ -83,6 +83,13 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._live)
 
+    @property
+    def kv_utilization(self) -> float:
+        """Of the KV pools, by the requests that run and wait, see KVDemand."""
+        return self._cache.demand.utilization(
+            (request.spec.session_id, len(request.tokens)) for request in self._waiting
+        )
+
     def in_turn(self, session_id: str) -> bool:
         """True from a turn's arrival to its end."""
         return session_id in self._sessions_in_turn

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application
 
 from engine.build import build_engine
@@ -18,7 +18,7 @@ from serving.front.ingress import place_in_serve as place_of_ingress
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import EngineFactory, LLMReplica
 from serving.replica.replica import place_in_serve as place_of_replica
-from serving.settings.config import AppArgs, parse_args
+from serving.settings.config import AppArgs, ReplicaArgs, parse_args
 from serving.wire.controller_calls import announce_at_deploy
 
 HEALTH_CHECK_PERIOD_S = 1.0
@@ -45,7 +45,7 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
     announce_at_deploy(args.controller.name, deployment)
     replicas = serve.deployment(LLMReplica).options(
         name="LLMReplica",
-        num_replicas=args.replicas.count,
+        **_number_of(args.replicas),
         ray_actor_options={"num_cpus": args.replicas.num_cpus, "num_gpus": args.replicas.num_gpus},
         max_ongoing_requests=args.replicas.max_ongoing_requests,
         graceful_shutdown_timeout_s=args.replicas.graceful_shutdown_timeout_s,
@@ -71,3 +71,19 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
     engines = replicas.bind(args, engine_factory, partial(place_of_replica, deployment=deployment))
     application: Application = ingress.bind(args, engines, partial(place_of_ingress, deployment=deployment))
     return application
+
+
+def _number_of(replicas: ReplicaArgs) -> dict[str, Any]:
+    """How many there are, as an option of Ray Serve's deployment. Without a number of its own to start with, one that
+    is deployed again keeps the number that runs."""
+    autoscaling = replicas.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": replicas.count}
+    policy = AutoscalingPolicy(
+        policy_function="serving.replica.autoscaling_policy:LoadPolicy",
+        policy_kwargs=autoscaling.model_dump(include={"target_turns_in_flight", "target_kv_utilization"}),
+    )
+    bounds = autoscaling.model_dump(
+        include={"min_replicas", "max_replicas", "upscale_delay_s", "downscale_delay_s"}
+    )
+    return {"autoscaling_config": AutoscalingConfig(**bounds, policy=policy)}

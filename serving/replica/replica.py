@@ -24,6 +24,7 @@ from controllers.settings import Deployment
 from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidRequest
 from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
+from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
@@ -167,6 +168,11 @@ class LLMReplica:
     async def heartbeat(self) -> None:
         """Reports now: what the controller thinks of this replica has changed."""
         await self._host.heartbeat()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """This replica's load, which Ray Serve asks for where `replicas.autoscaling` is set."""
+        stats = self._engine.stats()
+        return ReplicaLoad(stats.running + stats.waiting, stats.kv_utilization).stats()
 
     async def drain(self) -> ErrorInfo | None:
         """Empties this replica, see SessionHost.drain; then it fails its health checks, and Serve replaces it."""

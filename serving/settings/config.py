@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from controllers.redis_url import sentinel_address
 from controllers.settings import (
@@ -45,20 +45,49 @@ HEARTBEATS_PER_TIMEOUT = 3
 """One that is late, or lost, does not make a replica dead."""
 
 
+class AutoscalingArgs(StrictModel):
+    """The number of replicas follows their load, see serving/replica/autoscaling_policy.py. The targets are what one
+    replica should have: turns that run and wait, and the share of its KV pool that these take and lack. A load above
+    or below them must last for the delays."""
+
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt
+    target_turns_in_flight: Annotated[float, Field(gt=0)] = 16.0
+    target_kv_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
+    upscale_delay_s: Annotated[float, Field(ge=0)] = 30.0
+    downscale_delay_s: Annotated[float, Field(ge=0)] = 600.0
+
+    @field_validator("max_replicas")
+    @classmethod
+    def _not_below_the_fewest(cls, max_replicas: int, info: ValidationInfo) -> int:
+        min_replicas = info.data.get("min_replicas")
+        if min_replicas is not None and max_replicas < min_replicas:
+            raise ValueError(f"{max_replicas} is less than min_replicas, {min_replicas}")
+        return max_replicas
+
+
 class ReplicaArgs(StrictModel):
-    """Engine replicas. `max_ongoing_requests` is high on purpose: requests queue inside the engine, and the feed of
-    each ingress is one of them.
+    """Engine replicas: `count` of them, unless there is `autoscaling`. `max_ongoing_requests` is high on purpose:
+    requests queue inside the engine, and the feed of each ingress is one of them.
 
     With `execution.tensor_parallel` the CPUs and GPUs are those of each rank.
     """
 
     count: PositiveInt = 2
+    autoscaling: AutoscalingArgs | None = None
     num_cpus: Annotated[float, Field(ge=0)] = 0.5
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     max_ongoing_requests: Annotated[int, Field(ge=64)] = 4096
     graceful_shutdown_timeout_s: Seconds = 20.0
     step_timeout_s: Seconds = 300.0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "count" in values and values.get("autoscaling") is not None:
+            raise ValueError("count and autoscaling exclude each other: leave one of them out")
+        return values
 
     @property
     def surge_percent(self) -> int:

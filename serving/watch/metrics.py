@@ -39,6 +39,11 @@ ENGINE_GAUGES = (
     Figure("kedge_sessions", "Sessions with a slot in the engine.", lambda s: s.sessions),
     Figure("kedge_requests_running", "Requests in the running batch.", lambda s: s.running),
     Figure("kedge_requests_waiting", "Requests waiting for admission.", lambda s: s.waiting),
+    Figure(
+        "kedge_kv_utilization",
+        "Share of the KV pool that turns take and lack; above 1 there is not enough for all.",
+        lambda s: s.kv_utilization,
+    ),
     Figure("kedge_host_kv_bytes", "Host memory that idle sessions' KV takes.", lambda s: s.host.used_bytes),
     Figure("kedge_host_kv_budget_bytes", "Host memory that it may take.", lambda s: s.host.budget_bytes),
     Figure("kedge_host_sessions", "Idle sessions whose KV is in host memory.", lambda s: s.host.sessions),

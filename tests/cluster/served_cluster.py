@@ -193,8 +193,9 @@ class ServedCluster:
     def _all_replicas_up(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, "serve run ended"
-        count = yaml.safe_load(self.config.read_text())["applications"][0]["args"]["replicas"]["count"]
+        replicas = yaml.safe_load(self.config.read_text())["applications"][0]["args"]["replicas"]
+        fewest = replicas.get("autoscaling", {}).get("min_replicas", 1)
         try:
-            return len(self.replicas()) == count
+            return len(self.replicas()) == replicas.get("count", fewest)
         except (httpx.HTTPError, ValueError, KeyError):
             return False

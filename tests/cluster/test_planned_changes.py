@@ -3,22 +3,15 @@ load."""
 
 from __future__ import annotations
 
-import logging
-import random
 import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 from served_cluster import ROOT, ServedCluster, eventually
-from session_client import Conversation, random_tokens
-
-NUM_CLIENTS = 6
-AROUND_S = 3.0
-"""Of talk before and after a change."""
+from session_client import Conversation
+from talk import talk_through
 
 
 def null_app(document: dict[str, Any]) -> None:
@@ -33,68 +26,6 @@ def cluster() -> Iterator[ServedCluster]:
         yield served
     finally:
         served.stop()
-
-
-@dataclass
-class Talk:
-    """What the clients saw. `turns` are when each ended, `waits_s` until its first token."""
-
-    failures: list[BaseException] = field(default_factory=list)
-    turns: list[float] = field(default_factory=list)
-    waits_s: list[float] = field(default_factory=list)
-    over: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, cluster: ServedCluster, seed: int) -> None:
-        """One client: streamed turns of one session, each checked against what it was told before."""
-        rng = random.Random(seed)
-        try:
-            with cluster.client() as client:
-                session = Conversation.open(client)
-                while not self.over.is_set():
-                    self._turn(session, rng)
-                session.close()
-        except BaseException as error:
-            self.failures.append(error)
-
-    def _turn(self, session: Conversation, rng: random.Random) -> None:
-        began_s, heard_s = time.monotonic(), list[float]()
-        session.told_turn(random_tokens(rng, 5), 40, lambda _: heard_s.append(time.monotonic()))
-        self.waits_s.append(heard_s[0] - began_s)
-        self.turns.append(time.monotonic())
-        if len(session.history) > 2000:
-            session.close()
-            session.session_id, session.history = Conversation.open(session.client).session_id, []
-
-    def report(self) -> str:
-        gaps_s = [after - before for before, after in zip(self.turns, self.turns[1:], strict=False)]
-        waits_s = sorted(self.waits_s)
-        late = sum(wait_s > 1.0 for wait_s in waits_s)
-        return (
-            f"{len(self.turns)} turns, first token at worst after {waits_s[-1]:.2f} s, {late} over 1 s,"
-            f" no turn ended for {max(gaps_s):.2f} s at most"
-        )
-
-
-def talk_through(cluster: ServedCluster, change: Any) -> Talk:
-    """Clients talk before, while and after `change` is called."""
-    talk = Talk()
-    clients = [
-        threading.Thread(target=talk.run, args=(cluster, seed), daemon=True) for seed in range(NUM_CLIENTS)
-    ]
-    for each in clients:
-        each.start()
-    time.sleep(AROUND_S)
-    try:
-        change()
-        time.sleep(AROUND_S)
-    finally:
-        talk.over.set()
-        for each in clients:
-            each.join(120.0)
-    assert not any(each.is_alive() for each in clients), "a turn hangs"
-    assert not talk.failures, talk.failures
-    logging.getLogger(__name__).info("%s", talk.report())
-    return talk
 
 
 def test_a_rolling_update_fails_no_turn(cluster: ServedCluster) -> None:

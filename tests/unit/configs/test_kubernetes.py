@@ -105,7 +105,10 @@ def test_a_replica_and_an_ingress_fit_on_each_worker(service: Json, args: AppArg
     (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     assert args.replicas.num_cpus + args.ingress.num_cpus <= float(container["resources"]["requests"]["cpu"])
-    assert args.replicas.count <= group["minReplicas"] <= group["maxReplicas"]
+    scaling = args.replicas.autoscaling
+    assert scaling is not None
+    assert scaling.min_replicas <= group["minReplicas"], "no pod is waited for at start"
+    assert scaling.max_replicas <= group["maxReplicas"], "each has a pod to go to"
     memory_gib = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
     assert (args.cache.size_mib + args.cache.host_mib) / 1024 < memory_gib
 

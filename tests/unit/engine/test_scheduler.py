@@ -272,3 +272,17 @@ def test_abandon_all_answers_waiting_and_running_without_the_books(monkeypatch: 
     assert sorted(delta.request_id for delta in deltas) == ["a", "b", "c"]
     assert not driver.scheduler.has_work
     assert driver.step() is None
+
+
+def test_the_kv_that_requests_take_and_lack_is_told() -> None:
+    """What runs has its pages; what waits lacks all that it will have."""
+    driver = Driver(page_size=4, num_pages=8, max_running=1)
+    assert driver.scheduler.kv_utilization == 0
+    driver.add(request("a", range(1, 9), 4))
+    assert driver.scheduler.kv_utilization == 2 / 8, "it waits"
+    driver.step()
+    assert driver.scheduler.kv_utilization == 2 / 8, "it runs"
+    driver.add(request("b", range(1, 30), 2))
+    assert driver.scheduler.kv_utilization >= (2 + 8) / 8
+    driver.run()
+    assert driver.scheduler.kv_utilization == 0

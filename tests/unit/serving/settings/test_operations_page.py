@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from serving.settings.config import AppArgs
+from serving.settings.config import AppArgs, AutoscalingArgs
 from serving.watch import metrics
 
 PAGE = (Path(__file__).parents[4] / "docs" / "operations.md").read_text()
@@ -25,7 +25,7 @@ def setting_names() -> set[str]:
         assert isinstance(field.annotation, type)
         assert issubclass(field.annotation, BaseModel)
         names |= {f"{section}.{name}" for name in field.annotation.model_fields}
-    return names
+    return names | {f"replicas.autoscaling.{name}" for name in AutoscalingArgs.model_fields}
 
 
 def test_every_setting_is_in_the_table_and_nothing_else():

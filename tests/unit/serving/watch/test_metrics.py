@@ -29,6 +29,7 @@ def stats(*, window: PageAccounts | None = None, **pages: int) -> EngineStats:
         sessions=2,
         running=1,
         waiting=5,
+        kv_utilization=0.25,
         steps=100,
         retractions=3,
         demotions_to_host=2,

@@ -1,0 +1,46 @@
+"""KVDemand: how much of the KV pools turns take, and how much they lack. What idle sessions hold is no demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from cache.lost_kv import LostKV
+from cache.prefix_cache import PrefixCache
+from cache.sequence_kv import pages_for
+from cache.slots import SlotTable
+from cache.tiers import PageNeed
+
+
+class KVDemand:
+    """Reads the books, changes nothing.
+
+    Idle sessions give way, to host memory or to the disk: their KV is no demand. What was dropped for want of room on
+    all of them, and missed, is. `need` says what a sequence takes of each pool that has so many pages to come.
+    """
+
+    def __init__(
+        self, inner: PrefixCache, slots: SlotTable, lost: LostKV, need: Callable[[int], PageNeed]
+    ) -> None:
+        self._inner = inner
+        self._slots = slots
+        self._lost = lost
+        self._need = need
+
+    def utilization(self, waiting: Iterable[tuple[str | None, int]]) -> float:
+        """Demand as a share of the pool, of the pool that has less room; above 1 there is not enough for all.
+
+        It is made of the pages that turns hold, what they share counted once; of those that `waiting` turns will take,
+        given by session and tokens, but for what their sessions share; and of those whose loss was just felt.
+        """
+        demand = self._inner.held_pages()
+        for session_id, num_tokens in waiting:
+            num_pages = pages_for(num_tokens, self._inner.page_size) - self._shared(session_id)
+            demand += self._need(max(0, num_pages))
+        demand = sum(map(self._need, self._lost.missed()), demand)
+        share = demand.full / self._inner.num_pages
+        window = self._inner.window
+        return share if window is None else max(share, demand.window / window.num_pages)
+
+    def _shared(self, session_id: str | None) -> int:
+        slot = self._slots.get(session_id) if session_id is not None else None
+        return slot.kv.num_protected_pages if slot is not None and slot.kv is not None else 0

@@ -1,0 +1,75 @@
+"""The number of replicas follows the load: clients bring a second one, their absence takes it away, no turn fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from served_cluster import ROOT, ServedCluster, eventually
+from session_client import Conversation
+from talk import talk_through
+
+AUTOSCALING = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_turns_in_flight": 3,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 3,
+}
+SCALED_S = 120.0
+"""Replicas report every 10 s what counts as an average over 30 s."""
+POLICY = {
+    "policy_function": "serving.replica.autoscaling_policy:LoadPolicy",
+    "policy_kwargs": {"target_turns_in_flight": 3, "target_kv_utilization": 0.8},
+}
+
+
+def autoscaled(document: dict[str, Any]) -> None:
+    (application,) = document["applications"]
+    application["import_path"] = "null_app:build"
+    del application["args"]["replicas"]["count"]
+    application["args"]["replicas"]["autoscaling"] = AUTOSCALING
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ServedCluster]:
+    served = ServedCluster(ROOT / "configs" / "cluster.yaml", autoscaled)
+    served.start()
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+def until(cluster: ServedCluster, count: int) -> set[str]:
+    eventually(lambda: len(cluster.replicas()) == count, SCALED_S)
+    return set(cluster.replicas())
+
+
+def override(cluster: ServedCluster, **options: Any) -> None:
+    """Options of Serve's own, beside `args`; none without any."""
+    deployments = [{"name": "LLMReplica", **options}] if options else []
+    cluster.deploy(lambda document: document["applications"][0].update(deployments=deployments))
+
+
+def test_load_brings_a_replica_and_its_absence_takes_it_away(cluster: ServedCluster) -> None:
+    """Serve's own count would not go down: feeds are requests that do not end while anybody talks."""
+    first = until(cluster, 1)
+    talk_through(cluster, lambda: until(cluster, 2))
+    with cluster.client() as client:
+        sessions = [Conversation.open(client) for _ in range(6)]
+        for session in sessions:
+            session.turn([400, 401, 402])
+        owners = {cluster.sessions()[session.session_id]["replica_id"] for session in sessions}
+        assert len(owners) == 2, "both have sessions"
+        talk_through(cluster, lambda: until(cluster, 1), num_clients=1)
+        assert set(cluster.replicas()) == first, "the newest goes"
+        for session in sessions:
+            session.exact_turn([600], resumed=True)
+            assert {cluster.sessions()[session.session_id]["replica_id"]} == first
+            session.close()
+    assert cluster.metric("kedge_ownership_drained_total") > 0
+    assert cluster.metric("kedge_turns_total", outcome="stale") == 0
+    eventually(lambda: cluster.pages()["in_flight"] == 0)
+    assert cluster.pages()["leaked"] == 0
