@@ -27,17 +27,23 @@ def wire_record(cls: type[T]) -> type[T]:
 
     Reading raises TypeError if a field without a default is missing.
     """
-    setattr(cls, "__setstate__", _set_state)  # noqa: B010 - mypy lets no method be replaced by name
+    known = fields(cls)  # type: ignore[arg-type]
+    names = tuple(field.name for field in known)
+
+    def get_state(record: Any) -> list[Any]:
+        return [getattr(record, name) for name in names]
+
+    def set_state(record: Any, state: list[Any]) -> None:
+        """What a newer version has added at the end is left out."""
+        for name, value in zip(names, state, strict=False):
+            object.__setattr__(record, name, value)
+        for field in known[len(state) :]:
+            object.__setattr__(record, field.name, _absent(cls, field))
+
+    # mypy lets no method be replaced by name
+    setattr(cls, "__getstate__", get_state)  # noqa: B010
+    setattr(cls, "__setstate__", set_state)  # noqa: B010
     return cls
-
-
-def _set_state(record: Any, state: list[Any]) -> None:
-    """What a newer version has added at the end is left out."""
-    known = fields(record)
-    for field, value in zip(known, state, strict=False):
-        object.__setattr__(record, field.name, value)
-    for field in known[len(state) :]:
-        object.__setattr__(record, field.name, _absent(type(record), field))
 
 
 def _absent(kind: type, field: Field[Any]) -> Any:

@@ -5,12 +5,9 @@ Each callback runs in a greenlet. While it waits nothing else of its party runs,
 
 from __future__ import annotations
 
-from asyncio import events
-from typing import Any
-
 from greenlet import greenlet
 
-from tests.simulation.loop import PartyLoop, World
+from tests.simulation.loop import Callback, PartyLoop, World
 
 
 class BlockingLoop(PartyLoop):
@@ -19,11 +16,11 @@ class BlockingLoop(PartyLoop):
         self._callback: greenlet | None = None
         self._waits = 0
 
-    def run_handle(self, handle: events.Handle) -> None:
-        if isinstance(handle, _Resumption):
-            handle._run()
+    def run_callback(self, callback: Callback) -> None:
+        if isinstance(callback, _Resumption):
+            callback.run()
             return
-        self._callback = greenlet(handle._run)
+        self._callback = greenlet(callback.run)
         self._callback.switch()
 
     def block(self, timeout_s: float) -> None:
@@ -53,11 +50,14 @@ class BlockingLoop(PartyLoop):
         self._release(_Resumption(self._callback, self))
 
 
-class _Resumption(events.Handle):
+class _Resumption(Callback):
     """Goes on with a callback where it stopped."""
 
-    def __init__(self, callback: greenlet, loop: BlockingLoop) -> None:
-        super().__init__(callback.switch, (), loop)
+    __slots__ = ("_stopped",)
 
-    def _run(self) -> Any:
-        self._callback()
+    def __init__(self, stopped: greenlet, loop: BlockingLoop) -> None:
+        super().__init__(loop, stopped.switch, (), None)
+        self._stopped = stopped
+
+    def run(self) -> None:
+        self._stopped.switch()

@@ -11,7 +11,9 @@ import asyncio
 import heapq
 import itertools
 from asyncio import events
+from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from random import Random
 from typing import Any
 
@@ -21,6 +23,51 @@ MOST_STEPS_AT_ONCE = 200_000
 
 class Spinning(Exception):
     """Callbacks follow each other without end, and no time passes."""
+
+
+class Callback:
+    """What asyncio's Handle and TimerHandle are to their users, without what they do for debug mode: most of a run's
+    time is theirs."""
+
+    __slots__ = ("_args", "_callback", "_context", "_is_cancelled", "_when_s", "loop")
+
+    def __init__(
+        self,
+        loop: PartyLoop,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context | None,
+        when_s: float = 0.0,
+    ) -> None:
+        self.loop = loop
+        self._callback: Callable[..., Any] | None = callback
+        self._args = args
+        self._context = copy_context() if context is None else context
+        self._when_s = when_s
+        self._is_cancelled = False
+
+    def when(self) -> float:
+        return self._when_s
+
+    def cancel(self) -> None:
+        """What it would have called with is let go."""
+        self._is_cancelled = True
+        self._callback, self._args = None, ()
+
+    def cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def run(self) -> None:
+        """Raises nothing but the orders to end: the loop hears of everything else."""
+        callback = self._callback
+        if callback is None:
+            return
+        try:
+            self._context.run(callback, *self._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self.loop.call_exception_handler({"message": f"exception in {callback!r}", "exception": error})
 
 
 class World:
@@ -33,9 +80,10 @@ class World:
         """What nobody caught: each is a fault of the party that it names."""
         self._random = random
         self._numbers = itertools.count()
-        self._timers: list[tuple[float, int, Callable[[], None] | events.TimerHandle]] = []
+        self._timers: list[tuple[float, int, Callable[[], None] | Callback]] = []
         self._runnable: list[PartyLoop] = []
         self._loops: list[PartyLoop] = []
+        self._inside: PartyLoop | None = None
 
     def clock(self) -> float:
         return self.now_s
@@ -46,21 +94,17 @@ class World:
 
     def run(self, done: Callable[[], bool], deadline_s: float) -> bool:
         """Until nobody can run and `done`; False at the deadline. Raises Spinning."""
-        at_once = 0
-        while True:
-            if self._runnable:
-                self._step()
-                at_once += 1
-                if at_once > MOST_STEPS_AT_ONCE:
-                    raise Spinning(f"at {self.now_s:.3f} s")
-            elif done():
-                return True
-            elif not self._timers or self._timers[0][0] > deadline_s:
-                self.now_s = max(self.now_s, deadline_s)
-                return False
-            else:
-                at_once = 0
+        try:
+            while True:
+                self._run_at_once()
+                if done():
+                    return True
+                if not self._timers or self._timers[0][0] > deadline_s:
+                    self.now_s = max(self.now_s, deadline_s)
+                    return False
                 self._pass_time()
+        finally:
+            self._enter(None)
 
     def close(self) -> None:
         """Ends every party; the world cannot go on."""
@@ -73,8 +117,8 @@ class World:
     def begin(self, loop: PartyLoop) -> None:
         self._loops.append(loop)
 
-    def add_timer(self, handle: events.TimerHandle) -> None:
-        heapq.heappush(self._timers, (handle.when(), next(self._numbers), handle))
+    def add_timer(self, when_s: float, timer: Callback) -> None:
+        heapq.heappush(self._timers, (when_s, next(self._numbers), timer))
 
     def can_run(self, loop: PartyLoop) -> None:
         self._runnable.append(loop)
@@ -83,31 +127,47 @@ class World:
         if loop in self._runnable:
             self._runnable.remove(loop)
 
+    def _run_at_once(self) -> None:
+        """Everything that can run before time passes."""
+        at_once = 0
+        while self._runnable:
+            self._step()
+            at_once += 1
+            if at_once > MOST_STEPS_AT_ONCE:
+                raise Spinning(f"at {self.now_s:.3f} s")
+
     def _step(self) -> None:
         runnable = self._runnable
         count = len(runnable)
         index = int(self._random.random() * count) if count > 1 else 0
         loop = runnable[index]
-        handle = loop.next_handle()
-        if not loop.has_work:
+        callback = loop.ready.popleft()
+        if not loop.ready:
             runnable[index] = runnable[-1]
             runnable.pop()
         self.steps += 1
-        if not handle.cancelled():
+        if not callback.cancelled():
+            self._enter(loop)
+            loop.run_callback(callback)
+        if loop.doomed:
+            self._enter(None)
+            loop.stepped()
+
+    def _enter(self, loop: PartyLoop | None) -> None:
+        """Whose code runs now; None: nobody's."""
+        if loop is not self._inside:
+            self._inside = loop
             events._set_running_loop(loop)
-            try:
-                loop.run_handle(handle)
-            finally:
-                events._set_running_loop(None)
-        loop.stepped()
 
     def _pass_time(self) -> None:
         when_s, _, what = heapq.heappop(self._timers)
-        self.now_s = max(self.now_s, when_s)
-        if not isinstance(what, events.TimerHandle):
+        if when_s > self.now_s:
+            self.now_s = when_s
+        if not isinstance(what, Callback):
+            self._enter(None)
             what()
         elif not what.cancelled():
-            what._loop.due(what)
+            what.loop.due(what)
 
 
 class PartyLoop(asyncio.BaseEventLoop):
@@ -121,22 +181,25 @@ class PartyLoop(asyncio.BaseEventLoop):
         self._doom: tuple[int, Callable[[], None]] | None = None
         self._remains: list[Any] = []
         self.dead = False
+        self.ready: deque[Callback] = deque()
+        """What waits to run here, in order."""
         super().__init__()
         world.begin(self)
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._ready)
+    def doomed(self) -> bool:
+        return self._doom is not None
 
-    def next_handle(self) -> events.Handle:
-        return self._ready.popleft()
+    def due(self, callback: Callback) -> None:
+        """Only the living run."""
+        if self.dead:
+            return
+        if not self.ready and self._runs:
+            self._world.can_run(self)
+        self.ready.append(callback)
 
-    def due(self, handle: events.TimerHandle) -> None:
-        if not self.dead:
-            self._append(handle)
-
-    def run_handle(self, handle: events.Handle) -> None:
-        handle._run()
+    def run_callback(self, callback: Callback) -> None:
+        callback.run()
 
     def freeze(self) -> None:
         self._frozen += 1
@@ -145,7 +208,7 @@ class PartyLoop(asyncio.BaseEventLoop):
     def thaw(self) -> None:
         """As often as it was frozen: then it runs again."""
         self._frozen -= 1
-        if self._ready and self._runs and not self.dead:
+        if self.ready and self._runs and not self.dead:
             self._world.can_run(self)
 
     def doom(self, steps: int, end: Callable[[], None]) -> None:
@@ -164,8 +227,8 @@ class PartyLoop(asyncio.BaseEventLoop):
         if self.dead:
             return
         self._world.cannot_run(self)
-        self._remains = [*self._ready, *asyncio.all_tasks(self)]
-        self._ready.clear()
+        self._remains = [*self.ready, *asyncio.all_tasks(self)]
+        self.ready.clear()
         self.dead = True
 
     def bury(self) -> None:
@@ -176,11 +239,6 @@ class PartyLoop(asyncio.BaseEventLoop):
         self._remains.clear()
         self.close()
 
-    def _append(self, handle: events.Handle) -> None:
-        if not self._ready and self._runs:
-            self._world.can_run(self)
-        self._ready.append(handle)
-
     @property
     def _runs(self) -> bool:
         return not self._frozen and not self._held
@@ -190,9 +248,9 @@ class PartyLoop(asyncio.BaseEventLoop):
         self._held = True
         self._world.cannot_run(self)
 
-    def _release(self, first: events.Handle) -> None:
+    def _release(self, first: Callback) -> None:
         self._held = False
-        self._ready.appendleft(first)
+        self.ready.appendleft(first)
         if self._runs:
             self._world.can_run(self)
 
@@ -201,26 +259,26 @@ class PartyLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._world.now_s
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> events.Handle:
-        handle = events.Handle(callback, args, self, context)
-        if not self.dead:
-            self._append(handle)
-        return handle
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Callback:
+        soon = Callback(self, callback, args, context)
+        self.due(soon)
+        return soon
 
-    def call_soon_threadsafe(
-        self, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> events.Handle:
-        return self.call_soon(callback, *args, context=context)
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> events.TimerHandle:
-        timer = events.TimerHandle(when, callback, args, self, context)
-        self._world.add_timer(timer)
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Callback:
+        timer = Callback(self, callback, args, context, when)
+        self._world.add_timer(when, timer)
         return timer
 
-    def _timer_handle_cancelled(self, handle: events.TimerHandle) -> None:
-        pass
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Callback:
+        return self.call_at(self._world.now_s + delay, callback, *args, context=context)
 
     def run_in_executor(self, _executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """On this loop, in a step of its own: there are no threads."""

@@ -151,12 +151,11 @@ class Network:
             self.world.after(self.break_s(), broken)
             return self.world.now_s
         arrival_s = max(self.world.now_s + self.delay_s(), not_before_s)
-        link = frozenset((source.name, target.name))
 
         def arrive() -> None:
             if target.dead:
                 self.world.after(self.break_s(), broken)
-            elif link in self._cuts:
+            elif self._cuts and (link := frozenset((source.name, target.name))) in self._cuts:
                 self._held.append((link, arrive, broken))
             else:
                 act()

@@ -167,6 +167,7 @@ def undisturbed() -> Iterator[None]:
     unraisable, level = sys.unraisablehook, logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     sys.unraisablehook = lambda _: None
+    gc.freeze()  # the modules are not looked through with each run's garbage
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -175,5 +176,6 @@ def undisturbed() -> Iterator[None]:
             yield
             gc.collect()
     finally:
+        gc.unfreeze()
         sys.unraisablehook = unraisable
         logging.disable(level)
