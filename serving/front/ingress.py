@@ -26,12 +26,16 @@ from serving.front.turn_dispatch import TurnDispatcher
 from serving.settings.config import AppArgs
 from serving.watch.metrics import IngressMetrics
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
+from serving.wire.feed_reader import FeedTimes
 from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turns import ModelInfo, TurnService
 
 logger = logging.getLogger(__name__)
 
 SILENCE_TIMEOUT_S = 20.0
+REOPEN_SHARE = 0.1
+"""Of the time that a turn may look for another replica. So long its feed may be opened again first, if that broke."""
+
 CALL_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 900.0
 EXPIRE_INTERVAL_S = 15.0
@@ -64,10 +68,13 @@ class Ingress:
         place = place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
-        calls = self._replicas = ReplicaCalls(
-            replicas, silence_timeout_s=SILENCE_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
-        )
         metrics = self._metrics = IngressMetrics(place.ingress_id)
+        calls = self._replicas = ReplicaCalls(
+            replicas,
+            feed_times=FeedTimes(SILENCE_TIMEOUT_S, REOPEN_SHARE * args.ingress.failover_timeout_s),
+            call_timeout_s=CALL_TIMEOUT_S,
+            on_broken_feed=metrics.feed_broke,
+        )
         owners = OwnershipCache(CACHED_OWNERS)
         dispatcher = self._dispatcher = TurnDispatcher(
             calls,

@@ -19,8 +19,8 @@ from ray.exceptions import ActorDiedError, RayActorError, TaskCancelledError
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from serving.wire.event_feed import FeedBatch
-from serving.wire.feed_reader import FeedReaders, TurnNews
+from serving.wire.event_feed import FeedItem
+from serving.wire.feed_reader import FeedReaders, FeedTimes, TurnNews
 from serving.wire.routing_errors import ALL_REPLICAS, KnownReplicas, Loss, Members, ReplicaGone
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnReply
 
@@ -42,16 +42,23 @@ LOST_CODES = frozenset(
 
 
 class ReplicaCalls:
-    """`silence_timeout_s`: a replica with turns sends a sign of life more often than that, or counts as lost."""
+    """`on_broken_feed` is called each time a feed breaks that is to be opened again."""
 
-    def __init__(self, handle: DeploymentHandle, *, silence_timeout_s: float, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        *,
+        feed_times: FeedTimes,
+        call_timeout_s: float,
+        on_broken_feed: Callable[[], None] = lambda: None,
+    ) -> None:
         # By value over gRPC: measured faster than object references.
         self._unary = handle.options(_by_reference=False)
         self._turn = handle.options(method_name="turn", _by_reference=False)
         self._feed = handle.options(
             stream=True, method_name="feed", _by_reference=False, response_serialization="pickle"
         )
-        self._readers = FeedReaders(self._open_feed, silence_timeout_s)
+        self._readers = FeedReaders(self._open_feed, feed_times, on_broken_feed)
         self._call_timeout_s = call_timeout_s
 
     @asynccontextmanager
@@ -137,12 +144,18 @@ class ReplicaCalls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _open_feed(self, replica_id: str, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
-        response = self._feed.options(session_id=replica_id).remote(feed_id)
+    async def _open_feed(
+        self, replica_id: str, feed_id: str, taken: int | None
+    ) -> AsyncGenerator[FeedItem, None]:
+        # A replica of the version before takes no number: it cannot go on behind one.
+        behind = () if taken is None else (taken,)
+        response = self._feed.options(session_id=replica_id).remote(feed_id, *behind)
         try:
             with failures_typed(replica_id):
                 async for batch in response:
                     yield batch
+        except AioRpcError as error:  # of whatever code: a connection that breaks may have any
+            raise ReplicaGone(replica_id) from error
         finally:
             _cancel(response)
 

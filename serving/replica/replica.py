@@ -38,7 +38,7 @@ from serving.watch.metrics import ReplicaMetrics
 from serving.watch.ray_gauges import RayGauges
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
 from serving.wire.errors import error_event, error_info
-from serving.wire.event_feed import EventFeeds, FeedBatch
+from serving.wire.event_feed import EventFeeds, FeedItem
 from serving.wire.turns import (
     ChatPrompt,
     ErrorInfo,
@@ -142,9 +142,9 @@ class LLMReplica:
         except ServiceError as refused:
             return TurnReply(0, (error_event(refused),))
 
-    async def feed(self, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
+    async def feed(self, feed_id: str, taken: int | None = None) -> AsyncGenerator[FeedItem, None]:
         """News of every turn that names this feed, see EventFeeds.stream."""
-        async for batch in self._feeds.stream(feed_id):
+        async for batch in self._feeds.stream(feed_id, taken):
             yield batch
 
     async def close_session(self, session_id: str) -> bool | ErrorInfo:

@@ -208,6 +208,12 @@ class IngressMetrics:
             ["ingress"],
             registry=self._registry,
         ).labels(ingress_id)
+        self._feed_breaks = Counter(
+            "kedge_feed_breaks",
+            "Times that the stream of events from a replica broke, and was to be opened again.",
+            ["ingress"],
+            registry=self._registry,
+        ).labels(ingress_id)
         self._resolves = Counter(
             "kedge_ownership_lookups",
             "Turns whose owner the controller was asked for, rather than found in the cache.",
@@ -220,6 +226,9 @@ class IngressMetrics:
 
     def taken_over(self) -> None:
         self._takeovers.inc()
+
+    def feed_broke(self) -> None:
+        self._feed_breaks.inc()
 
     def looked_up(self) -> None:
         self._resolves.inc()

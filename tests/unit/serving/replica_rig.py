@@ -33,7 +33,7 @@ from serving.replica.turn_runner import TurnRunner
 from serving.text.text import TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.event_feed import EventFeeds
-from serving.wire.feed_reader import FeedReaders, TurnNews
+from serving.wire.feed_reader import FeedReaders, FeedTimes, TurnNews
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
 
 VOCAB_SIZE = 1000
@@ -149,7 +149,7 @@ class Rig:
             self.mailbox.deliver,
         )
         self.feeds = EventFeeds()
-        self.readers = FeedReaders(lambda _, feed_id: self.feeds.stream(feed_id), 5.0)
+        self.readers = FeedReaders(lambda _, *place: self.feeds.stream(*place), FeedTimes(5.0, 0.5))
         self.tasks = BackgroundTasks()
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)

@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import RequestCancelledError
 
 from serving.front.replica_calls import TOO_LARGE, ReplicaCalls, hand_over
-from serving.wire.feed_reader import TurnNews
+from serving.wire.feed_reader import FeedTimes, TurnNews
 from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turns import FeedLine, ServiceError, TurnEvent, TurnFinish, TurnReply
 
@@ -124,7 +124,7 @@ async def test_with_anything_else(error: Exception) -> None:
 
 
 def calls_of(replica: StoppingReplica) -> ReplicaCalls:
-    return ReplicaCalls(replica, silence_timeout_s=60.0, call_timeout_s=60.0)  # type: ignore[arg-type]
+    return ReplicaCalls(replica, feed_times=FeedTimes(60.0, 0.5), call_timeout_s=60.0)  # type: ignore[arg-type]
 
 
 async def test_a_server_that_stops_during_a_turn_is_a_lost_replica() -> None:
@@ -158,7 +158,7 @@ async def test_a_server_that_stops_during_a_feed_is_a_lost_replica() -> None:
     async with (
         stopping_replica() as replica,
         asyncio.timeout(20),
-        aclosing(calls_of(replica)._open_feed("r", "f")) as feed,
+        aclosing(calls_of(replica)._open_feed("r", "f", None)) as feed,
     ):
         assert await anext(feed) == b"batch"
         await replica.called.wait()

@@ -10,10 +10,18 @@ from dataclasses import replace
 import pytest
 
 from engine.api import TokenLogprob
-from serving.wire.errors import CALL_REPEATED
-from serving.wire.event_feed import BATCH_WEIGHT, EVENT_WEIGHT, EventFeeds, FeedBatch
+from serving.wire.errors import CALL_REPEATED, FEED_LOST
+from serving.wire.event_feed import (
+    BATCH_WEIGHT,
+    BATCHES_KEPT,
+    EVENT_WEIGHT,
+    WEIGHT_KEPT,
+    EventFeeds,
+    FeedBatch,
+    FeedItem,
+)
 from serving.wire.turn_events import event_weight, merge_events
-from serving.wire.turns import FeedLine, ServiceError, TextLogprob, TurnEvent, TurnFinish
+from serving.wire.turns import ErrorInfo, FeedLine, ServiceError, TextLogprob, TurnEvent, TurnFinish
 from tests.unit.serving.wire.token_copies import copies_of_tokens
 
 LAST = TurnEvent(completion_tokens=9, finish=TurnFinish("stop"))
@@ -61,8 +69,9 @@ def scored(count: int) -> TurnEvent:
     return TurnEvent(input_logprobs=(TextLogprob(TokenLogprob(1, -1.0), "a"),) * count)
 
 
-async def read_into(seen: list[FeedBatch], stream: AsyncGenerator[FeedBatch, None]) -> None:
+async def read_into(seen: list[FeedBatch], stream: AsyncGenerator[FeedItem, None]) -> None:
     async for batch in stream:
+        assert isinstance(batch, dict)
         seen.append(batch)
         await asyncio.sleep(0)
 
@@ -104,7 +113,9 @@ async def test_a_large_answer_that_is_replayed_leaves_in_parts() -> None:
     with feeds.line(FeedLine("f", 0)) as turn:
         ending = asyncio.create_task(turn.reply(whole))
         stream = feeds.stream("f")
-        parts = [(await anext(stream))[0]]
+        batch = await anext(stream)
+        assert isinstance(batch, dict)
+        parts = [batch[0]]
         reply = await ending
         assert reply.told == 1
         parts += reply.events
@@ -212,3 +223,104 @@ async def test_a_stream_that_is_slow_has_each_token_copied_once(monkeypatch: pyt
     assert event.token_ids == tuple(range(500))
     assert last == LAST
     assert sum(copied) == 500
+
+
+async def collected(stream: AsyncGenerator[FeedItem, None]) -> list[FeedItem]:
+    async with asyncio.timeout(5):
+        return [item async for item in stream]
+
+
+async def test_a_stream_goes_on_behind_what_another_brought() -> None:
+    feeds = EventFeeds(sign_of_life_s=0.01)
+    with feeds.line(FeedLine("f", 0)) as turn:
+        broken = feeds.stream("f")
+        for number in range(3):
+            turn.put(token(number))
+            assert await anext(broken) == {0: token(number)}
+        await broken.aclose()
+        turn.put(token(3))
+        stream = feeds.stream("f", 1)
+        seen = [await anext(stream) for _ in range(4)]
+        assert seen == [{}, {0: token(1)}, {0: token(2)}, {0: token(3)}]
+        assert (await turn.reply(LAST)).told == 4
+    assert await collected(stream) == []
+
+
+async def test_a_stream_that_is_opened_again_says_so_at_once() -> None:
+    feeds = EventFeeds(sign_of_life_s=30.0)
+    with feeds.line(FeedLine("f", 0)):
+        stream = feeds.stream("f", 0)
+        async with asyncio.timeout(5):
+            assert await anext(stream) == {}
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("taken", [1, 3])
+async def test_a_stream_that_cannot_go_on_is_an_error_alone(taken: int) -> None:
+    """Batch 1 was acknowledged by the one before; batch 3 was never sent, so another incarnation has sent it."""
+    feeds = EventFeeds()
+    with feeds.line(FeedLine("f", 0)) as turn:
+        stream = feeds.stream("f")
+        for number in range(2):
+            turn.put(token(number))
+            await anext(stream)
+        await stream.aclose()
+        stream = feeds.stream("f", 2)
+        assert await anext(stream) == {}
+        await stream.aclose()
+        (error,) = await collected(feeds.stream("f", taken))
+        assert isinstance(error, ErrorInfo)
+        assert error.code == FEED_LOST
+    (error,) = await collected(feeds.stream("unknown", taken))
+    assert isinstance(error, ErrorInfo)
+
+
+async def test_what_is_kept_of_a_feed_is_bounded_by_number_and_by_size() -> None:
+    feeds = EventFeeds(sign_of_life_s=0.01)
+    with feeds.line(FeedLine("f", 0)) as turn:
+        stream = feeds.stream("f")
+        for number in range(BATCHES_KEPT + 5):
+            turn.put(token(number))
+            await anext(stream)
+        await stream.aclose()
+        assert feeds._feeds["f"].sent.behind(4) is None
+        kept = feeds._feeds["f"].sent.behind(5)
+        assert kept is not None
+        assert len(kept) == BATCHES_KEPT
+        sent = feeds._feeds["f"].sent.count
+        stream = feeds.stream("f", sent)
+        await anext(stream)
+        for _ in range(10):
+            turn.put(scored(EVENT_WEIGHT))
+            await anext(stream)
+        await stream.aclose()
+        fits = WEIGHT_KEPT // EVENT_WEIGHT
+        assert feeds._feeds["f"].sent.behind(sent + 10 - fits - 1) is None
+        kept = feeds._feeds["f"].sent.behind(sent + 10 - fits)
+        assert kept is not None
+        assert len(kept) == fits
+
+
+async def test_a_feed_whose_stream_broke_is_kept_for_a_while_and_then_forgotten() -> None:
+    """Its turns may have ended, and what was on its way is still to be told."""
+    feeds = EventFeeds(sign_of_life_s=0.01, kept_s=0.1)
+    with feeds.line(FeedLine("f", 0)) as turn:
+        stream = feeds.stream("f")
+        turn.put(token(1))
+        await anext(stream)
+        await stream.aclose()
+        await turn.reply(LAST)
+    assert len(feeds) == 0
+    assert await collected(feeds.stream("f", 0)) == [{}, {0: token(1)}]
+    async with asyncio.timeout(5):
+        while feeds._feeds:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_front_end_of_the_version_before_opens_a_feed_without_a_number() -> None:
+    feeds = EventFeeds(sign_of_life_s=0.01)
+    with feeds.line(FeedLine("f", 0)) as turn:
+        turn.put(token(1))
+        stream = feeds.stream("f")
+        assert await anext(stream) == {0: token(1)}
+    assert await collected(stream) == []

@@ -8,8 +8,8 @@ from contextvars import ContextVar
 
 import pytest
 
-from serving.wire.event_feed import EventFeeds, FeedBatch
-from serving.wire.feed_reader import FeedReaders, TurnNews
+from serving.wire.event_feed import EventFeeds, FeedItem
+from serving.wire.feed_reader import FeedReaders, FeedTimes, TurnNews
 from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turns import FeedLine, TurnEvent, TurnFinish, TurnReply
 from tests.unit.serving.wire.token_copies import copies_of_tokens
@@ -29,9 +29,11 @@ class Replica:
         self.opened = 0
         self.broken = asyncio.Event()
 
-    async def open_stream(self, replica_id: str, feed_id: str) -> AsyncGenerator[FeedBatch, None]:
+    async def open_stream(
+        self, replica_id: str, feed_id: str, taken: int | None
+    ) -> AsyncGenerator[FeedItem, None]:
         self.opened += 1
-        stream = self.feeds.stream(feed_id)
+        stream = self.feeds.stream(feed_id, taken)
         broken = asyncio.create_task(self.broken.wait())
         try:
             while True:
@@ -54,7 +56,7 @@ async def replica() -> Replica:
 
 @pytest.fixture
 async def readers(replica: Replica) -> AsyncIterator[FeedReaders]:
-    readers = FeedReaders(replica.open_stream, silence_timeout_s=5.0)
+    readers = FeedReaders(replica.open_stream, FeedTimes(5.0, 0.1))
     yield readers
     await readers.stop()
 
@@ -131,11 +133,11 @@ async def test_a_lost_replica_is_lost_to_every_turn(replica: Replica, readers: F
 
 
 async def test_silence_is_a_lost_replica() -> None:
-    async def silent(*_: str) -> AsyncGenerator[FeedBatch, None]:
+    async def silent(*_: object) -> AsyncGenerator[FeedItem, None]:
         yield {}
         await asyncio.Event().wait()
 
-    readers = FeedReaders(silent, silence_timeout_s=0.02)
+    readers = FeedReaders(silent, FeedTimes(0.02, 0.1))
     with readers.listen("r") as news, pytest.raises(ReplicaGone):
         await all_of(news)
     await readers.stop()
@@ -143,7 +145,7 @@ async def test_silence_is_a_lost_replica() -> None:
 
 async def test_a_stream_that_ended_is_opened_again_for_the_next_turn() -> None:
     replica = Replica(sign_of_life_s=0.01)
-    readers = FeedReaders(replica.open_stream, silence_timeout_s=5.0)
+    readers = FeedReaders(replica.open_stream, FeedTimes(5.0, 0.1))
     for number in range(3):
         with readers.listen("r") as news:
             await asyncio.sleep(0.05)  # longer than the replica keeps a stream without turns
@@ -168,12 +170,12 @@ async def test_a_feed_belongs_to_no_request() -> None:
     request = ContextVar("request", default="none")
     opened_by = []
 
-    async def stream(*_: str) -> AsyncGenerator[FeedBatch, None]:
+    async def stream(*_: object) -> AsyncGenerator[FeedItem, None]:
         opened_by.append(request.get())
         yield {}
         await asyncio.Event().wait()
 
-    readers = FeedReaders(stream, silence_timeout_s=5.0)
+    readers = FeedReaders(stream, FeedTimes(5.0, 0.1))
     request.set("first")
     with readers.listen("r"):
         await asyncio.sleep(0.01)
@@ -185,12 +187,12 @@ async def test_a_feed_belongs_to_no_request() -> None:
 async def test_a_feed_that_is_ended_from_outside_leaves_nobody_waiting(how: str) -> None:
     ended = asyncio.Event()
 
-    async def stream(*_: str) -> AsyncGenerator[FeedBatch, None]:
+    async def stream(*_: object) -> AsyncGenerator[FeedItem, None]:
         yield {}
         await ended.wait()
         raise asyncio.CancelledError  # so Serve ends a call that it has cancelled itself
 
-    readers = FeedReaders(stream, silence_timeout_s=5.0)
+    readers = FeedReaders(stream, FeedTimes(5.0, 0.1))
     with readers.listen("r") as news:
         await asyncio.sleep(0.01)
         if how == "cancelled":
