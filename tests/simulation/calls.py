@@ -197,6 +197,7 @@ class Stream:
         self._next = 0
         self._waiting: deque[Callable[[], Any]] = deque()
         self._wakes = asyncio.Event()
+        self._cut_off = False
         self._ended = False
 
     def send(self, target: Party) -> None:
@@ -208,6 +209,20 @@ class Stream:
     @property
     def over(self) -> bool:
         return self._ended or self._caller.dead
+
+    @property
+    def method(self) -> str:
+        return self._method
+
+    def break_off(self) -> None:
+        """What is on its way is lost, and what will be sent. Each end learns of it in its own time."""
+        target, far = self._target, self._far
+        if self._cut_off or self.over or target is None or far is None:
+            return
+        self._cut_off = True
+        world, loop = self._caller.world, self._caller.loop
+        world.after(self._network.break_s(), lambda: loop.call_soon(self.fail, unavailable()))
+        world.after(self._network.break_s(), lambda: target.loop.call_soon(far.cancel))
 
     def cancel(self) -> None:
         target, far = self._target, self._far
@@ -268,7 +283,7 @@ class Stream:
             post(_raises(StopAsyncIteration()))
 
     def _arrive(self, number: int, give: Callable[[], Any]) -> None:
-        if self._ended:
+        if self._ended or self._cut_off:
             return
         self._arrived[number] = give
         while (ready := self._arrived.pop(self._next, None)) is not None:

@@ -34,9 +34,8 @@ def _of_replica(replica: LLMReplica) -> Iterator[str]:
         "tasks": replica._tasks._tasks,
     }
     yield from (f"{name}: {list(table)}" for name, table in tables.items() if table)
-    feeds = [feed for feed in replica._feeds._feeds.values() if feed.turns]
-    if feeds:
-        yield f"feeds with turns: {len(feeds)}"
+    if replica._feeds._feeds:
+        yield f"feeds: {len(replica._feeds._feeds)}"
     engine = replica._engine
     stats = engine.stats()
     if stats.running or stats.waiting:

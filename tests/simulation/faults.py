@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.simulation.calls import Stream
 from tests.simulation.logs import Log
 from tests.simulation.network import Party, Weather
 from tests.simulation.parties import Cluster
@@ -11,6 +12,8 @@ from tests.simulation.schedule import Fault
 
 TOO_LONG_FROZEN_S = 12.0
 """Serve's health check gives a replica up that has not answered for so long."""
+FEED = "actor.feed"
+BREAKS_AGAIN_S = (0.1, 1.0)
 
 
 class Faults:
@@ -45,6 +48,8 @@ class Faults:
                 return self._freeze(fault)
             case "cut":
                 return self._cut(fault)
+            case "break":
+                return self._break_feeds(fault)
             case "stall":
                 return self._stall(fault)
             case "log":
@@ -94,6 +99,29 @@ class Faults:
                 return _nothing
             names.append(party.name)
         return self._cluster.network.cut(*names)
+
+    def _break_feeds(self, fault: Fault) -> Callable[[], None]:
+        """The stream of events from a replica to an ingress breaks, again and again; calls pass meanwhile."""
+        cluster = self._cluster
+        ingress, replica = self._one("ingress", fault.who), self._one("replica", fault.who // 2)
+        if ingress is None or replica is None:
+            return _nothing
+        mended = False
+
+        def break_off() -> None:
+            if mended:
+                return
+            for call in list(ingress.calls):
+                if isinstance(call, Stream) and call.method == FEED and call.is_answered_there(replica):
+                    call.break_off()
+            cluster.world.after(cluster.random.uniform(*BREAKS_AGAIN_S), break_off)
+
+        def mend() -> None:
+            nonlocal mended
+            mended = True
+
+        break_off()
+        return mend
 
     def _stall(self, fault: Fault) -> Callable[[], None]:
         party = self._one("replica", fault.who)

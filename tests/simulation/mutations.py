@@ -26,7 +26,7 @@ from serving.front.told_so_far import ToldSoFar
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_runner import TurnRunner
-from serving.wire.event_feed import ToldTurn
+from serving.wire.event_feed import SentBatches, ToldTurn
 from serving.wire.feed_reader import TurnNews
 from serving.wire.turns import ResumedTurn, TurnCall
 
@@ -250,6 +250,16 @@ def _late_news_is_lost() -> Patches:
     return [patch.object(ToldTurn, "reply", reply)]
 
 
+def _feeds_go_on_anywhere() -> Patches:
+    """A feed that is opened again goes on with what comes next, whatever was on its way."""
+    return [patch.object(SentBatches, "behind", lambda _self, _taken: [])]
+
+
+def _feeds_tell_again() -> Patches:
+    """A feed that is opened again begins with all that is kept of it, whatever has arrived."""
+    return [patch.object(SentBatches, "behind", lambda self, _taken: [batch for batch, _ in self._kept])]
+
+
 def _abandoned_turns_stay() -> Patches:
     """A client that leaves leaves its turn in flight."""
     return [
@@ -292,6 +302,8 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "a takeover goes on in another turn": _takeovers_go_on_anywhere,
         "a reply overtakes the news": _replies_overtake_news,
         "late news is lost": _late_news_is_lost,
+        "a feed goes on anywhere": _feeds_go_on_anywhere,
+        "a feed tells again": _feeds_tell_again,
         "abandoned turns stay in flight": _abandoned_turns_stay,
         "epochs begin anew": _epochs_begin_anew,
         "the ledger is written before the log": _ledger_before_log,

@@ -291,6 +291,26 @@ async def test_another_incarnation_of_the_replica_is_a_lost_one(
     assert connection.opened == [None, 1]
 
 
+async def test_a_replica_of_the_version_before_is_a_lost_one(connection: BreakingConnection) -> None:
+    """Its method takes no number, and says so."""
+
+    async def stream(replica_id: str, feed_id: str, taken: int | None) -> AsyncGenerator[FeedItem, None]:
+        if taken is not None:
+            connection.opened.append(taken)
+            raise TypeError("feed() takes 2 positional arguments but 3 were given")
+        async for item in connection.open_stream(replica_id, feed_id, None):
+            yield item
+
+    readers = FeedReaders(stream, TIMES)
+    with readers.listen("r") as news, connection.feeds.line(news.line) as told:
+        told.put(token(1))
+        assert await first_of(news) == token(1)
+        connection.break_off()
+        with pytest.raises(ReplicaGone):
+            await all_of(news)
+    assert connection.opened == [None, 1]
+
+
 async def test_batches_that_the_replica_has_dropped_are_a_lost_replica_and_no_gap(
     connection: BreakingConnection, readers: FeedReaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

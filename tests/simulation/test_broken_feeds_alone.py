@@ -1,0 +1,70 @@
+"""A feed that breaks, and nothing else: no session moves, no turn is repeated, and nothing is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.simulation.schedule import Fault, Schedule, Turn
+from tests.simulation.simulation import Simulation, undisturbed
+
+SETTINGS = (
+    ("replicas", 2),
+    ("ingresses", 2),
+    ("num_pages", 256),
+    ("host_pages", 0),
+    ("disk_pages", 0),
+    ("prefix_cache", False),
+    ("slowness", 8),
+    ("ngram", False),
+    ("rebalancing", False),
+    ("strict", False),
+)
+MOVED = ("kedge_failovers_total", "kedge_takeovers_total")
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed() -> Iterator[None]:
+    with undisturbed():
+        yield
+
+
+def schedule_of(seed: int) -> Schedule:
+    """Four sessions with room for all of their KV; one of the feeds between them and their replicas breaks about every
+    0.1 s."""
+    random = Random(f"broken feeds {seed}")
+    clients = tuple(
+        tuple(Turn(random.expovariate(10.0), random.randint(1, 6), 8) for _ in range(8)) for _ in range(4)
+    )
+    faults = tuple(
+        Fault(random.uniform(0.0, 3.0), "break feed", random.randrange(6), 0.0, 0, 0.0) for _ in range(30)
+    )
+    return Schedule(seed, SETTINGS, clients, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def counted(simulation: Simulation, names: tuple[str, ...]) -> float:
+    """Of all ingresses."""
+    pages = [party.actor._metrics.render() for party in simulation.cluster.ingresses]
+    families = [family for page in pages for family in text_string_to_metric_families(page)]
+    return sum(sample.value for family in families for sample in family.samples if sample.name in names)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_session_moves_and_nothing_is_computed_again(seed: int) -> None:
+    simulation = Simulation(schedule_of(seed))
+    try:
+        outcome = simulation.play()
+        prefilled = sum(party.actor._engine.stats().prefill_tokens for party in simulation.cluster.replicas)
+        broken, moved = counted(simulation, ("kedge_feed_breaks_total",)), counted(simulation, MOVED)
+        turns = [turn for life in simulation.store.lives for turn in life.turns]
+    finally:
+        simulation.end()
+    assert outcome.violations == ()
+    assert outcome.turns == 4 * 8 + 4  # each session takes one more at the end
+    assert broken >= 3
+    assert moved == 0
+    # A turn computes its own tokens, and the last token of its history, which has no KV yet.
+    assert prefilled == sum(len(turn.input) + bool(turn.before) for turn in turns)
