@@ -22,6 +22,7 @@ SETTINGS = (
     ("ngram", False),
     ("rebalancing", False),
     ("strict", False),
+    ("log", "sqlite"),
 )
 MOVED = ("kedge_failovers_total", "kedge_takeovers_total")
 
