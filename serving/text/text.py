@@ -6,11 +6,10 @@ Everything that a turn costs here depends on the turn alone, never on the sessio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from controllers.records import ModelFingerprint
 from engine.api import (
@@ -26,10 +25,9 @@ from serving.text.control_tokens import ControlTokens
 from serving.text.detokenizer import Detokenizer, NoText, TokenBytes
 from serving.text.fingerprint import template_hash, tokenizer_hash
 from serving.text.stop_strings import StopMatcher
+from serving.text.tokenizer_files import load_tokenizer
 from serving.text.tool_calls.formats import FormatName, ToolCallsSetting, format_of
 from serving.wire.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, TokenPrompt
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 class TextProcessor:
@@ -62,11 +60,7 @@ class TextProcessor:
     @classmethod
     def load(cls, path: str, *, vocab_size: int, max_context_len: int) -> TextProcessor:
         """From a Hugging Face directory (which may lack a tokenizer) or a hub id."""
-        directory = Path(path)
-        tokenizer = None
-        if not directory.is_dir() or any((directory / name).exists() for name in _TOKENIZER_FILES):
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        return cls(tokenizer, vocab_size=vocab_size, max_context_len=max_context_len)
+        return cls(load_tokenizer(path), vocab_size=vocab_size, max_context_len=max_context_len)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
