@@ -13,45 +13,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import random
 import signal
 import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
-import httpx
 import redis
-from measure import machine
 from processes import siblings
 from rich.console import Console
 from rich.table import Table
-from session_talkers import GIVE_UP_S, Answer, Findings, Talker
+from session_talkers import Findings
+from streaming_talkers import StreamingTalker, longest_gap_s
+from talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
 
 CONTROLLER = "ray::ClusterController"
 KILL_AGAIN_S = 0.25
 ON_THE_WAY_S = 1.0
 """What was committed before may be heard of so much later."""
-
-
-class Streaming(Talker):
-    """Always streams, and notes when its turns ended and what of their histories had KV."""
-
-    def __init__(self, client: httpx.AsyncClient, findings: Findings, seed: str) -> None:
-        super().__init__(client, findings, seed, stream_share=1.0, leaving_share=0.0)
-        self.ended_s: list[float] = []
-        self.computed_again: list[int] = []
-
-    def _note(self, new: list[int], answer: Answer, told: list[int]) -> None:
-        self.ended_s.append(time.monotonic())
-        history_len = len(self._history)
-        if history_len and not answer.replayed:
-            self.computed_again.append(max(0, history_len - 1 - answer.meta["cached_tokens"]))
-        super()._note(new, answer, told)
 
 
 @asynccontextmanager
@@ -89,88 +71,74 @@ async def _kill_on(replica_pid: int) -> None:
         await asyncio.sleep(KILL_AGAIN_S)
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """What was found: figures that can be written as JSON."""
+async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, Any]]:
+    """What was found, whether the audit at the end is clean, and figures that can be written as JSON."""
     findings = Findings()
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=args.url, timeout=GIVE_UP_S, limits=limits) as client:
-        talkers = [Streaming(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)]
+    async with open_client(args) as client:
+        talkers = [
+            StreamingTalker(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)
+        ]
         info = (await client.get("/get_server_info")).json()
-        until_s = time.monotonic() + args.before_s + args.seconds + args.after_s
-        talks = [asyncio.create_task(talker.talk(until_s)) for talker in talkers]
-        await asyncio.sleep(args.before_s)
-        async with away(args.away, info):
-            began_s = time.monotonic()
-            await asyncio.sleep(args.seconds)
-        back_s = time.monotonic()
-        await asyncio.gather(*talks)
-        listed = (await client.get("/v1/kedge/sessions")).json()["sessions"]
-        by_id = {session["session_id"]: session for session in listed}
-        for talker in talkers:
-            await talker.check_end(by_id)
-        audit = (await client.get("/v1/kedge/audit")).json()
-    ended_s = [at_s for talker in talkers for at_s in talker.ended_s]
-    went_on_s = [min(at_s for at_s in talker.ended_s if at_s > back_s) - back_s for talker in talkers]
-    computed_again = [tokens for talker in talkers for tokens in talker.computed_again]
-    return {
+        async with talking(talkers):
+            await asyncio.sleep(args.before_s)
+            async with away(args.away, info):
+                began_s = time.monotonic()
+                await asyncio.sleep(args.seconds)
+            back_s = time.monotonic()
+            await asyncio.sleep(args.after_s)
+            over_s = time.monotonic()
+        audit_clean = await check_ends(client, talkers)
+    turns = list(chain.from_iterable(talker.turns for talker in talkers))
+    computed_again = [turn.computed_again for turn in turns if turn.computed_again]
+    went_on_s = [next(at_s for at_s in talker.heard_s if at_s > back_s) - back_s for talker in talkers]
+    silences_s = [longest_gap_s(talker.heard_s, back_s, over_s) for talker in talkers]
+    figures = {
         "away_s": round(back_s - began_s, 2),
-        "turns_before": sum(at_s < began_s for at_s in ended_s),
-        "turns_ended_during": sum(began_s + ON_THE_WAY_S < at_s < back_s for at_s in ended_s),
+        "turns_before": sum(turn.ended_s < began_s for turn in turns),
+        "turns_ended_during": sum(began_s + ON_THE_WAY_S < turn.ended_s < back_s for turn in turns),
         "went_on_after_s": [round(after_s, 3) for after_s in sorted(went_on_s)],
-        "turns_that_computed_history_again": sum(tokens > 0 for tokens in computed_again),
+        "longest_silences_after_s": [round(silence_s, 3) for silence_s in sorted(silences_s)],
+        "turns_that_computed_history_again": len(computed_again),
         "tokens_computed_again": sum(computed_again),
-        "all_checked": findings.all_checked,
-        "audit_clean": bool(audit["clean"]),
-        "findings": vars(findings),
     }
+    return findings, audit_clean, figures
 
 
-def show(figures: dict[str, Any]) -> None:
+def show(findings: Findings, audit_clean: bool, figures: dict[str, Any]) -> None:
     table = Table("what", "figure")
-    findings, went_on_s = figures["findings"], figures["went_on_after_s"]
-    failures = ", ".join(f"{count} {code}" for code, count in findings["failures"].items()) or "none"
     for name, value in {
         "away": f"{figures['away_s']:.1f} s",
-        "turns, tokens": f"{findings['turns']:,}, {findings['tokens']:,}",
+        "turns, tokens": f"{findings.turns:,}, {findings.tokens:,}",
         "turns that ended while it was away": f"{figures['turns_ended_during']:,}",
-        "attempts that failed": failures,
-        "from its return to each session's next end of a turn": f"median {statistics.median(went_on_s):.2f} s,"
-        f" last {went_on_s[-1]:.2f} s",
+        "attempts that failed": failures_line(findings),
+        "from its return until a session hears something": median_and_last(figures["went_on_after_s"]),
+        "a session's longest silence since then": median_and_last(figures["longest_silences_after_s"]),
         "turns that computed history again": f"{figures['turns_that_computed_history_again']:,}"
         f" ({figures['tokens_computed_again']:,} tokens)",
-        "turns found in the log": f"{findings['logged']:,}",
-        "turns whose answer is the model's": f"{findings['checked']:,}",
-        "lost, doubled or wrong": f"{len(findings['wrong']):,}",
-        "audit": "clean" if figures["audit_clean"] else "not clean",
+        "turns found in the log": f"{findings.logged:,}",
+        "turns whose answer is the model's": f"{findings.checked:,}",
+        "lost, doubled or wrong": f"{len(findings.wrong):,}",
+        "audit": "clean" if audit_clean else "not clean",
     }.items():
         table.add_row(name, value)
     Console().print(table)
-    for line in findings["wrong"][:20]:
-        print(line[:2000])
+
+
+def median_and_last(times_s: list[float]) -> str:
+    return f"median {statistics.median(times_s):.2f} s, last {times_s[-1]:.2f} s"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser = talk_arguments(__doc__, sessions=12)
     parser.add_argument("--away", choices=("redis", "controller", "controller-dies"), default="redis")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long it is away")
     parser.add_argument("--before-s", type=float, default=10.0)
     parser.add_argument("--after-s", type=float, default=15.0)
-    parser.add_argument("--sessions", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"seed {args.seed}")
-    figures = asyncio.run(measure(args))
-    show(figures)
-    if args.json is not None:
-        settings = {key: value for key, value in vars(args).items() if key not in ("url", "json")}
-        record = {"machine": machine(), "settings": settings, **figures}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    if figures["findings"]["wrong"] or not figures["audit_clean"] or not figures["all_checked"]:
-        raise SystemExit(1)
+    findings, audit_clean, figures = asyncio.run(measure(args))
+    show(findings, audit_clean, figures)
+    conclude(args, findings, audit_clean, figures)
 
 
 if __name__ == "__main__":

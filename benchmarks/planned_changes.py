@@ -1,10 +1,12 @@
 """Changes a running cluster under streaming sessions: a rolling update, fewer replicas, more again, a drain by hand.
-Does a turn fail, how long is the worst first token, does throughput ever stand still?
+Does a turn fail, how long does a turn wait for its first token, does throughput ever stand still?
 
     make serve CONFIG=my.yaml
-    python benchmarks/planned_changes.py --config my.yaml --json planned_changes.json
+    python benchmarks/planned_changes.py --config my.yaml --rounds 3 --json planned_changes.json
 
-The changes go to Ray Serve as `serve deploy` sends them. Every turn is checked, in the ways that
+The changes go to Ray Serve as `serve deploy` sends them. A turn's wait is its time to the first token less that of its
+own prefill: what an idle server, measured at the beginning, takes for the tokens that had no KV. So it contains the KV
+that others compute meanwhile, and all that is slower since the machine is busy. Every turn is checked, in the ways that
 benchmarks/session_talkers.py lists.
 """
 
@@ -12,55 +14,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
-from measure import machine
 from rich.console import Console
 from rich.table import Table
-from session_talkers import GIVE_UP_S, Answer, Findings, Talker
+from session_talkers import Findings
+from streaming_talkers import PrefillTime, StreamedTurn, StreamingTalker, longest_gap_s
+from talk_run import check_ends, conclude, failures_line, open_client, talk_arguments, talking
 
 SETTLED_S = 180.0
 LATE_S = 1.0
-
-
-class Streaming(Talker):
-    """Always streams, and notes when tokens came, when turns ended, and what their first tokens took."""
-
-    def __init__(self, client: httpx.AsyncClient, findings: Findings, seed: str) -> None:
-        super().__init__(client, findings, seed, stream_share=1.0, leaving_share=0.0)
-        self._asked_s: float | None = None
-        self.ended_s: list[float] = []
-        self.heard_s: list[float] = []
-        self.first_tokens: list[tuple[float, float]] = []
-        """When each turn was asked for, and the seconds to its first token, failed attempts included."""
-
-    async def next_turn(self) -> None:
-        self._asked_s = None
-        await super().next_turn()
-
-    async def _attempt(self, *args: Any) -> None:
-        if self._asked_s is None:
-            self._asked_s = time.monotonic()
-        await super()._attempt(*args)
-
-    def _heard(self) -> None:
-        self.heard_s.append(time.monotonic())
-        if self._asked_s is not None:
-            self.first_tokens.append((self._asked_s, time.monotonic() - self._asked_s))
-            self._asked_s = None
-
-    def _note(self, new: list[int], answer: Answer, told: list[int]) -> None:
-        self.ended_s.append(time.monotonic())
-        super()._note(new, answer, told)
+MOST_WORST = 5
+COUNTED = ("turns", "waits_late", "tokens_computed_again")
 
 
 class Deployment:
@@ -123,94 +96,117 @@ def changes_of(deployment: Deployment, count: int) -> dict[str, Callable[[], Awa
     }
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    findings, spans = Findings(), dict[str, tuple[float, float]]()
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=args.url, timeout=GIVE_UP_S, limits=limits) as client:
-        talkers = [Streaming(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)]
+async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, Any]]:
+    """What was found, whether the audit at the end is clean, and figures that can be written as JSON."""
+    findings, rounds = Findings(), list[dict[str, Any]]()
+    async with open_client(args) as client:
+        prefill = await PrefillTime.measured(client)
+        talkers = [
+            StreamingTalker(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)
+        ]
         deployment = Deployment(client, args.dashboard, args.config)
-        over = asyncio.Event()
-
-        async def talk(talker: Streaming) -> None:
-            while not over.is_set():
-                await talker.next_turn()
-            await talker.check_answers()
-
-        talks = [asyncio.create_task(talk(talker)) for talker in talkers]
-        await asyncio.sleep(args.pause_s)
-        for name, change in changes_of(deployment, len(await deployment.replicas())).items():
-            began_s = time.monotonic()
-            await change()
-            spans[name] = began_s, time.monotonic()
+        changes = changes_of(deployment, len(await deployment.replicas()))
+        async with talking(talkers):
             await asyncio.sleep(args.pause_s)
-        over.set()
-        await asyncio.gather(*talks)
-        audit = (await client.get("/v1/kedge/audit")).json()
-    return {
-        "changes": {name: span_figures(talkers, *span) for name, span in spans.items()},
-        "all_checked": findings.all_checked,
-        "audit_clean": bool(audit["clean"]),
-        "findings": vars(findings),
+            for number in range(args.rounds):
+                for name in args.changes or changes:
+                    began_s = time.monotonic()
+                    await changes[name]()
+                    ended_s = time.monotonic()
+                    await asyncio.sleep(args.pause_s)
+                    span = span_figures(talkers, prefill, began_s, ended_s)
+                    rounds.append({"change": name, "round": number, **span})
+        audit_clean = await check_ends(client, talkers)
+    figures = {
+        "prefill_s": dict(zip(prefill.lengths, prefill.times_s, strict=True)),
+        "changes": {name: over_rounds(rounds, name) for name in args.changes or changes},
+        "rounds": rounds,
     }
+    return findings, audit_clean, figures
 
 
-def span_figures(talkers: list[Streaming], began_s: float, ended_s: float) -> dict[str, float]:
-    """Of the turns that were asked for, and ended, while one change was carried out."""
-    waits_s = [wait for each in talkers for at_s, wait in each.first_tokens if began_s <= at_s <= ended_s]
-    ends_s = sorted(at_s for each in talkers for at_s in each.ended_s if began_s <= at_s <= ended_s)
-    heard_s = sorted(at_s for each in talkers for at_s in each.heard_s if began_s <= at_s <= ended_s)
+def span_figures(
+    talkers: list[StreamingTalker], prefill: PrefillTime, began_s: float, ended_s: float
+) -> dict[str, Any]:
+    """Of the turns that were asked for while one change was carried out, and have ended by now; and of all that was
+    heard meanwhile."""
+    turns = [
+        turn
+        for talker in talkers
+        for turn in talker.turns
+        if began_s <= turn.asked_s <= ended_s and turn.first_s
+    ]
+    waits_s = [turn.first_token_s - prefill.of(turn) for turn in turns]
+    heard_s = chain.from_iterable(talker.heard_s for talker in talkers)
+    ends_s = (turn.ended_s for talker in talkers for turn in talker.turns)
     return {
         "took_s": round(ended_s - began_s, 1),
-        "turns": len(ends_s),
-        "first_token_median_s": round(statistics.median(waits_s), 3) if waits_s else 0.0,
-        "first_token_worst_s": round(max(waits_s, default=0.0), 3),
-        "first_tokens_late": sum(wait_s > LATE_S for wait_s in waits_s),
-        "longest_without_an_end_s": longest_gap_s([began_s, *ends_s, ended_s]),
-        "longest_without_a_token_s": longest_gap_s([began_s, *heard_s, ended_s]),
+        "turns": len(turns),
+        "wait_median_s": round(statistics.median(waits_s), 3) if waits_s else 0.0,
+        "wait_worst_s": round(max(waits_s, default=0.0), 3),
+        "waits_late": sum(wait_s > LATE_S for wait_s in waits_s),
+        "first_token_worst_s": round(max((turn.first_token_s for turn in turns), default=0.0), 3),
+        "own_prefill_worst_s": round(max(map(prefill.of, turns), default=0.0), 3),
+        "tokens_computed_again": sum(turn.computed_again for turn in turns),
+        "longest_without_a_token_s": round(longest_gap_s(heard_s, began_s, ended_s), 3),
+        "longest_without_an_end_s": round(longest_gap_s(ends_s, began_s, ended_s), 3),
+        "worst_turns": [turn_figures(turn, prefill, began_s) for turn in worst_of(turns, prefill)],
     }
 
 
-def longest_gap_s(times_s: list[float]) -> float:
-    return round(max(after - before for before, after in pairwise(times_s)), 3)
+def worst_of(turns: list[StreamedTurn], prefill: PrefillTime) -> list[StreamedTurn]:
+    by_wait = sorted(turns, key=lambda turn: turn.first_token_s - prefill.of(turn), reverse=True)
+    return by_wait[:MOST_WORST]
 
 
-def show(figures: dict[str, Any]) -> None:
+def turn_figures(turn: StreamedTurn, prefill: PrefillTime, began_s: float) -> dict[str, float]:
+    return {
+        "asked_after_s": round(turn.asked_s - began_s, 2),
+        "first_token_s": round(turn.first_token_s, 3),
+        "own_prefill_s": round(prefill.of(turn), 3),
+        "prompt_tokens": turn.prompt_tokens,
+        "cached_tokens": turn.cached_tokens,
+    }
+
+
+def over_rounds(rounds: list[dict[str, Any]], change: str) -> dict[str, float]:
+    """Sums of what is counted, medians of medians, of all else the worst."""
+    spans = [span for span in rounds if span["change"] == change]
+
+    def over(name: str) -> float:
+        values = [span[name] for span in spans]
+        if name in COUNTED:
+            return sum(values)
+        return round(statistics.median(values), 3) if name.endswith("median_s") else max(values)
+
+    return {name: over(name) for name in spans[0] if name not in ("change", "round", "worst_turns")}
+
+
+def show(findings: Findings, audit_clean: bool, figures: dict[str, Any]) -> None:
     columns = list(next(iter(figures["changes"].values())))
     table = Table("change", *(name.replace("_", " ") for name in columns))
     for name, span in figures["changes"].items():
         table.add_row(name, *(f"{span[column]:g}" for column in columns))
-    console, findings = Console(), figures["findings"]
+    console = Console()
     console.print(table)
-    failures = ", ".join(f"{count} {code}" for code, count in findings["failures"].items()) or "none"
     console.print(
-        f"{findings['turns']} turns, {findings['checked']} checked; attempts that failed: {failures}"
+        f"{findings.turns} turns, {findings.checked} checked; attempts that failed: {failures_line(findings)};"
+        f" audit {'clean' if audit_clean else 'not clean'}"
     )
-    for line in findings["wrong"][:20]:
-        print(line[:2000])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser = talk_arguments(__doc__, sessions=12)
     parser.add_argument("--dashboard", default="http://127.0.0.1:8265")
     parser.add_argument("--config", type=Path, required=True, help="the file that is served")
+    parser.add_argument("--changes", nargs="+", help="some of them only, by name; without: all")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each change is made")
     parser.add_argument("--pause-s", type=float, default=8.0, help="before, between and after the changes")
-    parser.add_argument("--sessions", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"seed {args.seed}")
-    figures = asyncio.run(measure(args))
-    show(figures)
-    if args.json is not None:
-        settings = {"sessions": args.sessions, "seed": args.seed, "pause_s": args.pause_s}
-        args.json.write_text(
-            json.dumps({"machine": machine(), "settings": settings, **figures}, indent=1) + "\n"
-        )
-    if figures["findings"]["wrong"] or not figures["audit_clean"] or not figures["all_checked"]:
-        raise SystemExit(1)
+    findings, audit_clean, figures = asyncio.run(measure(args))
+    show(findings, audit_clean, figures)
+    conclude(args, findings, audit_clean, figures)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ class Talker:
             if "error" in event:
                 raise Failed(str(event["error"]["code"]))
             answer.tokens, answer.meta = event["output_ids"], event["meta_info"]
-            self._heard()
+            self._heard(answer)
             if count == leaves_after:
                 raise Left
         if answer.meta.get("finish_reason") is None:
@@ -270,8 +270,8 @@ class Talker:
         if longest_s > SILENCE_S:
             self._findings.silences_s.append(longest_s)
 
-    def _heard(self) -> None:
-        """An event of a stream has come."""
+    def _heard(self, answer: Answer) -> None:
+        """An event of a stream has come; this is what the stream has told so far."""
 
     async def _insist(self, path: str, body: dict[str, Any], *, taken: bool = False) -> httpx.Response:
         """Repeats what may be repeated until it is answered; `taken`: an earlier try may have opened the session."""
