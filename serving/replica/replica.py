@@ -25,6 +25,7 @@ from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidReque
 from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
 from serving.replica.autoscaling_policy import ReplicaLoad
+from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
@@ -109,6 +110,11 @@ class LLMReplica:
             sessions,
             self._controller,
             self._tasks,
+            HandOverPace(
+                place.clock,
+                args.rebalancing.tokens_per_s,
+                within_s=args.replicas.graceful_shutdown_timeout_s / 2,
+            ),
             engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
         )
         self._turns = TurnRunner(

@@ -25,6 +25,7 @@ from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, Session
 from controllers.session import Fork, SessionController, Turn
 from engine.api import Engine, EngineError, SessionBusy
 from serving.background import BackgroundTasks
+from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turns import ForkedSession
@@ -35,6 +36,8 @@ CLOSE_PATIENCE_S = 60.0
 CLOSE_PAUSE_S = 0.25
 OFFER_TIMEOUT_S = 1.0
 """A turn waits no longer for a place that may be better. A controller that is away keeps it from none."""
+IN_USE_S = 1.0
+"""Who had a turn so lately is likely to have the next one as soon."""
 KV_WAIT_S = 0.05
 """How long a heartbeat waits for the engine, which answers between two steps."""
 
@@ -42,7 +45,8 @@ T = TypeVar("T")
 
 
 class SessionHost:
-    """`engine_timeout_s` bounds every wait for the engine to do something between two steps."""
+    """`engine_timeout_s` bounds every wait for the engine to do something between two steps. `pace` is that of a drain,
+    for sessions in use."""
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class SessionHost:
         sessions: SessionController,
         controller: ControllerCalls,
         tasks: BackgroundTasks,
+        pace: HandOverPace,
         *,
         engine_timeout_s: float,
     ) -> None:
@@ -59,6 +64,7 @@ class SessionHost:
         self._sessions = sessions
         self._controller = controller
         self._tasks = tasks
+        self._pace = pace
         self._engine_timeout_s = engine_timeout_s
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
@@ -100,10 +106,16 @@ class SessionHost:
         return await self._tasks.outcome(forking)
 
     async def offer(self, session_id: str, epoch: int) -> None:
-        """Lets another replica have the session, if this one is crowded or drains. For a turn that begins, which keeps
-        others away meanwhile. Raises SessionMoved: the turn is to end, and the session to be `let_go`."""
-        if not (self._crowded or self._draining):
+        """Lets another replica have the session, if this one is crowded, or drains and it is its turn to go. For a turn
+        that begins, which keeps others away meanwhile. Raises SessionMoved: the turn is to end, and the session to be
+        `let_go`."""
+        if self._draining and not self._pace.may_go(self._sessions.committed_len(session_id)):
             return
+        if self._draining or self._crowded:
+            await self._offer(session_id, epoch)
+
+    async def _offer(self, session_id: str, epoch: int) -> None:
+        """Raises SessionMoved if another replica has it now."""
         try:
             async with asyncio.timeout(OFFER_TIMEOUT_S):
                 moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
@@ -113,9 +125,10 @@ class SessionHost:
             # If it was moved nevertheless the turn is refused by its epoch, and goes on at the new owner.
             logger.warning("session %s: not offered to others: %r", session_id, error)
             self._crowded = False  # until the controller says so again: no other turn waits for it in vain
-            return
+            moved = False
         if moved:
             raise SessionMoved(f"session {session_id!r} has moved to another replica")
+        self._pace.stayed()
 
     async def let_go(self, turn: Turn | Fork) -> None:
         """Ends a turn, or what keeps turns away, without a trace, and leaves nothing here of its session, which has
@@ -180,7 +193,8 @@ class SessionHost:
             return
         load, held = self.status(), self._statuses(await self._held_kv())
         reply = await self._controller.heartbeat(load, held)
-        self._crowded, self._draining = reply.crowded, reply.draining
+        self._crowded = reply.crowded
+        self._drains(reply.draining)
         if not reply.known:
             await self._controller.register_replica(load)
         epochs = {status.session_id: status.epoch for status in held}
@@ -194,13 +208,17 @@ class SessionHost:
         Raises NoReplica where nobody could take them.
         """
         await self._controller.drain_replica(self._replica_id)
-        self._leaving = self._draining = True
+        self._leaving = True
+        self._drains(True)
 
     async def hand_over(self) -> None:
-        """Of a replica that drains: lets others have the sessions that have no turn, one after another. A turn that
-        comes for one meanwhile waits, and finds it moved."""
-        for status in self._sessions.snapshot() if self._draining else ():
+        """Of a replica that drains: lets others have the sessions that have no turn, one after another, those in use
+        last and at their pace. A turn that comes for one meanwhile waits, and finds it moved."""
+        held = self._sessions.snapshot() if self._draining else []
+        for status in sorted(held, key=lambda status: -status.idle_s):
             if status.in_turn or status.closing or status.session_id in self._handing_over:
+                continue
+            if status.idle_s < IN_USE_S and not self._pace.may_go(status.tokens):
                 continue
             handing_over = self._tasks.start(self._hand_over(status.session_id, status.epoch))
             self._handing_over[status.session_id] = handing_over
@@ -234,6 +252,11 @@ class SessionHost:
             draining=self._leaving,
             step_age_s=self._engine.step_age_s,
         )
+
+    def _drains(self, draining: bool) -> None:
+        if draining and not self._draining:
+            self._pace.begin()
+        self._draining = draining
 
     def _statuses(self, kv_tokens: dict[str, int]) -> list[SessionStatus]:
         stats = self._engine.stats()
@@ -277,7 +300,7 @@ class SessionHost:
         except ControllerError:  # it has a turn by now, or has ended
             return True
         try:
-            await self.offer(session_id, epoch)
+            await self._offer(session_id, epoch)
         except SessionMoved:
             try:
                 await self.let_go(kept_away)

@@ -24,6 +24,7 @@ from engine.build import assemble_engine
 from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from serving.background import BackgroundTasks
+from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
@@ -135,9 +136,11 @@ class Rig:
         speculation: SpeculationSettings = OFF,
         num_pages: int = 256,
         model: ServedModel | None = None,
+        pace: HandOverPace | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
+        calls: Any = self.controller
         self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512)
         self.mailbox = Mailbox(asyncio.get_running_loop())
         self.engine = assemble_engine(
@@ -160,8 +163,9 @@ class Rig:
             replica_id,
             self.engine,
             self.sessions,
-            self.controller,  # type: ignore[arg-type]
+            calls,
             self.tasks,
+            pace or HandOverPace(time.monotonic, tokens_per_s=5000.0, within_s=10.0),
             engine_timeout_s=5.0,
         )
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats)
@@ -169,11 +173,7 @@ class Rig:
             engine=self.engine,
             sessions=self.sessions,
             host=self.host,
-            commits=TurnCommits(
-                self.controller,  # type: ignore[arg-type]
-                self.metrics,
-                patience_s=commit_patience_s,
-            ),
+            commits=TurnCommits(calls, self.metrics, patience_s=commit_patience_s),
             builder=RequestBuilder(self.engine, text),
             teller=TurnTeller(text, self.metrics, time.perf_counter),
             mailbox=self.mailbox,
