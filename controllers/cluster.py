@@ -221,11 +221,13 @@ class Cluster:
 
     def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
         """True if the session was moved, to a less busy replica, or since its owner drains. For its owner, while no
-        turn of it is in flight.
+        turn of it is in flight. One that is to be closed stays where it is.
 
         Raises SessionNotFound, and StaleEpoch, also for a repeated call of which the first moved it.
         """
         entry = self._claims.fence(session_id, epoch, replica_id)
+        if entry.closes_after is not None:
+            return False
         if self._replicas.state(replica_id) is ReplicaState.DRAINING:
             return self._drain_session(entry)
         if self._rebalancing is None:
@@ -279,8 +281,16 @@ class Cluster:
         self._stats.count("sessions_closed", closed)
         return closed
 
+    def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:
+        """The session is to be closed when the turn of that idempotency key has ended, whoever owns it by then. For its
+        owner, at which that turn is in flight. Raises SessionNotFound and StaleEpoch."""
+        self._claims.fence(session_id, epoch)
+        with self._claims.changing(session_id), self._stats.timed("close_after"):
+            self._store.close_after(session_id, turn_key)
+        self._ledger.close_after(session_id, turn_key)
+
     def expire_idle(self) -> list[str]:
-        """Ends sessions past their idle timeout that no owner will end; returns their ids.
+        """Ends sessions past their idle timeout, or to be closed, that no owner will end; returns their ids.
 
         An owner that reports a session expires it itself. Nothing expires before owners had time to report
         after a restart of the controller. Sessions of clusters that are gone end here, too.

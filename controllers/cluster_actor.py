@@ -126,6 +126,9 @@ class ClusterController:
     ) -> bool:
         return self._cluster.close_session(session_id, tenant, epoch)
 
+    async def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:
+        self._cluster.close_after(session_id, epoch, turn_key)
+
     async def expire_idle(self) -> list[str]:
         return self._cluster.expire_idle()
 

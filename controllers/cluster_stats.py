@@ -19,7 +19,19 @@ COUNTERS = (
     "turns_refused",
     "commits_failed",
 )
-STORE_OPERATIONS = ("open", "fork", "assign", "touch", "load", "commit", "close", "find", "claim", "news")
+STORE_OPERATIONS = (
+    "open",
+    "fork",
+    "assign",
+    "touch",
+    "load",
+    "commit",
+    "close",
+    "close_after",
+    "find",
+    "claim",
+    "news",
+)
 
 
 class ClusterStats:

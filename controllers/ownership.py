@@ -93,6 +93,10 @@ class OwnershipLedger:
         """Restarts the session's idle clock. Raises SessionNotFound."""
         return self._put(replace(self.get(session_id), last_used_s=self._clock(), used_since_report=True))
 
+    def close_after(self, session_id: str, turn_key: str) -> LedgerEntry:
+        """Notes that the session is to be closed when that turn has ended. Raises SessionNotFound."""
+        return self._put(replace(self.get(session_id), closes_after=turn_key))
+
     def report(self, replica_id: str, update: SessionStatus) -> bool:
         """Notes what a replica says of a session it holds. False if it does not own it at that epoch."""
         entry = self._entries.get(update.session_id)

@@ -52,7 +52,7 @@ class SessionRecord:
     `timeout_s` None is the default idle timeout; `capacity_tokens` None is unlimited. `results` is oldest
     first. `open_key` identifies the request that opened the session, so that a retried open is recognized. `tools`
     identifies those that its history begins with (None: none). `model` made the last turn (None: there is no history,
-    or it was logged before models were recorded).
+    or it was logged before models were recorded). `closes_after`: see LedgerEntry.
     """
 
     session_id: str
@@ -68,6 +68,7 @@ class SessionRecord:
     open_key: str | None = None
     tools: str | None = None
     model: ModelFingerprint | None = None
+    closes_after: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -132,7 +133,11 @@ class Assignment:
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
     """A session as the ledger knows it. `size_bytes` and `in_turn` are what its owner said at `reported_s`, which is in
-    the controller's attended time; `used_since_report` what the controller has seen happen since then."""
+    the controller's attended time; `used_since_report` what the controller has seen happen since then.
+
+    `closes_after`: the session is to be closed when the turn of this idempotency key has ended ("": whatever was in
+    flight had no key). It takes no other turn. None: it is open.
+    """
 
     session_id: str
     tenant: str
@@ -149,6 +154,7 @@ class LedgerEntry:
     timeout_s: float | None = None
     capacity_tokens: int | None = None
     open_key: str | None = None
+    closes_after: str | None = None
 
     @classmethod
     def of(cls, record: SessionRecord, last_used_s: float) -> LedgerEntry:
@@ -189,6 +195,7 @@ class LedgerEntry:
             open_key=self.open_key,
             tools=tools,
             model=model,
+            closes_after=self.closes_after,
         )
 
 

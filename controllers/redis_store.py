@@ -77,7 +77,10 @@ class _Session:
         )
 
     def text(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        fields = asdict(self)
+        if self.entry.closes_after is None:  # versions without it read all other sessions
+            del fields["entry"]["closes_after"]
+        return json.dumps(fields).encode()
 
 
 class RedisSessionStore:
@@ -219,6 +222,14 @@ class RedisSessionStore:
             if self._log.change(commands, {self._key(session_id): found, floor_key: floor}):
                 return True
         raise self._busy(session_id)
+
+    def close_after(self, session_id: str, turn_key: str) -> None:
+        self._change(
+            session_id,
+            lambda session: [
+                self._set(replace(session, entry=replace(session.entry, closes_after=turn_key)))
+            ],
+        )
 
     def deployment(self) -> str | None:
         (text,) = self._log.read(("GET", self._deployment_key))

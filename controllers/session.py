@@ -31,6 +31,7 @@ from controllers.records import (
     StoredResult,
     TurnRecord,
 )
+from controllers.retention import idle_timeout_s
 from controllers.served_model import ServedModel
 from controllers.tokens import decode_tokens, encode_tokens
 
@@ -96,7 +97,8 @@ class _Session:
     chain: HistoryChain | None = None
     turn: Turn | Fork | None = None
     closing: bool = False
-    close_deferred: bool = False
+    awaited: str | None = None
+    """Of a session that is closing since before it was adopted: the key of the turn that may still come."""
     undone: str | None = None
     """Digest of the last turn, if it was begun behind all committed ones and left no trace."""
 
@@ -123,7 +125,8 @@ class SessionController:
         self._sessions: dict[str, _Session] = {}
 
     def adopt(self, record: SessionRecord) -> None:
-        """Takes a session over. Adopting an epoch that is held already changes nothing.
+        """Takes a session over. Adopting an epoch that is held already changes nothing. One that `closes_after` a turn
+        takes that turn, and no other.
 
         Raises StaleEpoch if a newer epoch is held, TurnInFlight while an older one has a turn in flight, ModelChanged
         if the history is nothing to this replica's model.
@@ -176,7 +179,7 @@ class SessionController:
         session = self._at_epoch(session_id, epoch)
         if idempotency_key is not None and idempotency_key in session.results:
             return _replay(session_id, session.results[idempotency_key], digest)
-        _check_free(session_id, session)
+        _check_free(session_id, session, idempotency_key)
         committed_len = len(session.history)
         history_len = _kept_len(committed_len, rewind_to)
         if history_len and tools not in (None, session.tools):
@@ -293,7 +296,7 @@ class SessionController:
         if record.start_len == 0:
             session.tools = record.tools
         session.turns += 1
-        session.undone = None
+        session.undone = session.awaited = None
         if record.idempotency_key is not None:
             session.results[record.idempotency_key] = StoredResult(
                 record.idempotency_key, record.turn_index, record.result, record.digest
@@ -308,35 +311,35 @@ class SessionController:
         session.undone = turn.digest
         self._end_turn(session)
 
-    def close(self, session_id: str) -> bool:
-        """Stops taking turns. True: nothing is in flight, so release the session now, then `drop` it.
+    def close(self, session_id: str) -> str | None:
+        """Takes no more turns. None: it waits for none either, so `drop` it now.
 
-        False: a turn is in flight; when it has ended, `take_closing` tells to release the session.
+        Else the idempotency key of the turn that its end waits for, "" if that has none; once the turn has ended
+        `is_closed` tells to drop the session. Raises SessionNotFound.
         """
-        session = self._sessions.get(session_id)
-        if session is None:
-            return True
+        session = self._get(session_id)
         session.closing = True
-        session.close_deferred = session.turn is not None
-        return session.turn is None
+        if session.turn is None:
+            return session.awaited or None
+        return (isinstance(session.turn, Turn) and session.turn.idempotency_key) or ""
 
-    def take_closing(self, session_id: str) -> bool:
-        """True, once, if a close waited for the turn that has just ended: release the session, `drop` it."""
+    def is_closed(self, session_id: str) -> bool:
+        """True if it is closing, and waits for no turn (any more): `drop` it."""
         session = self._sessions.get(session_id)
-        if session is None or session.turn is not None or not session.close_deferred:
-            return False
-        session.close_deferred = False
-        return True
+        return session is not None and session.closing and session.turn is None and not session.awaited
 
     def expired(self) -> list[str]:
         return [session_id for session_id in self._sessions if self.is_expired(session_id)]
 
     def is_expired(self, session_id: str) -> bool:
-        """Idle for longer than its timeout. Never with a turn in flight, or closing already."""
+        """Idle for longer than its timeout; if it is closing, than the turn may take to come. Never in a turn."""
         session = self._sessions.get(session_id)
-        if session is None or session.turn is not None or session.closing:
+        if session is None or session.turn is not None:
             return False
-        return self._clock() - session.idle_since_s > session.timeout_s
+        if self.is_closed(session_id):
+            return True
+        timeout_s = idle_timeout_s(session.timeout_s, closing=session.closing)
+        return self._clock() - session.idle_since_s > timeout_s
 
     def drop(self, session_id: str) -> None:
         """Forgets the session. Unknown ids are fine. Raises TurnInFlight: end the turn first."""
@@ -390,6 +393,8 @@ class SessionController:
             idle_since_s=self._clock(),
             tools=record.tools,
             chain=chain,
+            closing=record.closes_after is not None,
+            awaited=record.closes_after,
         )
 
     def _in_flight(self, turn: Turn | Fork) -> _Session:
@@ -403,8 +408,8 @@ class SessionController:
         session.idle_since_s = self._clock()
 
 
-def _check_free(session_id: str, session: _Session) -> None:
-    if session.closing:
+def _check_free(session_id: str, session: _Session, turn_key: str | None = None) -> None:
+    if session.closing and (turn_key is None or turn_key != session.awaited):
         raise SessionClosing(f"session {session_id!r} is closing")
     if session.turn is not None:
         what = "is being forked" if isinstance(session.turn, Fork) else "has a turn in flight"

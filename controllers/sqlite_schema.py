@@ -8,8 +8,8 @@ from pathlib import Path
 from controllers.errors import StoreError
 
 _APPLICATION_ID = int.from_bytes(b"KEDG", "big")
-_SCHEMA_VERSION = 3
-_READABLE = (1, 2, _SCHEMA_VERSION)
+_SCHEMA_VERSION = 4
+_READABLE = (1, 2, 3, _SCHEMA_VERSION)
 """Older ones are brought up to the newest when they are opened."""
 _LOCK_TIMEOUT_S = 20.0
 """How long a restarted controller waits for its former process to be gone: if it gives up, it stays down."""
@@ -29,7 +29,8 @@ CREATE TABLE IF NOT EXISTS sessions (
     last_used_s REAL NOT NULL,
     open_key TEXT,
     tools TEXT,
-    model TEXT
+    model TEXT,
+    closes_after TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     session_id TEXT NOT NULL,
@@ -77,6 +78,13 @@ PRAGMA user_version = 3;
 COMMIT;
 """
 
+_FROM_LAYOUT_3 = """
+BEGIN IMMEDIATE;
+ALTER TABLE sessions ADD COLUMN closes_after TEXT;
+PRAGMA user_version = 4;
+COMMIT;
+"""
+
 
 def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
     """Opens the log for one exclusive writer, creating file and folders as needed.
@@ -101,6 +109,8 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             connection.executescript(_FROM_LAYOUT_1)
         if layout <= 2:
             connection.executescript(_FROM_LAYOUT_2)
+        if layout <= 3:
+            connection.executescript(_FROM_LAYOUT_3)
         # Writing takes the lock, so that a second writer is refused here and not at its first commit.
         connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))
     except (sqlite3.Error, OSError) as exc:

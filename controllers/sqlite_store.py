@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from controllers.errors import StoreError
 from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, made_by, not_found
@@ -29,15 +30,25 @@ from controllers.sqlite_schema import open_session_log
 from controllers.store import LogNews
 from controllers.tokens import TOKEN_BYTES
 
-_ENTRY_COLUMNS = (
-    "session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s, timeout_s, "
-    "capacity_tokens, open_key"
+_ENTRY_FIELDS = (
+    "session_id",
+    "tenant",
+    "replica_id",
+    "epoch",
+    "tokens",
+    "turns",
+    "created_s",
+    "last_used_s",
+    "timeout_s",
+    "capacity_tokens",
+    "open_key",
+    "closes_after",
 )
+"""Of a LedgerEntry: the columns that are named like them."""
+_ENTRY_COLUMNS = ", ".join(_ENTRY_FIELDS)
 
 _INHERITED = -1
 """The turn_index of the row that holds what a session was forked with: before its own first turn."""
-
-_EntryRow = tuple[str, str, str, int, int, int, float, float, float | None, int | None, str | None]
 
 
 class SqliteSessionStore:
@@ -153,6 +164,14 @@ class SqliteSessionStore:
             deleted = db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             return deleted.rowcount > 0
 
+    def close_after(self, session_id: str, turn_key: str) -> None:
+        with self._transaction() as db:
+            closing = db.execute(
+                "UPDATE sessions SET closes_after = ? WHERE session_id = ?", (turn_key, session_id)
+            )
+            if closing.rowcount == 0:
+                raise not_found(session_id)
+
     def deployment(self) -> str | None:
         with self._transaction() as db:
             row = db.execute("SELECT text FROM deployment").fetchone()
@@ -169,7 +188,7 @@ class SqliteSessionStore:
         record = replace(record, epoch=max(record.epoch, _epoch_floor(db) + 1))
         added = db.execute(
             f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}, tools, model)"
-            " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?)",
+            " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, NULL, ?, ?)",
             (
                 record.session_id,
                 record.tenant,
@@ -240,23 +259,8 @@ def _model_text(model: ModelFingerprint | None) -> str | None:
     return None if model is None else json.dumps(asdict(model))
 
 
-def _to_entry(row: _EntryRow) -> LedgerEntry:
-    session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s, timeout_s, capacity, key = (
-        row
-    )
-    return LedgerEntry(
-        session_id=session_id,
-        tenant=tenant,
-        replica_id=replica_id,
-        epoch=epoch,
-        tokens=tokens,
-        turns=turns,
-        created_s=created_s,
-        last_used_s=last_used_s,
-        timeout_s=timeout_s,
-        capacity_tokens=capacity,
-        open_key=key,
-    )
+def _to_entry(row: tuple[Any, ...]) -> LedgerEntry:
+    return LedgerEntry(**dict(zip(_ENTRY_FIELDS, row, strict=True)))
 
 
 def _is_last_turn(db: sqlite3.Connection, record: TurnRecord) -> bool:

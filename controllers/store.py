@@ -81,6 +81,10 @@ class SessionStore(Protocol):
     def close(self, session_id: str) -> bool:
         """Deletes the session and its turns; its epoch stays in `epoch_floor`. False if it was unknown."""
 
+    def close_after(self, session_id: str, turn_key: str) -> None:
+        """Records that the session is to be closed when the turn of that idempotency key has ended. Raises
+        SessionNotFound."""
+
     def deployment(self) -> str | None:
         """What `set_deployment` was given last; None if nothing was."""
 

@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from controllers.errors import ControllerError, NoReplica, SessionNotFound
+from controllers.errors import ControllerError, NoReplica, SessionNotFound, StoreError
 from controllers.records import ForkOrder, LedgerEntry
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ReplicaCalls
@@ -220,12 +220,17 @@ class ClusterClient:
         return await self._controller.close_session(session_id, tenant)
 
     async def _close_at(self, owner: Owner, session_id: str, tenant: str) -> bool:
-        """False if it does not hold the session, or does not own it any more; or if the log could not be told."""
+        """False if it does not hold the session, or does not own it any more. Raises StoreError if the log could not be
+        told: only the owner knows whether a turn is in flight, so it is to be asked again."""
         self._dispatcher.forget(session_id, tenant)
         answer = await self._replicas.call(owner.replica_id, "close_session", session_id)
-        if isinstance(answer, ErrorInfo) and answer.code not in (STALE_EPOCH, *LOG_AWAY):
+        if not isinstance(answer, ErrorInfo):
+            return answer is True
+        if answer.code in LOG_AWAY:
+            raise StoreError(answer.message)
+        if answer.code != STALE_EPOCH:
             raise ServiceError(answer)
-        return answer is True
+        return False
 
 
 def _session_info(entry: LedgerEntry, now_s: float) -> SessionInfo:

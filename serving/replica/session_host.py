@@ -11,14 +11,13 @@ import logging
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from controllers.errors import (
     ControllerError,
-    SessionClosing,
     SessionMoved,
+    SessionNotFound,
     StaleEpoch,
-    StoreError,
     TurnInFlight,
 )
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
@@ -32,8 +31,6 @@ from serving.wire.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
 
-CLOSE_PATIENCE_S = 60.0
-CLOSE_PAUSE_S = 0.25
 OFFER_TIMEOUT_S = 1.0
 """A turn waits no longer for a place that may be better. A controller that is away keeps it from none."""
 IN_USE_S = 1.0
@@ -69,6 +66,7 @@ class SessionHost:
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
         self._handing_over: dict[str, asyncio.Task[bool]] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}
         self._kv_tokens: dict[str, int] = {}
         self._kv_asked: Future[dict[str, int]] | None = None
         self._crowded = False
@@ -81,18 +79,19 @@ class SessionHost:
 
         Raises StaleEpoch if this replica does not own it (any more), SessionNotFound if it has ended.
         """
-        await self._settled(session_id)
-        if self._sessions.knows(session_id, epoch):
-            return
-        held = self._sessions.epoch(session_id)
-        if held is not None and held > epoch:
-            raise StaleEpoch(f"session {session_id!r} is held at epoch {held}, not {epoch}")
         key = (session_id, epoch)
-        loading = self._loading.get(key)
-        if loading is None:
-            loading = self._loading[key] = self._tasks.start(self._load(session_id, epoch))
-            loading.add_done_callback(lambda _: self._loading.pop(key, None))
-        await self._tasks.outcome(loading)
+        while True:
+            await self._settled(session_id)
+            if self._sessions.knows(session_id, epoch):
+                return
+            held = self._sessions.epoch(session_id)
+            if held is not None and held > epoch:
+                raise StaleEpoch(f"session {session_id!r} is held at epoch {held}, not {epoch}")
+            loading = self._loading.get(key)
+            if loading is None:
+                loading = self._loading[key] = self._tasks.start(self._load(session_id, epoch))
+                loading.add_done_callback(lambda _: self._loading.pop(key, None))
+            await self._tasks.outcome(loading)
 
     async def fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
         """Starts a session at the parent's first tokens. Once begun it comes to its end whoever still waits.
@@ -132,16 +131,13 @@ class SessionHost:
 
     async def let_go(self, turn: Turn | Fork) -> None:
         """Ends a turn, or what keeps turns away, without a trace, and leaves nothing here of its session, which has
-        moved, or may have. Raises SessionClosing if a close waited for the turn, which is then carried out."""
+        moved, or may have."""
         if isinstance(turn, Fork):
             self._sessions.abort_fork(turn)
         else:
             self._sessions.abort_turn(turn)
-        closing, epoch = self._sessions.take_closing(turn.session_id), turn.epoch
-        await self.release(turn.session_id)
-        if closing:
-            await self._carry_out_close(turn.session_id, epoch)
-            raise SessionClosing(f"session {turn.session_id!r} is closing")
+        if not await self.turn_ended(turn.session_id):
+            await self.release(turn.session_id)
 
     async def release(self, session_id: str) -> None:
         """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""
@@ -149,24 +145,33 @@ class SessionHost:
         await self._free_kv(session_id)
 
     async def close(self, session_id: str) -> bool:
-        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here.
+        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here, or owned
+        by another by now.
 
-        Raises ControllerError if the ledger could not be told.
+        A close that waits is in the log before this returns: whoever owns the session then carries it out. Raises
+        ControllerError if the ledger could not be told.
         """
         epoch = self._sessions.epoch(session_id)
         if epoch is None:
             return False
-        if self._sessions.close(session_id):
-            await self._end(session_id, epoch)
+        turn_key = self._sessions.close(session_id)
+        try:
+            if turn_key is None:
+                await self._end(session_id, epoch)
+            else:
+                await self._controller.close_after(session_id, epoch, turn_key)
+        except StaleEpoch:
+            return False
+        except SessionNotFound:  # the turn has ended meanwhile, and the session with it
+            return True
         return True
 
-    async def turn_ended(self, session_id: str) -> None:
-        """Carries out a close that waited for the turn which has just ended, whoever owns the session by now."""
-        if self._sessions.take_closing(session_id):
-            epoch = self._sessions.epoch(session_id)
-            self._sessions.drop(session_id)
-            await self._free_kv(session_id)
-            await self._carry_out_close(session_id, epoch)
+    async def turn_ended(self, session_id: str) -> bool:
+        """Carries out a close that waited for the turn which has just ended. False if there was none."""
+        if not self._sessions.is_closed(session_id):
+            return False
+        await self._end_quietly(session_id)
+        return True
 
     async def cut_kv(self, session_id: str, length: int) -> None:
         """Frees the session's KV past `length` tokens: for the memory alone, like `_free_kv`."""
@@ -176,13 +181,12 @@ class SessionHost:
             logger.warning("session %s: KV not cut: %r", session_id, error)
 
     async def expire_idle(self) -> None:
-        """Ends the sessions past their idle timeout, never one with a turn in flight."""
+        """Ends the sessions past their idle timeout, or that are to be closed, never one with a turn in flight."""
         for session_id in self._sessions.expired():
-            epoch = self._sessions.epoch(session_id)
             # It may have been used while another was ended.
-            if epoch is not None and self._sessions.is_expired(session_id):
+            if self._sessions.is_expired(session_id):
                 logger.info("session %s: idle timeout", session_id)
-                await self._end_quietly(session_id, epoch)
+                await self._end_quietly(session_id)
 
     async def heartbeat(self) -> None:
         """Reports load and sessions; drops the sessions that turn out to be closed or owned elsewhere.
@@ -286,9 +290,10 @@ class SessionHost:
 
     async def _settled(self, session_id: str) -> None:
         """Waits until no fork is making this session, since its KV and its history come together, and until it is not
-        being handed over."""
+        being handed over, or ended."""
+        tables: tuple[dict[str, asyncio.Task[Any]], ...] = (self._forking, self._handing_over, self._ending)
         while True:
-            busy = [tasks[session_id] for tasks in (self._forking, self._handing_over) if session_id in tasks]
+            busy = [tasks[session_id] for tasks in tables if session_id in tasks]
             if not busy:
                 return
             await asyncio.wait(busy)
@@ -302,10 +307,7 @@ class SessionHost:
         try:
             await self._offer(session_id, epoch)
         except SessionMoved:
-            try:
-                await self.let_go(kept_away)
-            except ControllerError as error:
-                logger.info("session %s: %s", session_id, error)
+            await self.let_go(kept_away)
             return True
         self._sessions.abort_fork(kept_away)
         await self.turn_ended(session_id)
@@ -351,40 +353,28 @@ class SessionHost:
         await self._free_kv(session_id)
         self._sessions.adopt(record)
 
-    async def _end(self, session_id: str, epoch: int | None) -> None:
+    async def _end(self, session_id: str, epoch: int) -> None:
+        """Ends an idle session whoever still waits. A turn that comes meanwhile finds it ended.
+
+        Raises ControllerError if the ledger could not be told: it then ends the session, which nobody holds any more,
+        once its idle timeout is over.
+        """
         self._sessions.drop(session_id)
+        ending = self._ending[session_id] = self._tasks.start(self._end_dropped(session_id, epoch))
+        ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
+        await self._tasks.outcome(ending)
+
+    async def _end_dropped(self, session_id: str, epoch: int) -> None:
         await self._free_kv(session_id)
         await self._controller.close_session(session_id, None, epoch)
 
-    async def _end_quietly(self, session_id: str, epoch: int | None) -> None:
+    async def _end_quietly(self, session_id: str) -> None:
+        epoch = self._sessions.epoch(session_id)
+        assert epoch is not None
         try:
             await self._end(session_id, epoch)
         except ControllerError as error:
             logger.warning("session %s: not closed in the ledger: %s", session_id, error)
-
-    async def _carry_out_close(self, session_id: str, epoch: int | None) -> None:
-        """Of a close that was told as done: while the log is away it is repeated, and nobody waits for that."""
-        try:
-            await self._controller.close_session(session_id)
-        except StoreError:
-            self._tasks.start(self._close_once_the_log_is_back(session_id, epoch))
-        except ControllerError as error:
-            logger.warning("session %s: not closed in the ledger: %s", session_id, error)
-
-    async def _close_once_the_log_is_back(self, session_id: str, epoch: int | None) -> None:
-        """With the epoch: an earlier try may have been carried out, and the id may be another session's by now."""
-        clock = asyncio.get_running_loop().time
-        deadline_s = clock() + CLOSE_PATIENCE_S
-        while clock() < deadline_s:
-            await asyncio.sleep(CLOSE_PAUSE_S)
-            try:
-                await self._controller.close_session(session_id, None, epoch)
-            except StoreError:
-                continue
-            except ControllerError as error:
-                logger.info("session %s: closed before, or moved: %s", session_id, error)
-            return
-        logger.warning("session %s: not closed in the ledger: the log is away", session_id)
 
     async def _drop_stale(self, session_id: str) -> None:
         try:

@@ -242,10 +242,7 @@ class TurnRunner:
                 # Fenced, or given up: only the log knows. The next turn starts from it, KV and all.
                 logger.warning("session %s: turn not committed: %r", turn.session_id, error)
                 self._metrics.turn_ended("store_failed" if isinstance(error, StoreError) else "stale")
-                try:
-                    await self._host.let_go(turn)
-                except ControllerError as closed:
-                    return error_event(closed)
+                await self._host.let_go(turn)
                 return error_event(error)
             self._sessions.commit_turn(turn, record)
         self._metrics.turn_ended("committed")

@@ -121,6 +121,9 @@ class ControllerCalls:
     ) -> bool:
         return bool(await self._call("close_session", session_id, tenant, epoch))
 
+    async def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:
+        await self._call("close_after", session_id, epoch, turn_key)
+
     async def expire_idle(self) -> list[str]:
         return cast(list[str], await self._call("expire_idle"))
 

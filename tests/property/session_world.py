@@ -185,7 +185,7 @@ class World:
         self._settle()
 
     def close(self, session_id: str) -> None:
-        if self.controller.close(session_id):
+        if self.controller.close(session_id) is None:
             self._end_session(session_id)
         else:
             self.events["close deferred"] += 1
@@ -383,7 +383,7 @@ class World:
                 self.driver.cache.rewind_session(turn.session_id, turn.history_len)
             self.controller.abort_turn(turn)
             self.events["commit failed"] += done
-        if self.controller.take_closing(turn.session_id):
+        if self.controller.is_closed(turn.session_id):
             self._end_session(turn.session_id)
 
     def _end_session(self, session_id: str) -> None:

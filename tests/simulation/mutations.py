@@ -286,6 +286,11 @@ def _ledger_before_log() -> Patches:
     return [patch.object(Cluster, "_move_to", move_to)]
 
 
+def _closes_that_wait_are_not_in_the_log() -> Patches:
+    """Only the replica knows that a session is to be closed when its turn has ended."""
+    return [patch.object(Cluster, "close_after", lambda *_: None)]
+
+
 MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
     {
         "a slot's KV is trusted (point 1)": _slots_are_trusted,
@@ -307,6 +312,7 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "abandoned turns stay in flight": _abandoned_turns_stay,
         "epochs begin anew": _epochs_begin_anew,
         "the ledger is written before the log": _ledger_before_log,
+        "a close that waits is not in the log": _closes_that_wait_are_not_in_the_log,
     }
 )
 

@@ -221,10 +221,10 @@ def test_a_fork_takes_the_place_of_a_turn(sessions: SessionController) -> None:
         sessions.begin_fork("p", 1, None)
     with pytest.raises(TurnInFlight):
         sessions.drop("p")
-    assert not sessions.close("p")
+    assert sessions.close("p") == ""
     sessions.abort_fork(fork)
     assert not sessions.knows("c", 1)
-    assert sessions.take_closing("p")
+    assert sessions.is_closed("p")
     with pytest.raises(SessionClosing):
         sessions.begin_fork("p", 1, None)
     for end in (lambda: sessions.abort_fork(fork), lambda: sessions.finish_fork(fork, CHILD)):

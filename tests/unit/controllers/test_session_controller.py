@@ -215,7 +215,9 @@ def test_unknown_session(controller: SessionController) -> None:
         controller.committed_len("s")
     assert controller.epoch("s") is None
     assert not controller.knows("s", 1)
-    assert controller.close("s")
+    with pytest.raises(SessionNotFound):
+        controller.close("s")
+    assert not controller.is_closed("s")
     controller.drop("s")
 
 
@@ -252,21 +254,24 @@ def test_adopting_another_epoch(controller: SessionController) -> None:
 
 def test_close_when_idle(controller: SessionController) -> None:
     controller.adopt(_record())
-    assert controller.close("s")
+    assert controller.close("s") is None
     with pytest.raises(SessionClosing):
         _begin(controller)
-    assert not controller.take_closing("s")
+    assert controller.is_closed("s")
     controller.drop("s")
     with pytest.raises(SessionNotFound):
         _begin(controller)
 
 
 @pytest.mark.parametrize("commits", [True, False])
-def test_close_during_a_turn_waits_for_its_end(controller: SessionController, commits: bool) -> None:
+@pytest.mark.parametrize("key", ["k", None])
+def test_close_during_a_turn_waits_for_its_end(
+    controller: SessionController, commits: bool, key: str | None
+) -> None:
     controller.adopt(_record())
-    turn = _begin(controller)
-    assert not controller.close("s")
-    assert not controller.take_closing("s")
+    turn = _begin(controller, idempotency_key=key)
+    assert controller.close("s") == (key or "")
+    assert not controller.is_closed("s")
     with pytest.raises(SessionClosing):
         _begin(controller)
     with pytest.raises(TurnInFlight):
@@ -275,8 +280,7 @@ def test_close_during_a_turn_waits_for_its_end(controller: SessionController, co
         controller.commit_turn(turn, controller.prepare_commit(turn, [1], [2], b""))
     else:
         controller.abort_turn(turn)
-    assert controller.take_closing("s")
-    assert not controller.take_closing("s")
+    assert controller.is_closed("s")
     with pytest.raises(SessionClosing):
         _begin(controller)
     controller.drop("s")
@@ -303,7 +307,7 @@ def test_expiry_counts_from_the_end_of_a_turn(controller: SessionController, clo
     clock.advance(0.1)
     assert controller.expired() == ["s"]
     controller.close("s")
-    assert controller.expired() == []
+    assert controller.expired() == ["s"], "it is only to be ended"
 
 
 def test_a_session_may_bring_its_own_timeout(controller: SessionController, clock: ManualClock) -> None:

@@ -146,15 +146,25 @@ async def test_a_drain_is_refused_where_nobody_else_is(served: Failover) -> None
     await served.rigs[0].host.offer("s", 1)  # it does not drain: nothing is offered
 
 
-async def test_a_close_that_comes_while_a_session_is_handed_over_is_carried_out(served: Failover) -> None:
+@pytest.mark.parametrize("first", ["close", "move"])
+async def test_a_close_that_comes_while_a_session_is_handed_over_is_carried_out(
+    served: Failover, first: str
+) -> None:
+    """Or goes to the next owner, where the ingress asks then."""
+    host = served.rigs[0].host
     await unlist(served)
     served.controller.gate.clear()
-    handing_over = asyncio.create_task(served.rigs[0].host.hand_over())
+    handing_over = asyncio.create_task(host.hand_over())
     await served.rigs[0].in_turn("s")
-    assert await served.rigs[0].host.close("s")
+    if first == "close":
+        served.cluster.close_after("s", 1, "")
+    closing = asyncio.create_task(host.close("s"))
+    await asyncio.sleep(0)
     served.controller.gate.set()
     await handing_over
-    assert served.cluster.sessions() == []
+    assert await closing == (first == "close")
+    assert [entry.replica_id for entry in served.cluster.sessions()] == ([] if first == "close" else ["b"])
+    assert served.rigs[0].sessions.snapshot() == []
 
 
 async def test_a_heartbeat_does_not_wait_for_the_engines_step(served: Failover) -> None:

@@ -129,9 +129,11 @@ async def test_closing_the_parent_during_the_fork_ends_it_afterwards(rig: Rig) -
     rig.controller.gate.clear()
     forking = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "k")))
     await rig.in_turn("p")
-    assert await rig.host.close("p")
+    closing = asyncio.create_task(rig.host.close("p"))
+    await asyncio.sleep(0)
     rig.controller.gate.set()
     await forking
+    assert await closing
     assert [entry.session_id for entry in rig.controller.cluster.sessions()] == ["c"]
     await say(rig, "c", history, [7])
     await rig.host.close("c")

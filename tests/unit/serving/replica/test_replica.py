@@ -186,7 +186,7 @@ async def test_a_close_is_carried_out_though_the_turn_it_waited_for_fails(rig: R
     rig.runner.go_on()
     failed = (await task)[-1].error
     assert failed is not None
-    assert failed.code == "session_closing"
+    assert failed.code == "stale_epoch"
     assert rig.controller.cluster.sessions() == []
     await rig.books_are_empty()
 

@@ -14,7 +14,7 @@ from controllers.records import ForkOrder, ReplicaStatus
 from engine.runner.null import null_generate
 from serving.front.ownership_cache import Owner
 from serving.replica import session_host
-from serving.wire.turns import ServiceError, TurnCall, TurnEvent
+from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
 
@@ -173,33 +173,42 @@ async def test_who_comes_as_it_moves_does_not_get_in_the_way(crowd: Crowd) -> No
     await crowd.nothing_at("a")
 
 
-async def test_a_session_that_is_closed_while_it_moves_is_closed(crowd: Crowd) -> None:
+async def test_a_session_that_is_to_be_closed_does_not_move(crowd: Crowd) -> None:
+    """Its turn ends where it is."""
     await crowd.crowd()
     crowd.controller.gate.clear()
-    moving = asyncio.create_task(crowd.turn(turn_of([5])))
-    while crowd.rigs[0].sessions.snapshot()[0].in_turn is False:
-        await asyncio.sleep(0)
-    assert await crowd.rigs[0].host.close("s")
+    turn = asyncio.create_task(crowd.turn(turn_of([5])))
+    await crowd.rigs[0].in_turn("s")
+    crowd.cluster.close_after("s", 1, "")  # of this call the answer is late
+    closing = asyncio.create_task(crowd.rigs[0].host.close("s"))
+    await asyncio.sleep(0)
     crowd.controller.gate.set()
-    with pytest.raises(ServiceError) as caught:
-        await moving
-    assert caught.value.info.code == "session_closing"
+    assert await closing
+    assert (await turn).finish is not None
+    await crowd.settled()
     assert crowd.cluster.sessions() == []
     await crowd.nothing_at("a")
 
 
-async def test_a_client_that_closes_and_leaves_while_it_moves_leaves_nothing(crowd: Crowd) -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_close_that_comes_as_the_session_moves_is_for_its_next_owner(
+    crowd: Crowd, leaves: bool
+) -> None:
     await crowd.crowd()
     crowd.controller.gate.clear()
-    leaving = asyncio.create_task(crowd.rigs[0].run(turn_of([5]), 1))
+    turn = asyncio.create_task(crowd.rigs[0].run(turn_of([5]), 1))
     await crowd.rigs[0].in_turn("s")
-    assert await crowd.rigs[0].host.close("s")
+    closing = asyncio.create_task(crowd.rigs[0].host.close("s"))
+    await asyncio.sleep(0)
     assert crowd.cluster.offer_session("s", 1, "a")
-    leaving.cancel()
-    await asyncio.wait([leaving])
+    if leaves:
+        turn.cancel()
+        await asyncio.wait([turn])
     crowd.controller.gate.set()
+    assert not await closing
+    await asyncio.wait([turn])
     await crowd.settled()
-    assert crowd.cluster.sessions() == []
+    assert crowd.owner() == ("b", 2)
     await crowd.nothing_at("a")
 
 
