@@ -55,7 +55,10 @@ def event_weight(event: TurnEvent) -> int:
 
 
 def split_event(event: TurnEvent, most: int) -> Iterator[TurnEvent]:
-    """Events of at most `most` log-probabilities; text, tokens and the end come with the last."""
+    """Events of at most `most` log-probabilities; text, tokens and the end come with the last. Most events are one."""
+    if event_weight(event) <= most:
+        yield event
+        return
     inputs, outputs = event.input_logprobs, event.logprobs
     ahead = replace(event, text="", token_ids=(), finish=None, error=None)
     while len(inputs) + len(outputs) > most:
