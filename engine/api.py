@@ -288,6 +288,10 @@ class Engine(Protocol):
 
     def stop(self, timeout_s: float) -> None: ...
 
+    def abandon(self) -> None:
+        """For an engine whose step hangs: it is not waited for any more. The engine is not `alive` from now on, refuses
+        everything with EngineStopped, and ends if the step does. What it was asked before may never be answered."""
+
     @property
     def alive(self) -> bool: ...
 

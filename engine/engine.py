@@ -124,6 +124,12 @@ class LocalEngine:
             return
         self._driver.join(timeout_s)
 
+    def abandon(self) -> None:
+        with self._lock:
+            self._accepting = False
+            self._inbox.put(self._request_stop)
+        self._driver.wake()
+
     def submit(self, request: GenerateRequest) -> None:
         check_request(request, self._limits)
         # What is posted but not yet taken in counts as waiting: a burst within one step must not slip past the limit.

@@ -25,6 +25,7 @@ from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidReque
 from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
 from serving.replica.autoscaling_policy import ReplicaLoad
+from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
@@ -131,6 +132,7 @@ class LLMReplica:
             tasks=self._tasks,
             clock=place.clock,
         )
+        self._watch = EngineWatch(self._engine, self._host, step_timeout_s=args.replicas.step_timeout_s)
         self._drained = False
         self._created = int(place.unix_clock())
         await self._start()
@@ -223,7 +225,7 @@ class LLMReplica:
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""
-        if fault := engine_fault(self._engine, self._args.replicas.step_timeout_s):
+        if fault := self._watch.fault:
             raise RuntimeError(fault)
         if self._drained:
             raise RuntimeError("drained, as an operator asked for")
@@ -253,6 +255,7 @@ class LLMReplica:
         )
         self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(HAND_OVER_INTERVAL_S, self._hand_over, timeout_s=HAND_OVER_TIMEOUT_S)
+        self._tasks.every(WATCH_INTERVAL_S, self._watch.look, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
 
     async def _hand_over(self) -> None:
@@ -275,14 +278,6 @@ def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
         clock=time.monotonic,
         unix_clock=time.time,
     )
-
-
-def engine_fault(engine: Engine, step_timeout_s: float) -> str | None:
-    """Why the replica has to be replaced, if it has to. A slow step is none; one that never ends is."""
-    if not engine.alive:
-        return "the engine's thread has ended"
-    age_s = engine.step_age_s
-    return f"the engine's step hangs: it began {age_s:.0f} s ago" if age_s > step_timeout_s else None
 
 
 def replica_figures(replica_id: str, num_live: int, num_feeds: int, engine: Engine) -> dict[str, Any]:

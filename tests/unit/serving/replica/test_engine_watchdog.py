@@ -1,41 +1,83 @@
-"""A step that takes long is no fault; one that does not end is, and the heartbeat says how old it is."""
+"""A step that takes long is no fault, and the heartbeat says how old it is. One that does not end is: the replica is
+taken out of use, and its turns go on elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
-from serving.replica.replica import engine_fault
-from tests.unit.serving.replica_rig import WAIT_S, call, running_rig
+import pytest
+
+from engine.api import EngineStopped
+from serving.replica.engine_watch import EngineWatch
+from tests.unit.serving.replica_rig import WAIT_S, Rig, call, running_rig
 
 SLOW_S = 0.05
 
 
-async def test_a_step_that_hangs_is_found_and_a_slow_one_is_not(tmp_path: Path) -> None:
+def watch_of(rig: Rig, step_timeout_s: float) -> EngineWatch:
+    return EngineWatch(rig.engine, rig.host, step_timeout_s=step_timeout_s)
+
+
+async def step_older_than(rig: Rig, age_s: float) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while rig.engine.step_age_s < age_s:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_slow_step_is_no_fault(tmp_path: Path) -> None:
     async with running_rig(tmp_path) as rig:
         epoch = rig.open_session("s")
         assert rig.engine.step_age_s == 0.0, "it waits for a command"
         rig.runner.hold()
         turn = asyncio.create_task(rig.run(call([1, 2], "s"), epoch))
-        await rig.begun()
-        async with asyncio.timeout(WAIT_S):
-            while rig.engine.step_age_s < SLOW_S:
-                await asyncio.sleep(0.001)
-        assert engine_fault(rig.engine, 60.0) is None
-        fault = engine_fault(rig.engine, SLOW_S)
-        assert fault is not None
-        assert "hangs" in fault
+        await step_older_than(rig, SLOW_S)
+        watch = watch_of(rig, WAIT_S)
+        await watch.look()
+        assert watch.fault is None
         assert rig.host.status().step_age_s >= SLOW_S
         await rig.host.heartbeat()
         rig.runner.go_on()
-        await turn
+        assert (await turn)[-1].finish is not None
         async with asyncio.timeout(WAIT_S):
             while rig.engine.step_age_s:
                 await asyncio.sleep(0.001)
-        assert engine_fault(rig.engine, SLOW_S) is None
+        assert watch_of(rig, SLOW_S).fault is None
+
+
+async def test_a_step_that_hangs_takes_the_replica_out_of_use(tmp_path: Path) -> None:
+    """Its turns waited until Serve had killed it, and the controller placed sessions there meanwhile."""
+    async with running_rig(tmp_path) as rig:
+        epoch = rig.open_session("s")
+        rig.runner.hold()
+        turn = asyncio.create_task(rig.run(call([1, 2], "s"), epoch))
+        await step_older_than(rig, SLOW_S)
+        watch = watch_of(rig, SLOW_S)
+        assert watch.fault is not None
+        assert "hangs" in watch.fault
+        await watch.look()
+        async with asyncio.timeout(WAIT_S):
+            events = await turn
+        assert events[-1].error is not None
+        assert events[-1].error.code == EngineStopped.code, "after which the ingress goes on elsewhere"
+        with pytest.raises(EngineStopped):
+            rig.engine.flush()
+        assert rig.controller.cluster.replicas() == []
+        await rig.host.heartbeat()
+        assert rig.controller.cluster.replicas() == [], "it says no more"
+        rig.runner.go_on()
+        async with asyncio.timeout(WAIT_S):
+            while rig.engine.step_age_s:
+                await asyncio.sleep(0.001)
+        await watch.look()
+        assert watch.fault is not None, "for good"
 
 
 async def test_an_engine_that_has_ended_is_a_fault(tmp_path: Path) -> None:
     async with running_rig(tmp_path) as rig:
+        rig.open_session("s")
         await asyncio.to_thread(rig.engine.stop, 5.0)
-        assert engine_fault(rig.engine, 60.0) == "the engine's thread has ended"
+        watch = watch_of(rig, WAIT_S)
+        assert watch.fault == "the engine's thread has ended"
+        await watch.look()
+        assert rig.controller.cluster.replicas() == []

@@ -1,0 +1,47 @@
+"""Takes a replica out of use whose engine has ended or hangs, before Serve gets to it."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.api import Engine
+from serving.replica.session_host import SessionHost
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.5
+
+
+class EngineWatch:
+    """`look` is to be called every WATCH_INTERVAL_S. A step that is under way for longer than `step_timeout_s` hangs.
+
+    Serve stops a replica that fails its health check as it stops any other, and waits for its turns. So those are ended
+    here, in an error after which they go on elsewhere, and the controller is told that this replica serves nothing any
+    more: its sessions move when they are next used.
+    """
+
+    def __init__(self, engine: Engine, host: SessionHost, *, step_timeout_s: float) -> None:
+        self._engine = engine
+        self._host = host
+        self._step_timeout_s = step_timeout_s
+        self._fault: str | None = None
+
+    @property
+    def fault(self) -> str | None:
+        """Why the replica has to be replaced, if it has to. A slow step is no reason; one that never ends is."""
+        if self._fault is not None:
+            return self._fault
+        if not self._engine.alive:
+            return "the engine's thread has ended"
+        age_s = self._engine.step_age_s
+        return (
+            f"the engine's step hangs: it began {age_s:.0f} s ago" if age_s > self._step_timeout_s else None
+        )
+
+    async def look(self) -> None:
+        if self._fault is not None or self.fault is None:
+            return
+        self._fault = self.fault
+        logger.error("%s; this replica serves nothing any more", self._fault)
+        self._engine.abandon()
+        await self._host.farewell()
