@@ -9,10 +9,14 @@ from controllers.settings import LogSettings, RedisLogSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
 
+OPEN_PATIENCE_S = 10.0
+"""How long a controller that starts waits for a log that is away. One that cannot open its log dies, and to start it
+again takes longer than Redis needs to answer. Those who call it wait longer, so that they hear why it died."""
+
 
 def open_store(log: LogSettings, cluster: str, clock: Callable[[], float]) -> SessionStore:
     """`cluster` names the cluster that writes, the same through all restarts of its controller. `clock` returns Unix
     time in seconds. Raises StoreError."""
     if isinstance(log, RedisLogSettings):
-        return RedisSessionStore(log, cluster, clock=clock)
+        return RedisSessionStore(log, cluster, clock=clock, open_patience_s=OPEN_PATIENCE_S)
     return SqliteSessionStore(log.path, clock=clock, full_sync=log.full_sync)

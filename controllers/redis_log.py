@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ ALIVE_S = 60
 
 TIMEOUT_S = 1.0
 """For each answer: the controller does nothing else meanwhile. A change that takes longer is told again."""
+
+OPEN_PAUSE_S = 0.2
 
 _FORGETFUL = "allkeys-"
 
@@ -84,7 +87,8 @@ class RedisLog:
     Of each cluster the controller that opened the log last may write: it takes the place of those before it. Clusters
     do not fence each other: which of them may change a session is part of what the session's guards compare.
 
-    Raises StoreError if Redis cannot be reached, takes no writes, may forget keys, or has something else there.
+    Raises StoreError if Redis cannot be reached within `open_patience_s`, takes no writes, may forget keys, or has
+    something else there.
     """
 
     def __init__(
@@ -93,6 +97,8 @@ class RedisLog:
         cluster: str,
         timer: Callable[[], float],
         connect: Connect = connect_redis,
+        *,
+        open_patience_s: float = 0.0,
     ) -> None:
         self.cluster = cluster
         self._settings = settings
@@ -104,6 +110,7 @@ class RedisLog:
         except ValueError as error:
             raise StoreError(f"session log {settings}: {error}", "redis_url") from error
         try:
+            self._await_server(timer, timer() + open_patience_s)
             self._number = self._open()
         except StoreError as error:
             self.close()
@@ -154,6 +161,11 @@ class RedisLog:
 
     def error(self, reason: str) -> StoreError:
         return StoreError(f"session log {self._settings}: {reason}")
+
+    def _await_server(self, timer: Callable[[], float], deadline_s: float) -> None:
+        """Until Redis answers. What is wrong with one that does not by then is for opening the log to find."""
+        while timer() < deadline_s and not self._answers(TIMEOUT_S):
+            time.sleep(OPEN_PAUSE_S)
 
     def _open(self) -> int:
         with self._asked():

@@ -98,8 +98,9 @@ class RedisSessionStore:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
         connect: Connect = connect_redis,
+        open_patience_s: float = 0.0,
     ) -> None:
-        self._log = RedisLog(settings, cluster, timer, connect)
+        self._log = RedisLog(settings, cluster, timer, connect, open_patience_s=open_patience_s)
         self._clock = clock
         self._deployment_key = self._log.key("deployment", cluster)
         self._cursor = 0  # of the walk over all sessions that `news` goes on with
