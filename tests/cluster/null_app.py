@@ -3,7 +3,10 @@
 # No `from __future__ import annotations`: Ray Serve reads the class of `args` from the signature.
 
 import json
+import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,20 @@ from serving.settings.config import AppArgs
 CONTEXT_LEN = 4096
 STEP_S = 0.002
 HOLD = "hold"
+HANG = "hang"
 
 
 class PacedRunner(NullRunner):
-    """Every step takes STEP_S, about as long as a small model's."""
+    """Every step takes STEP_S, about as long as a small model's, and does not end while `hangs` says so."""
+
+    def __init__(self, hangs: Callable[[], bool], *args: Any) -> None:
+        super().__init__(*args)
+        self._hangs = hangs
 
     def execute(self, batch: Any) -> Any:
         time.sleep(STEP_S)
+        while self._hangs():
+            time.sleep(STEP_S)
         return super().execute(batch)
 
 
@@ -33,21 +43,30 @@ def vocab_size_of(model_path: str) -> int:
     return int(json.loads((Path(model_path) / "config.json").read_text())["vocab_size"])
 
 
-def null_engine(settings: EngineSettings, sink: DeltaSink) -> Engine:
+def hangs_here(sign: Path) -> bool:
+    """Whether the file names this process."""
+    return sign.exists() and sign.read_text() == str(os.getpid())
+
+
+def null_engine(settings: EngineSettings, sink: DeltaSink, hangs: Callable[[], bool]) -> Engine:
     pages = settings.cache.num_pages or 2048
-    runner = PacedRunner(pages, settings.cache.page_size, vocab_size_of(settings.model.path), CONTEXT_LEN)
+    runner = PacedRunner(
+        hangs, pages, settings.cache.page_size, vocab_size_of(settings.model.path), CONTEXT_LEN
+    )
     return assemble_engine(
         runner, settings.cache, settings.scheduler, settings.speculation, frozenset({EOS_TOKEN_ID}), sink
     )
 
 
 def build(args: AppArgs) -> Application:
-    """A replica does not start while there is a file HOLD in the state directory."""
-    hold = Path(args.controller.state_dir) / HOLD
+    """In the state directory a file HOLD keeps replicas from starting, and a file HANG keeps the steps of the replica
+    whose process it names from ending."""
+    state_dir = Path(args.controller.state_dir)
+    hold, hang = state_dir / HOLD, state_dir / HANG
 
     def once_it_may(settings: EngineSettings, sink: DeltaSink) -> Engine:
         while hold.exists():
             time.sleep(STEP_S)
-        return null_engine(settings, sink)
+        return null_engine(settings, sink, partial(hangs_here, hang))
 
     return compose(args, once_it_may)

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from served_cluster import ServedCluster
+import httpx
 from session_client import Conversation, random_tokens
+
+Connect = Callable[[], httpx.Client]
 
 NUM_CLIENTS = 6
 AROUND_S = 3.0
@@ -27,11 +29,11 @@ class Talk:
     waits_s: list[float] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, cluster: ServedCluster, seed: int) -> None:
+    def run(self, connect: Connect, seed: int) -> None:
         """One client: streamed turns of one session, each checked against what it was told before."""
         rng = random.Random(seed)
         try:
-            with cluster.client() as client:
+            with connect() as client:
                 session = Conversation.open(client)
                 while not self.over.is_set():
                     self._turn(session, rng)
@@ -58,11 +60,11 @@ class Talk:
         )
 
 
-def talk_through(cluster: ServedCluster, change: Callable[[], Any], num_clients: int = NUM_CLIENTS) -> Talk:
-    """Clients talk before, while and after `change` is called."""
+def talk_through(connect: Connect, change: Callable[[], Any], num_clients: int = NUM_CLIENTS) -> Talk:
+    """Clients, each of its own connection, talk before, while and after `change` is called."""
     talk = Talk()
     clients = [
-        threading.Thread(target=talk.run, args=(cluster, seed), daemon=True) for seed in range(num_clients)
+        threading.Thread(target=talk.run, args=(connect, seed), daemon=True) for seed in range(num_clients)
     ]
     for each in clients:
         each.start()

@@ -66,13 +66,13 @@ def override(cluster: ServedCluster, **options: Any) -> None:
 def test_load_brings_a_replica_and_its_absence_takes_it_away(cluster: ServedCluster) -> None:
     """Serve's own count would not go down: feeds are requests that do not end while anybody talks."""
     until(cluster, 1)
-    talk_through(cluster, lambda: until(cluster, 2))
+    talk_through(cluster.client, lambda: until(cluster, 2))
     with cluster.client() as client:
         sessions = [Conversation.open(client) for _ in range(6)]
         for session in sessions:
             session.turn([400, 401, 402])
         assert owners(cluster, sessions) == set(cluster.replicas()), "both have sessions"
-        talk_through(cluster, lambda: until(cluster, 1), num_clients=1)
+        talk_through(cluster.client, lambda: until(cluster, 1), num_clients=1)
         for session in sessions:
             session.exact_turn([600], resumed=True)
         assert owners(cluster, sessions) == set(cluster.replicas())

@@ -1,126 +1,137 @@
-"""Three nodes on one machine: replicas are spread over them, and one that is lost ends no turn."""
+"""Several nodes on one machine: what happens to one of them, or to the engine there, ends no turn. In this order, on
+one cluster: the last test takes its head away."""
 
 from __future__ import annotations
 
-import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import ray
-from null_app import build
-from ray import serve
-from ray.cluster_utils import Cluster
-from served_cluster import ROOT, eventually, free_port
+from nodes import Nodes
+from null_app import HANG
+from served_cluster import eventually
 from session_client import Conversation
+from talk import talk_through
 
-from serving.settings.config import AppArgs
-
-NODES = 3
+REPLICAS = 2
 SESSIONS = 6
 LENGTH = 400
-START_TIMEOUT_S = 150.0
+STEP_TIMEOUT_S = 3.0
+GRACE_S = 30.0
+REPLACED_S = 90.0
+HEAD_AWAY_S = 5.0
 
 
-class Nodes:
-    """The head node, where the controller is, and one more for each replica. The front end is on any."""
-
-    def __init__(self, state_dir: Path) -> None:
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A worker more than there are replicas: for the one that takes the place of another."""
+    settings = {"replicas": {"step_timeout_s": STEP_TIMEOUT_S, "graceful_shutdown_timeout_s": GRACE_S}}
+    with pytest.MonkeyPatch.context() as environment:
+        nodes = Nodes(
+            tmp_path_factory.mktemp("state"),
+            environment,
+            workers=REPLICAS + 1,
+            replicas=REPLICAS,
+            settings=settings,
         )
-        self.workers = [self._cluster.add_node(num_cpus=2) for _ in range(NODES - 1)]
-        ray.init(address=self._cluster.address, log_to_driver=False)
-        args = AppArgs.model_validate(
-            {
-                "model": {"path": str(ROOT / "assets" / "models" / "kedge-chat"), "num_threads": 1},
-                "replicas": {"count": NODES - 1, "num_cpus": 1.5},
-                "ingress": {"num_cpus": 0.4},
-                "controller": {"state_dir": str(state_dir)},
-            }
-        )
-        port = free_port()
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build(args), name="kedge")
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=httpx.Timeout(60.0))
-        eventually(lambda: len(self.replicas()) == NODES - 1, START_TIMEOUT_S)
-
-    def replicas(self) -> dict[str, Any]:
-        """What each replica says of itself, by id."""
-        listed = self.client.get("/get_server_info").json()["replicas"]
-        return {replica["replica_id"]: replica for replica in listed}
-
-    def owners(self) -> dict[str, str]:
-        """The replica of each session."""
-        listed = self.client.get("/v1/kedge/sessions").json()["sessions"]
-        return {session["session_id"]: session["replica_id"] for session in listed}
-
-    def node_of(self, pid: int) -> Any:
-        """The node whose raylet is the process's parent; None if it is none of these."""
-        status = Path(f"/proc/{pid}/status").read_text()
-        parent = int(next(line for line in status.splitlines() if line.startswith("PPid:")).split()[1])
-        for node in self._cluster.list_all_nodes():
-            if node.all_processes["raylet"][0].process.pid == parent:
-                return node
-        return None
-
-    def front_end(self) -> Any:
-        """The node where the ingress is."""
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                titled = path.joinpath("cmdline").read_bytes().startswith(b"ray::ServeReplica:kedge:Ingress")
-                node = self.node_of(int(path.name)) if titled else None
-            except OSError:
-                continue
-            if node is not None:
-                return node
-        raise AssertionError("no ingress")
-
-    def kill(self, node: Any) -> None:
-        self._cluster.remove_node(node, allow_graceful=False)
-
-    def stop(self) -> None:
-        self.client.close()
-        serve.shutdown()
-        ray.shutdown()
-        self._cluster.shutdown()
+        try:
+            yield nodes
+        finally:
+            nodes.stop()
 
 
-@pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]))
-    nodes = Nodes(tmp_path)
-    yield nodes
-    nodes.stop()
+def all_there(nodes: Nodes, without: str) -> bool:
+    replicas = nodes.replicas()
+    return len(replicas) == REPLICAS and without not in replicas
+
+
+def test_an_engine_that_hangs_is_left_and_replaced(nodes: Nodes) -> None:
+    """Its turns, and those of its sessions, waited until Serve killed it, GRACE_S after it had noticed."""
+    victim, figures = min(nodes.replicas().items())
+    sign = nodes.state_dir / HANG
+
+    def hang() -> None:
+        sign.write_text(str(figures["pid"]))
+        eventually(lambda: all_there(nodes, victim), REPLACED_S)
+
+    talk = talk_through(nodes.client, hang)
+    sign.unlink()
+    assert STEP_TIMEOUT_S / 2 < max(talk.waits_s) < GRACE_S / 2, talk.report()
+
+
+def test_a_node_that_is_drained_ends_no_turn(nodes: Nodes) -> None:
+    """As before a spot instance is taken away. Ray ends a node for being idle only if it is."""
+    victim, node = min(nodes.homes().items())
+    refused = nodes.drain(node, "DRAIN_NODE_REASON_IDLE_TERMINATION")
+    assert "no longer idle" in refused.stderr
+
+    def drain() -> None:
+        accepted = nodes.drain(node, "DRAIN_NODE_REASON_PREEMPTION")
+        assert accepted.returncode == 0, accepted.stderr
+        eventually(lambda: all_there(nodes, victim), REPLACED_S)
+        eventually(lambda: nodes.ended(node), REPLACED_S)
+
+    talk_through(nodes.client, drain)
+    assert node not in nodes.homes().values()
+    nodes.add_worker()
 
 
 def test_replicas_are_spread_and_a_lost_node_ends_no_turn(nodes: Nodes) -> None:
-    homes = {replica_id: nodes.node_of(info["pid"]) for replica_id, info in nodes.replicas().items()}
-    assert set(homes.values()) == set(nodes.workers), "one on each"
-    talks = [Conversation.open(nodes.client) for _ in range(SESSIONS)]
-    for talk in talks:
-        talk.exact_turn([400, 401])
-    before = nodes.owners()
-    victim = next(replica_id for replica_id, node in homes.items() if node is not nodes.front_end())
-    assert set(before.values()) == set(homes), "each replica has some"
-    heard = threading.Barrier(SESSIONS + 1)
+    homes = nodes.homes()
+    assert len(set(homes.values())) == REPLICAS, "one on each"
+    front_end = nodes.front_end()
+    with nodes.client() as client:
+        talks = [Conversation.open(client) for _ in range(SESSIONS)]
+        for talk in talks:
+            talk.exact_turn([400, 401])
+        before = nodes.owners()
+        victim = next(replica_id for replica_id, node in homes.items() if node is not front_end)
+        assert set(before.values()) == set(homes), "each replica has some"
+        heard = threading.Barrier(SESSIONS + 1)
 
-    def tell(number: int) -> None:
-        if number == 5:
+        def tell(number: int) -> None:
+            if number == 5:
+                heard.wait(60.0)
+
+        with ThreadPoolExecutor(SESSIONS) as pool:
+            turns = [pool.submit(talk.told_turn, [500, 501], LENGTH, tell) for talk in talks]
             heard.wait(60.0)
+            nodes.kill(homes[victim])
+            for turn in turns:
+                assert len(turn.result(120.0)) == LENGTH
+        after = nodes.owners()
+        for talk in talks:
+            moved = before[talk.session_id] == victim
+            assert (after[talk.session_id] != before[talk.session_id]) == moved
+            talk.exact_turn([600])
+            talk.close()
+    nodes.add_worker()
+    eventually(lambda: all_there(nodes, victim), REPLACED_S)
 
-    with ThreadPoolExecutor(SESSIONS) as pool:
-        turns = [pool.submit(talk.told_turn, [500, 501], LENGTH, tell) for talk in talks]
-        heard.wait(60.0)
-        nodes.kill(homes[victim])
-        for turn in turns:
-            assert len(turn.result(120.0)) == LENGTH
-    after = nodes.owners()
-    for talk in talks:
-        moved = before[talk.session_id] == victim
-        assert (after[talk.session_id] != before[talk.session_id]) == moved
-        talk.exact_turn([600])
+
+def test_workers_serve_while_the_head_is_away_and_go_on_with_the_next(nodes: Nodes) -> None:
+    """Both Ray's state and the session log are in Redis. What the head had, the session ledger and Serve's controller
+    among it, is made again; replicas, their sessions and their KV stay where they are."""
+    replicas = set(nodes.replicas())
+    with nodes.client_at_worker() as client:
+        sessions = [Conversation.open(client) for _ in range(SESSIONS)]
+        for session in sessions:
+            session.turn([400, 401, 402])
+        before = nodes.owners()
+
+        def lose_the_head() -> None:
+            nodes.kill_head()
+            time.sleep(HEAD_AWAY_S)
+            nodes.start_head()
+            eventually(lambda: len(nodes.replicas()) == REPLICAS, REPLACED_S)
+
+        talk_through(nodes.client_at_worker, lose_the_head)
+        assert set(nodes.replicas()) == replicas, "they live on"
+        after = nodes.owners()
+        for session in sessions:
+            assert after[session.session_id] == before[session.session_id]
+            session.turn([403])  # with the KV that it had
+            session.exact_turn([404])
+            session.close()

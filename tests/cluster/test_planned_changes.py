@@ -36,7 +36,7 @@ def test_a_rolling_update_fails_no_turn(cluster: ServedCluster) -> None:
         cluster.deploy(lambda document: document["applications"][0]["args"]["cache"].update(num_pages=1500))
         eventually(lambda: len(cluster.replicas()) == 2 and not before & set(cluster.replicas()), 90)
 
-    talk_through(cluster, update)
+    talk_through(cluster.client, update)
     assert cluster.metric("kedge_controller_replicas_draining") == 0
     assert cluster.metric("kedge_ownership_drained_total") > 0
     assert cluster.metric("kedge_turns_total", outcome="stale") == 0
@@ -53,7 +53,7 @@ def test_scaling_down_and_up_fails_no_turn(cluster: ServedCluster) -> None:
         cluster.deploy(lambda document: document["applications"][0].update(deployments=override))
         eventually(lambda: len(cluster.replicas()) == count, 90)
 
-    talk_through(cluster, lambda: [to(1), to(2)])
+    talk_through(cluster.client, lambda: [to(1), to(2)])
     assert before & set(cluster.replicas()), "the replica that stays is not replaced"
 
 
@@ -98,5 +98,5 @@ def test_a_drain_by_hand_empties_one_replica_and_has_it_replaced(cluster: Served
             assert client.post("/v1/kedge/replicas/nobody/drain").status_code == 404
         eventually(lambda: len(cluster.replicas()) == 2 and victim not in cluster.replicas(), 90)
 
-    talk_through(cluster, drain)
+    talk_through(cluster.client, drain)
     assert before - {victim} <= set(cluster.replicas())
