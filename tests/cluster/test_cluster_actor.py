@@ -32,6 +32,8 @@ from tests.unit.controllers.redis_server import RedisServer
 pytestmark = pytest.mark.cluster
 
 NAMESPACE = "cluster-actor-test"
+AWAY_S = 4.0
+START_S = 30.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -228,3 +230,20 @@ def test_a_log_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         ray.exceptions.ActorDiedError, match=r"StoreError: cannot open session log .*garbage\.db"
     ):
         ray.get(handle.stats.remote())
+
+
+def test_a_controller_that_starts_while_redis_is_away_waits_for_it(tmp_path: Path) -> None:
+    """It died, and whoever called it had to start it again until Redis was there."""
+    server = RedisServer()
+    log = server.log()
+    server.kill()
+    try:
+        controller = create(tmp_path.name, log)
+        answer = controller.sessions.remote()
+        with pytest.raises(ray.exceptions.GetTimeoutError):
+            ray.get(answer, timeout=AWAY_S)
+        server.start()
+        assert ray.get(answer, timeout=START_S) == []
+        ray.kill(controller)
+    finally:
+        server.stop()
