@@ -214,15 +214,15 @@ class Stream:
     def method(self) -> str:
         return self._method
 
-    def break_off(self) -> None:
-        """What is on its way is lost, and what will be sent. Each end learns of it in its own time."""
+    def break_off(self, caller_learns_s: float, target_learns_s: float) -> None:
+        """What is on its way is lost, and what will be sent. Each end learns of it after its own time."""
         target, far = self._target, self._far
         if self._cut_off or self.over or target is None or far is None:
             return
         self._cut_off = True
         world, loop = self._caller.world, self._caller.loop
-        world.after(self._network.break_s(), lambda: loop.call_soon(self.fail, unavailable()))
-        world.after(self._network.break_s(), lambda: target.loop.call_soon(far.cancel))
+        world.after(caller_learns_s, lambda: loop.call_soon(self.fail, unavailable()))
+        world.after(target_learns_s, lambda: target.loop.call_soon(far.cancel))
 
     def cancel(self) -> None:
         target, far = self._target, self._far

@@ -13,6 +13,8 @@ from tests.simulation.schedule import Fault
 TOO_LONG_FROZEN_S = 12.0
 """Serve's health check gives a replica up that has not answered for so long."""
 FEED = "actor.feed"
+BREAK_S = (0.0, 0.3)
+"""After this time an end of a stream learns that it has broken: often before the turns end that it told of."""
 BREAKS_AGAIN_S = (0.1, 1.0)
 
 
@@ -102,7 +104,7 @@ class Faults:
 
     def _break_feeds(self, fault: Fault) -> Callable[[], None]:
         """The stream of events from a replica to an ingress breaks, again and again; calls pass meanwhile."""
-        cluster = self._cluster
+        cluster, random = self._cluster, self._cluster.random
         ingress, replica = self._one("ingress", fault.who), self._one("replica", fault.who // 2)
         if ingress is None or replica is None:
             return _nothing
@@ -113,8 +115,8 @@ class Faults:
                 return
             for call in list(ingress.calls):
                 if isinstance(call, Stream) and call.method == FEED and call.is_answered_there(replica):
-                    call.break_off()
-            cluster.world.after(cluster.random.uniform(*BREAKS_AGAIN_S), break_off)
+                    call.break_off(random.uniform(*BREAK_S), random.uniform(*BREAK_S))
+            cluster.world.after(random.uniform(*BREAKS_AGAIN_S), break_off)
 
         def mend() -> None:
             nonlocal mended

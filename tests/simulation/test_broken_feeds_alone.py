@@ -8,8 +8,9 @@ from random import Random
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.simulation.mutations import mutated
 from tests.simulation.schedule import Fault, Schedule, Turn
-from tests.simulation.simulation import Simulation, undisturbed
+from tests.simulation.simulation import Simulation, run, undisturbed
 
 SETTINGS = (
     ("replicas", 2),
@@ -69,3 +70,9 @@ def test_no_session_moves_and_nothing_is_computed_again(seed: int) -> None:
     assert moved == 0
     # A turn computes its own tokens, and the last token of its history, which has no KV yet.
     assert prefilled == sum(len(turn.input) + bool(turn.before) for turn in turns)
+
+
+@pytest.mark.parametrize("name", ["a feed goes on anywhere", "a feed tells again"])
+def test_batches_that_are_left_out_or_repeated_are_found(name: str) -> None:
+    with mutated(name):
+        assert any(run(schedule_of(seed)).violations for seed in range(4))
