@@ -42,6 +42,7 @@ from controllers.store import SessionStore
 
 FIRST_EPOCH = 1
 _SESSION_ID_BYTES = 16
+_OPEN_KEY_BYTES = 16
 _TOUCH_LOG_AFTER_S = 30.0
 _EXPIRE_INTERVAL_S = 1.0
 _FORGET_REPLICA_AFTER_S = 3600.0
@@ -346,7 +347,7 @@ class Cluster:
             entry = self._claims.claim(session_id, self._place())
             self._replicas.assign_tokens(entry.replica_id, entry.tokens + self._settings.placement_tokens)
         elif session_id not in self._ledger and create:
-            return self.open_session(session_id, tenant, None, None)
+            return self.open_session(session_id, tenant, None, None, secrets.token_urlsafe(_OPEN_KEY_BYTES))
         entry = self._ledger.get(session_id, tenant)
         with self._claims.changing(session_id):
             if self._must_move(entry):

@@ -45,7 +45,7 @@ class Turn:
 
     Ownership: `history` is the session's own list, lent for reading; its first `history_len` entries do not
     change until the turn ends, nor does what `chain` has of them (None: no chain is kept). `room_tokens` is how many
-    tokens the turn may add (None: no limit).
+    tokens the turn may add (None: no limit). `open_key` tells the session from others of its name, before it and after.
     """
 
     session_id: str
@@ -58,6 +58,7 @@ class Turn:
     digest: str | None = None
     tools: str | None = None
     chain: HistoryChain | None = None
+    open_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +96,7 @@ class _Session:
     idle_since_s: float
     tools: str | None
     chain: HistoryChain | None = None
+    open_key: str | None = None
     turn: Turn | Fork | None = None
     closing: bool = False
     awaited: str | None = None
@@ -198,6 +200,7 @@ class SessionController:
             digest=digest,
             tools=tools,
             chain=session.chain,
+            open_key=session.open_key,
         )
         return session.turn
 
@@ -395,6 +398,7 @@ class SessionController:
             chain=chain,
             closing=record.closes_after is not None,
             awaited=record.closes_after,
+            open_key=record.open_key,
         )
 
     def _in_flight(self, turn: Turn | Fork) -> _Session:

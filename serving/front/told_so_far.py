@@ -18,6 +18,7 @@ class ToldSoFar:
         self._logprobs: list[TextLogprob] = []
         self._input_logprobs: list[TextLogprob] = []
         self._turn_index: int | None = None
+        self._open_key: str | None = None
         self._tokenizer: str | None = None
         self._replayed: bool | None = None
         """None until something has been told."""
@@ -41,7 +42,7 @@ class ToldSoFar:
         self._logprobs += event.logprobs
         self._input_logprobs += event.input_logprobs
         if event.turn_index is not None:
-            self._turn_index = event.turn_index
+            self._turn_index, self._open_key = event.turn_index, event.open_key
         if event.tokenizer is not None:
             self._tokenizer = event.tokenizer
         self._last = event
@@ -70,6 +71,7 @@ class ToldSoFar:
             logprobs=tuple(self._logprobs),
             input_logprobs=tuple(self._input_logprobs) if token_ids else (),
             turn_index=self._turn_index,
+            open_key=self._open_key,
             tokenizer=self._tokenizer if token_ids else None,
         )
 

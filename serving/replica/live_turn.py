@@ -82,6 +82,7 @@ class TurnTeller:
             draft_tokens=delta.draft_tokens,
             accepted_draft_tokens=delta.accepted_draft_tokens,
             turn_index=None if live.turn is None else live.turn.turn_index,
+            open_key=None if live.turn is None else live.turn.open_key,
             tokenizer=self._text.tokenizer_hash,
         )
 

@@ -26,7 +26,7 @@ from serving.replica.turn_request import RequestBuilder
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
 from serving.wire.turn_events import merge_events
-from serving.wire.turns import ServiceError, TurnCall, TurnEvent
+from serving.wire.turns import ResumedTurn, ServiceError, TurnCall, TurnEvent
 from serving.wire.versions import mismatch
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class TurnRunner:
         try:
             if call.resumed is None:
                 await self._host.offer(session.session_id, epoch)
-            elif call.resumed.turn_index != begun.turn_index:
+            elif not _is_same(begun, call.resumed):
                 raise ServiceError(OVERTAKEN)
             return await self._submit(call, begun, started_s, constraint)
         except SessionMoved:
@@ -291,6 +291,13 @@ class TurnRunner:
         self._live.pop(live.request_id, None)
         if live.turn is not None:
             await self._host.turn_ended(live.turn.session_id)
+
+
+def _is_same(turn: Turn, resumed: ResumedTurn) -> bool:
+    """Whether it is the turn that was lost. The session may have gone on without it, or another has its name by now."""
+    # None: a front end of an earlier version says nothing.
+    same_session = resumed.open_key in (None, turn.open_key)
+    return same_session and resumed.turn_index == turn.turn_index
 
 
 def _outcome_of(failure: BaseException) -> str:

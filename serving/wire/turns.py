@@ -94,8 +94,8 @@ class TextLogprob:
 class ResumedTurn:
     """What a client has been told of a turn whose replica was lost: the output so far, to be gone on from.
 
-    `turn_index` says which of its session's turns it is; None outside a session. `tokenizer` is that of the model which
-    said it (None: not told).
+    `turn_index` says which of its session's turns it is, `open_key` of which session of that name; None outside a
+    session. `tokenizer` is that of the model which said it (None: not told).
     """
 
     token_ids: tuple[int, ...]
@@ -103,6 +103,7 @@ class ResumedTurn:
     input_logprobs: tuple[TextLogprob, ...] = ()
     turn_index: int | None = None
     tokenizer: str | None = None
+    open_key: str | None = None
 
 
 @wire_record
@@ -167,9 +168,9 @@ class TurnEvent:
     """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error.
 
     `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
-    `turn_index` says which of its session's turns it is; None outside a session. `replayed`: it ran before, under the
-    same idempotency key, and this is the answer from the log. `tokenizer` tells whose tokens these are
-    (serving/text/fingerprint.py).
+    `turn_index` says which of its session's turns it is, `open_key` of which session of that name; None outside a
+    session. `replayed`: it ran before, under the same idempotency key, and this is the answer from the log.
+    `tokenizer` tells whose tokens these are (serving/text/fingerprint.py).
     """
 
     text: str = ""
@@ -186,6 +187,7 @@ class TurnEvent:
     turn_index: int | None = None
     replayed: bool = False
     tokenizer: str | None = None
+    open_key: str | None = None
 
 
 @wire_record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -188,7 +189,7 @@ class Rig:
         cluster.register_replica(self.host.status())
         cluster.report_members("i", [self.replica_id], ())
         assignment = cluster.open_session(
-            session_id, "", options.get("timeout_s"), options.get("capacity_tokens")
+            session_id, "", options.get("timeout_s"), options.get("capacity_tokens"), uuid.uuid4().hex
         )
         return int(assignment.epoch)
 

@@ -53,7 +53,13 @@ def turn_of(session: str | None, **options: Any) -> TurnCall:
 def answer(event: TurnEvent) -> TurnEvent:
     """What must not depend on where the turn ran."""
     return replace(
-        event, cached_tokens=0, draft_tokens=0, accepted_draft_tokens=0, turn_index=None, replayed=False
+        event,
+        cached_tokens=0,
+        draft_tokens=0,
+        accepted_draft_tokens=0,
+        turn_index=None,
+        open_key=None,
+        replayed=False,
     )
 
 
@@ -243,6 +249,28 @@ async def test_a_session_closed_meanwhile_ends_the_turn_and_does_not_begin_anew(
         *_, last = [event async for event in events]
     assert code_of(last) == "session_not_found"
     assert served.cluster.sessions() == []
+
+
+@pytest.mark.parametrize("by_its_first_turn", [True, False])
+async def test_a_turn_does_not_go_on_in_a_later_session_of_that_name(
+    served: Failover, by_its_first_turn: bool
+) -> None:
+    """Though it would be the same turn of that one."""
+    served.open_session("s")
+    served.replicas.losses = {"a": behind(3)}
+    async with aclosing(served.events(turn_of("s"))) as events:
+        await anext(events)
+        served.cluster.register_replica(served.rigs[1].host.status())
+        served.cluster.report_unreachable("a", True)
+        served.cluster.close_session("s")
+        if by_its_first_turn:
+            served.cluster.resolve("s", True, "")
+        else:
+            served.cluster.open_session("s", "", None, None, "another")
+        *_, last = [event async for event in events]
+    assert code_of(last) == "replica_lost"
+    [entry] = served.cluster.sessions()
+    assert entry.turns == 0
 
 
 async def test_a_turn_that_another_one_passed_does_not_go_on(served: Failover) -> None:
