@@ -89,7 +89,7 @@ async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, A
             over_s = time.monotonic()
         audit_clean = await check_ends(client, talkers)
     turns = list(chain.from_iterable(talker.turns for talker in talkers))
-    computed_again = [turn.computed_again for turn in turns if turn.computed_again]
+    computed_again = [turn.computed_again for turn in turns if turn.asked_s > began_s and turn.computed_again]
     went_on_s = [next(at_s for at_s in talker.heard_s if at_s > back_s) - back_s for talker in talkers]
     silences_s = [longest_gap_s(talker.heard_s, back_s, over_s) for talker in talkers]
     figures = {

@@ -204,6 +204,7 @@ class LedgerEntry:
 class ReplicaStatus:
     """What a replica reports of itself. `draining`: it is to go, and hands its sessions over. `step_age_s` is how long
     the engine's step has been under way (0: none is). `seen_s` is set by the cluster controller, on a clock of its own.
+    `settings_hash` is the same of all replicas with the same settings.
     """
 
     replica_id: str
@@ -215,6 +216,7 @@ class ReplicaStatus:
     draining: bool = False
     step_age_s: float = 0.0
     seen_s: float = 0.0
+    settings_hash: str = ""
 
 
 @wire_record

@@ -126,8 +126,9 @@ class ReplicaDirectory:
         """
         for replica_id, known in self._replicas.items():
             if replica_id in listed:
-                if not known.listed:  # until now nobody could reach it
-                    known.listed, known.suspect_since_s = True, None
+                if not known.listed and self.state(replica_id) is not ReplicaState.GONE:
+                    known.suspect_since_s = None  # until now nobody could reach it
+                known.listed = True
                 known.unlisted_by.discard(ingress_id)
             elif replica_id in unlisted:
                 known.unlisted_by.add(ingress_id)
@@ -167,8 +168,15 @@ class ReplicaDirectory:
         self, count_sessions: Callable[[str], int], states: Sequence[ReplicaState] = BY_PREFERENCE
     ) -> list[Candidate]:
         """Replicas for placement, of the first of `states` that any is in. `count_sessions` gives the sessions of an
-        id."""
+        id.
+
+        In a rolling update those that have the settings of one that drains are to go next: they get sessions only
+        where no others are.
+        """
+        outgoing = {status.settings_hash for status in self.in_state(ReplicaState.DRAINING)}
         for state in states:
+            statuses = self.in_state(state)
+            lasting = [status for status in statuses if status.settings_hash not in outgoing]
             found = [
                 Candidate(
                     replica_id=status.replica_id,
@@ -176,7 +184,7 @@ class ReplicaDirectory:
                     assigned_tokens=self._replicas[status.replica_id].assigned_tokens,
                     sessions=count_sessions(status.replica_id),
                 )
-                for status in self.in_state(state)
+                for status in lasting or statuses
             ]
             if found:
                 return found

@@ -117,6 +117,7 @@ class LLMReplica:
                 within_s=args.replicas.graceful_shutdown_timeout_s / 2,
             ),
             engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
+            settings_hash=args.settings_hash,
         )
         self._turns = TurnRunner(
             engine=self._engine,

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 class SessionHost:
     """`engine_timeout_s` bounds every wait for the engine to do something between two steps. `pace` is that of a drain,
-    for sessions in use."""
+    for sessions in use. `settings_hash` tells replicas of a rolling update's two sides apart."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class SessionHost:
         pace: HandOverPace,
         *,
         engine_timeout_s: float,
+        settings_hash: str = "",
     ) -> None:
         self._replica_id = replica_id
         self._engine = engine
@@ -63,6 +64,7 @@ class SessionHost:
         self._tasks = tasks
         self._pace = pace
         self._engine_timeout_s = engine_timeout_s
+        self._settings_hash = settings_hash
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
         self._handing_over: dict[str, asyncio.Task[bool]] = {}
@@ -255,6 +257,7 @@ class SessionHost:
             waiting=stats.waiting,
             draining=self._leaving,
             step_age_s=self._engine.step_age_s,
+            settings_hash=self._settings_hash,
         )
 
     def _drains(self, draining: bool) -> None:

@@ -6,6 +6,7 @@ Models convert to the frozen dataclasses that the engine and the controller take
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
@@ -223,6 +224,11 @@ class AppArgs(StrictModel):
         if replicas.num_cpus == replicas.num_gpus == 0:
             raise ValueError("execution.tensor_parallel needs num_cpus or num_gpus, for each rank")
         return replicas
+
+    @property
+    def settings_hash(self) -> str:
+        """Equal for equal settings, in any process."""
+        return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()
 
     def engine_settings(self) -> EngineSettings:
         """The frozen settings of one replica's engine."""

@@ -54,6 +54,39 @@ def test_newcomers_get_sessions_only_where_nobody_else_can(live: ReplicaDirector
     assert _placeable(live) == ["b"]
 
 
+def test_in_a_rolling_update_those_that_go_next_get_no_sessions(directory: ReplicaDirectory) -> None:
+    """The sessions of the first replica that went were handed to the next one that was to go, and computed twice."""
+    for name, settings_hash in (("old1", "x"), ("old2", "x"), ("new", "y")):
+        directory.register(ReplicaStatus(name, 100, 100, settings_hash=settings_hash))
+    directory.members("i", ["old1", "old2", "new"], ())
+    assert _placeable(directory) == ["old1", "old2", "new"], "nothing says which of them will go"
+    directory.members("i", ["old2", "new"], ["old1"])
+    assert _placeable(directory) == ["new"]
+    directory.unreachable("new", died=True)
+    assert _placeable(directory) == ["old2"], "better than nobody"
+
+
+def test_a_router_that_lists_it_brings_back_nobody_who_is_gone(
+    directory: ReplicaDirectory, clock: ManualClock
+) -> None:
+    """It came back without registering, with nothing known of it."""
+    directory.unreachable("a", died=False)
+    clock.advance(SUSPECT_BEATS * BEAT_S + 0.1)
+    directory.members("i", ["a"], ())
+    assert directory.state("a") is GONE
+    directory.register(_status())
+    directory.members("i", ["a"], ())
+    assert directory.state("a") is LIVE
+
+
+def test_where_all_have_the_same_settings_one_that_drains_is_alone(directory: ReplicaDirectory) -> None:
+    for name in ("a", "b", "c"):
+        directory.register(ReplicaStatus(name, 100, 100, settings_hash="x"))
+    directory.members("i", ["a", "b", "c"], ())
+    directory.drain("a")
+    assert _placeable(directory) == ["b", "c"]
+
+
 def test_silence_is_death(live: ReplicaDirectory, clock: ManualClock) -> None:
     clock.advance(TIMEOUT_S)
     assert live.state("a") is LIVE
