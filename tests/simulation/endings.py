@@ -34,8 +34,9 @@ def _of_replica(replica: LLMReplica) -> Iterator[str]:
         "tasks": replica._tasks._tasks,
     }
     yield from (f"{name}: {list(table)}" for name, table in tables.items() if table)
-    if replica._feeds._feeds:
-        yield f"feeds: {len(replica._feeds._feeds)}"
+    feeds = [name for name, feed in replica._feeds._feeds.items() if feed.used or feed.forgetting is None]
+    if feeds:
+        yield f"feeds that are in use, or that nobody will forget: {feeds}"
     engine = replica._engine
     stats = engine.stats()
     if stats.running or stats.waiting:
