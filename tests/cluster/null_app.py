@@ -23,17 +23,19 @@ CONTEXT_LEN = 4096
 STEP_S = 0.002
 HOLD = "hold"
 HANG = "hang"
+PACE = "pace"
 
 
 class PacedRunner(NullRunner):
-    """Every step takes STEP_S, about as long as a small model's, and does not end while `hangs` says so."""
+    """Every step takes `step_s`, and does not end while `hangs` says so. STEP_S is about as long as a small model's."""
 
-    def __init__(self, hangs: Callable[[], bool], *args: Any) -> None:
+    def __init__(self, hangs: Callable[[], bool], step_s: float, *args: Any) -> None:
         super().__init__(*args)
         self._hangs = hangs
+        self._step_s = step_s
 
     def execute(self, batch: Any) -> Any:
-        time.sleep(STEP_S)
+        time.sleep(self._step_s)
         while self._hangs():
             time.sleep(STEP_S)
         return super().execute(batch)
@@ -48,10 +50,12 @@ def hangs_here(sign: Path) -> bool:
     return sign.exists() and sign.read_text() == str(os.getpid())
 
 
-def null_engine(settings: EngineSettings, sink: DeltaSink, hangs: Callable[[], bool]) -> Engine:
+def null_engine(
+    settings: EngineSettings, sink: DeltaSink, hangs: Callable[[], bool], step_s: float
+) -> Engine:
     pages = settings.cache.num_pages or 2048
     runner = PacedRunner(
-        hangs, pages, settings.cache.page_size, vocab_size_of(settings.model.path), CONTEXT_LEN
+        hangs, step_s, pages, settings.cache.page_size, vocab_size_of(settings.model.path), CONTEXT_LEN
     )
     return assemble_engine(
         runner, settings.cache, settings.scheduler, settings.speculation, frozenset({EOS_TOKEN_ID}), sink
@@ -60,13 +64,14 @@ def null_engine(settings: EngineSettings, sink: DeltaSink, hangs: Callable[[], b
 
 def build(args: AppArgs) -> Application:
     """In the state directory a file HOLD keeps replicas from starting, and a file HANG keeps the steps of the replica
-    whose process it names from ending."""
+    whose process it names from ending. In a file PACE is how long a step takes, in seconds."""
     state_dir = Path(args.controller.state_dir)
-    hold, hang = state_dir / HOLD, state_dir / HANG
+    hold, hang, pace = state_dir / HOLD, state_dir / HANG, state_dir / PACE
 
     def once_it_may(settings: EngineSettings, sink: DeltaSink) -> Engine:
         while hold.exists():
             time.sleep(STEP_S)
-        return null_engine(settings, sink, partial(hangs_here, hang))
+        step_s = float(pace.read_text()) if pace.exists() else STEP_S
+        return null_engine(settings, sink, partial(hangs_here, hang), step_s)
 
     return compose(args, once_it_may)

@@ -119,7 +119,7 @@ def context(reports: Sequence[dict[str, float]], *, target: int, requests: float
 
 
 def test_serve_s_own_count_of_requests_is_not_looked_at() -> None:
-    """Each ingress has a stream open to each replica, which Serve takes for a request."""
+    """A stream from a replica to an ingress is a request to Serve, too."""
     policy = LoadPolicy(target_turns_in_flight=2, target_kv_utilization=0.8)
     idle = [IDLE.stats(), IDLE.stats()]
     assert policy(context(idle, target=2, requests=100)) == (1, {})
