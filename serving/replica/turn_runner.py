@@ -12,13 +12,15 @@ import itertools
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
-from controllers.errors import ControllerError, SessionMoved, StaleEpoch, StoreError
+from controllers.errors import ControllerError, SessionMoved, StaleEpoch, StoreError, TurnInFlight
 from controllers.session import Replay, SessionController, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
 from serving.background import BackgroundTasks
 from serving.replica.live_turn import NOTHING, LiveTurn, TurnTeller
 from serving.replica.mailbox import Mailbox
+from serving.replica.overlaps import OVERLAP_PATIENCE_S, Overlaps
 from serving.replica.replay import decode_result, encode_result
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
@@ -26,7 +28,7 @@ from serving.replica.turn_request import RequestBuilder
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
 from serving.wire.turn_events import merge_events
-from serving.wire.turns import ResumedTurn, ServiceError, TurnCall, TurnEvent
+from serving.wire.turns import ResumedTurn, ServiceError, SessionTurn, TurnCall, TurnEvent
 from serving.wire.versions import mismatch
 
 logger = logging.getLogger(__name__)
@@ -68,12 +70,23 @@ class TurnRunner:
         self._numbers = itertools.count(1)
         self._live: dict[str, LiveTurn] = {}
         self._ending: dict[tuple[str, str], asyncio.Task[TurnEvent]] = {}  # by session and key
-        self._leaving: dict[str, asyncio.Task[None]] = {}  # by session: its client has left
+        self._leaving: dict[str, asyncio.Task[Any]] = {}  # by session: its client has left
+        self._overlaps = Overlaps()
 
     async def run(self, call: TurnCall, epoch: int | None, tell: Callable[[TurnEvent], None]) -> TurnEvent:
         """Tells news as they come; returns the last event, which has a finish or an error."""
+        with self._overlaps.client() as left:
+            return await self._run(call, epoch, tell, left)
+
+    async def _run(
+        self,
+        call: TurnCall,
+        epoch: int | None,
+        tell: Callable[[TurnEvent], None],
+        left: asyncio.Future[bool],
+    ) -> TurnEvent:
         try:
-            begun = await self._begin(call, epoch)
+            begun = await self._begin(call, epoch, left)
         except (EngineError, ControllerError, ServiceError) as error:
             self._metrics.turn_ended(_outcome_of(error))
             return error_event(error)
@@ -83,7 +96,12 @@ class TurnRunner:
         try:
             await self._follow(begun, tell)
             begun.settled = True
-            return await self._tasks.outcome(self._end(begun))
+            ending = self._end(begun)
+            try:
+                return await self._tasks.outcome(ending)
+            except asyncio.CancelledError:
+                self._left_behind(begun, ending)
+                raise
         finally:
             if not begun.settled:
                 begun.settled = True
@@ -103,7 +121,9 @@ class TurnRunner:
     def num_live(self) -> int:
         return len(self._live)
 
-    async def _begin(self, call: TurnCall, epoch: int | None) -> LiveTurn | Replay:
+    async def _begin(
+        self, call: TurnCall, epoch: int | None, left: asyncio.Future[bool]
+    ) -> LiveTurn | Replay:
         """Lends the history, builds the request and submits it. On any error nothing is changed."""
         started_s = self._clock()
         if (refusal := mismatch(call.wire_version, "front end")) is not None:
@@ -118,18 +138,10 @@ class TurnRunner:
         if session.retries and call.resumed is None:
             await self._host.hold(session.session_id, epoch)
             key = self._sessions.tried_key(session.session_id, epoch, digest) or key
-        await self._ended(session.session_id, key)
-        await self._host.hold(session.session_id, epoch)
-        begun = self._sessions.begin_turn(
-            session.session_id,
-            epoch,
-            rewind_to=session.rewind_to,
-            idempotency_key=key,
-            digest=digest,
-            tools=self._builder.tools(call),
-        )
+        begun = await self._begin_turn(call, session, epoch, key, digest)
         if isinstance(begun, Replay):
             return begun
+        self._overlaps.has_turn(session.session_id, left)
         try:
             if call.resumed is None:
                 await self._host.offer(session.session_id, epoch)
@@ -143,6 +155,27 @@ class TurnRunner:
             self._sessions.abort_turn(begun)
             self._tasks.start(self._host.turn_ended(session.session_id))
             raise
+
+    async def _begin_turn(
+        self, call: TurnCall, session: SessionTurn, epoch: int, key: str | None, digest: str
+    ) -> Turn | Replay:
+        """A turn in flight refuses this one, unless its client leaves within OVERLAP_PATIENCE_S."""
+        until_s = asyncio.get_running_loop().time() + OVERLAP_PATIENCE_S
+        while True:
+            await self._ended(session.session_id, key)
+            await self._host.hold(session.session_id, epoch)
+            try:
+                return self._sessions.begin_turn(
+                    session.session_id,
+                    epoch,
+                    rewind_to=session.rewind_to,
+                    idempotency_key=key,
+                    digest=digest,
+                    tools=self._builder.tools(call),
+                )
+            except TurnInFlight:
+                if not await self._overlaps.left(session.session_id, until_s):
+                    raise
 
     async def _submit(
         self, call: TurnCall, turn: Turn | None, started_s: float, constraint: TokenConstraint | None
@@ -191,11 +224,15 @@ class TurnRunner:
     def _leave(self, live: LiveTurn) -> asyncio.Task[None]:
         """Starts what ends a turn whose client has left."""
         leaving = self._tasks.start(self._abandon(live))
-        if live.turn is not None:
-            session_id = live.turn.session_id
-            self._leaving[session_id] = leaving
-            leaving.add_done_callback(lambda _: self._leaving.pop(session_id, None))
+        self._left_behind(live, leaving)
         return leaving
+
+    def _left_behind(self, live: LiveTurn, ending: asyncio.Task[Any]) -> None:
+        """The session's next turn waits for what ends this one."""
+        if live.turn is not None and not ending.done():
+            session_id = live.turn.session_id
+            self._leaving[session_id] = ending
+            ending.add_done_callback(lambda _: self._leaving.pop(session_id, None))
 
     async def _ended(self, session_id: str, idempotency_key: str | None) -> None:
         """Waits while a turn of the session ends that is not to refuse the next one: of the same key, which is being

@@ -1,0 +1,48 @@
+"""Overlapping turns of a session: the next one may come before it is known that the client of the last one has left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+OVERLAP_PATIENCE_S = 1.0
+"""How long a turn waits to hear that the client of the one before it has left. The two go separate ways here."""
+
+
+class Overlaps:
+    """Whether the clients of turns are still there. Used on the replica's event loop only."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, asyncio.Future[bool]] = {}  # by session: True once the client has left
+
+    @contextmanager
+    def client(self) -> Iterator[asyncio.Future[bool]]:
+        """Around a turn's run, which is cancelled when its client leaves."""
+        left: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        try:
+            yield left
+        except asyncio.CancelledError:
+            left.set_result(True)
+            raise
+        finally:
+            if not left.done():
+                left.set_result(False)
+
+    def has_turn(self, session_id: str, left: asyncio.Future[bool]) -> None:
+        """That client's turn has the session from now on, until it leaves or is answered."""
+        self._clients[session_id] = left
+        left.add_done_callback(lambda _: self._forget(session_id, left))
+
+    async def left(self, session_id: str, until_s: float) -> bool:
+        """True as soon as the client of the session's turn has left; False if it is answered, or by `until_s`."""
+        client = self._clients.get(session_id)
+        if client is None:
+            return False
+        timeout_s = until_s - asyncio.get_running_loop().time()
+        done, _ = await asyncio.wait([client], timeout=max(0.0, timeout_s))
+        return bool(done) and client.result()
+
+    def _forget(self, session_id: str, left: asyncio.Future[bool]) -> None:
+        if self._clients.get(session_id) is left:
+            del self._clients[session_id]

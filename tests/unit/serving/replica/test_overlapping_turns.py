@@ -1,0 +1,82 @@
+"""A client leaves a turn and sends the next at once, which may come to the replica before word of its leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from engine.runner.null import null_generate
+from serving.replica import turn_runner
+from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
+
+FIRST = [1, 2, 3]
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with running_rig(tmp_path) as rig:
+        yield rig
+
+
+async def in_flight(rig: Rig) -> tuple[asyncio.Task, asyncio.Task]:  # type: ignore[type-arg]
+    """A turn that its client still reads, and the next one of the same session, which has come."""
+    epoch = rig.open_session("s")
+    rig.runner.hold()
+    former = asyncio.create_task(rig.run(call(FIRST, "s", max_new_tokens=20), epoch))
+    await rig.begun()
+    following = asyncio.create_task(rig.run(call([4], "s"), epoch))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not following.done()
+    return former, following
+
+
+async def test_the_next_turn_waits_for_the_end_of_one_whose_client_leaves(rig: Rig) -> None:
+    """It was 409 turn_in_flight."""
+    former, following = await in_flight(rig)
+    former.cancel()
+    rig.runner.go_on()
+    assert tokens_of(await following) == null_generate([4], 8, VOCAB_SIZE), "the turn left no trace"
+    await rig.settled()
+
+
+async def test_a_turn_beside_one_that_is_read_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.1)
+    former, following = await in_flight(rig)
+    error = (await following)[-1].error
+    assert error is not None
+    assert error.code == "turn_in_flight"
+    rig.runner.go_on()
+    assert tokens_of(await former) == null_generate(FIRST, 20, VOCAB_SIZE)
+
+
+async def test_it_is_refused_also_if_that_one_is_answered_meanwhile(rig: Rig) -> None:
+    """The two were sent side by side: which of them comes first is not for chance to decide."""
+    former, following = await in_flight(rig)
+    rig.runner.go_on()
+    assert tokens_of(await former) == null_generate(FIRST, 20, VOCAB_SIZE)
+    error = (await following)[-1].error
+    assert error is not None
+    assert error.code == "turn_in_flight"
+
+
+async def test_the_next_turn_follows_one_that_is_committed_though_its_client_has_left(rig: Rig) -> None:
+    """Its client does not wait for the last event; the commit takes a moment."""
+    epoch = rig.open_session("s")
+    await rig.run(call(FIRST, "s"), epoch)
+    rig.controller.log.away = True
+    left = asyncio.create_task(rig.run(call([4], "s"), epoch))
+    await rig.pending_commits(1)
+    following = asyncio.create_task(rig.run(call([5], "s"), epoch))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait([left])
+    rig.controller.log.away = False
+    events = await following
+    assert events[-1].finish is not None
+    assert rig.sessions.snapshot()[0].turns == 3
+    await rig.settled()
