@@ -13,7 +13,7 @@ from controllers.errors import StaleEpoch, StoreError
 from controllers.records import ForkOrder, ReplicaStatus
 from engine.runner.null import null_generate
 from serving.front.ownership_cache import Owner
-from serving.replica import session_host
+from serving.replica import session_host, turn_runner
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
@@ -140,7 +140,10 @@ async def test_a_rewind_moves_too(crowd: Crowd) -> None:
     await crowd.nothing_at("a")
 
 
-async def test_while_it_is_offered_no_other_turn_begins(crowd: Crowd) -> None:
+async def test_while_it_is_offered_no_other_turn_begins(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.0)  # less than an offer may take
     await crowd.crowd()
     crowd.controller.gate.clear()
     moving = asyncio.create_task(crowd.say([5]))
