@@ -16,7 +16,7 @@ from tests.simulation.logs import Records
 from tests.simulation.network import Party
 from tests.simulation.parties import Cluster
 from tests.simulation.records import Life
-from tests.simulation.schedule import Close, Fork, Op, Turn
+from tests.simulation.schedule import Close, Fork, Op, Open, Turn
 from tests.simulation.truth import Asked, Truth
 
 MOST_TRIES = 8
@@ -43,9 +43,21 @@ class Answer:
 
 
 class Clients:
-    """Everybody's client processes: one party that never fails. `busy` counts those at work."""
+    """Everybody's client processes: one party that never fails. `busy` counts those at work.
 
-    def __init__(self, cluster: Cluster, store: Records, truth: Truth, random: Random, limit: int) -> None:
+    `undisturbed`: nothing goes wrong in this run that a client may notice.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        store: Records,
+        truth: Truth,
+        random: Random,
+        limit: int,
+        *,
+        undisturbed: bool,
+    ) -> None:
         self.party = Party("clients", cluster.world)
         self.busy = 0
         self.told_closed: list[Life] = []
@@ -55,6 +67,7 @@ class Clients:
         self._truth = truth
         self._random = random
         self._limit = limit
+        self._undisturbed = undisturbed
         self._names = 0
 
     def start(self, ops: tuple[Op, ...], session_id: str | None = None) -> None:
@@ -67,6 +80,9 @@ class Clients:
     async def use_everything(self) -> None:
         """Every session that is open takes a turn, now that nothing goes wrong any more."""
         for session_id in list(self._store.living):
+            life = self._store.living.get(session_id)
+            if life is None or life in self.told_closed:
+                continue
             answer = await self._turn(session_id, PROBE)
             if answer.finish not in ("stop", "length"):
                 self._truth.wrong(f"{session_id} takes no turn any more: {answer}")
@@ -75,19 +91,28 @@ class Clients:
         """Until the log has no session any more."""
         while self._store.living:
             for session_id in list(self._store.living):
-                await self._ask("web.close", session_id)
+                await self._ask_to_close(session_id)
 
     async def _live(self, session_id: str, ops: tuple[Op, ...]) -> None:
+        besides: list[asyncio.Task[None]] = []
         try:
             for op in ops:
                 await asyncio.sleep(op.think_s)
-                try:
-                    async with asyncio.timeout(LONGEST_ANSWER_S * MOST_TRIES):
-                        await self._do(session_id, op)
-                except TimeoutError:
-                    self._truth.wrong(f"{session_id}: {op} did not end")
+                doing = asyncio.create_task(self._do_in_time(session_id, op))
+                if isinstance(op, Turn) and op.beside:
+                    besides.append(doing)
+                else:
+                    await doing
+            await asyncio.gather(*besides)
         finally:
             self.busy -= 1
+
+    async def _do_in_time(self, session_id: str, op: Op) -> None:
+        try:
+            async with asyncio.timeout(LONGEST_ANSWER_S * MOST_TRIES):
+                await self._do(session_id, op)
+        except TimeoutError:
+            self._truth.wrong(f"{session_id}: {op} did not end")
 
     async def _do(self, session_id: str, op: Op) -> None:
         match op:
@@ -97,6 +122,8 @@ class Clients:
                 await self._fork(session_id, op)
             case Close():
                 await self._close(session_id)
+            case Open():
+                await self._ask("web.open_session", session_id)
 
     async def _turn(self, session_id: str, op: Turn) -> Answer:
         life = None if op.stateless else self._store.living.get(session_id)
@@ -105,7 +132,7 @@ class Clients:
         if length + op.new_tokens + op.most + 2 > self._limit:
             rewind_to = length // 8
         tokens = tuple(self._random.randrange(1, VOCAB_SIZE) for _ in range(op.new_tokens))
-        asked = self._truth.ask(None if op.stateless else session_id, tokens, op.most, rewind_to)
+        asked = self._truth.ask(None if op.stateless else session_id, tokens, op.most, rewind_to, life)
         call, answer = self._call(asked, op), Answer()
         for _ in range(MOST_TRIES if op.keyed else 1):
             answer = await self._try(asked, call, op)
@@ -113,6 +140,7 @@ class Clients:
             if not again:
                 break
             await asyncio.sleep(PAUSE_S)
+        self._truth.give_up(asked)
         return answer
 
     def _call(self, asked: Asked, op: Turn) -> TurnCall:
@@ -173,6 +201,8 @@ class Clients:
             self._truth.told(asked, life, answer.turn_index, answer.tokens)
         if answer.finish in ("stop", "length"):
             self._truth.finished(asked, answer.tokens, answer.turn_index)
+        if self._undisturbed and (answer.lost or (answer.error is not None and answer.error.status >= 500)):
+            self._truth.wrong(f"number {asked.number}: a planned change, and a client sees {answer}")
         if answer.error is None:
             return
         finished = answer.tokens and answer.tokens == self._truth.right(asked, life, answer.turn_index)
@@ -192,9 +222,15 @@ class Clients:
 
     async def _close(self, session_id: str) -> None:
         life = self._store.living.get(session_id)
-        answer = await self._ask("web.close", session_id)
-        if answer is True and life is not None:
+        if await self._ask_to_close(session_id) is True and life is not None:
             self.told_closed.append(life)
+
+    async def _ask_to_close(self, session_id: str) -> object:
+        close = self._truth.ask_to_close(session_id)
+        answer = await self._ask("web.close", session_id)
+        if isinstance(answer, bool):
+            self._truth.answered(close)
+        return answer
 
     async def _ask(self, method: str, *args: object) -> object:
         """The answer; None if the connection broke."""

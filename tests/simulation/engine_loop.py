@@ -23,7 +23,7 @@ COPY_S = (0.0, 0.05)
 
 class LoopDriver:
     """A StepDriver that cranks on an event loop. A step takes `slowness` times STEP_S. `stall` keeps the next step from
-    ending for so long."""
+    ending for so long. While `disk_fails`, copies to and from disk do."""
 
     def __init__(self, loop: PartyLoop, random: Random, runner: NullRunner, slowness: float) -> None:
         self._slowness = slowness
@@ -34,6 +34,7 @@ class LoopDriver:
         self._timer: Any = None
         self._copying = False
         self._stalled_until_s = 0.0
+        self.disk_fails = False
         self.alive = False
 
     @property
@@ -81,7 +82,10 @@ class LoopDriver:
 
     def _end_copy(self) -> None:
         self._copying = False
-        (self._runner.end_copies if self._runner._copies else self._runner.end_disk_copies)()
+        if self._runner._copies:
+            self._runner.end_copies()
+        else:
+            self._runner.end_disk_copies(1, OSError("the disk does not work") if self.disk_fails else None)
         self._copy()
 
 

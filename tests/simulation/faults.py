@@ -7,8 +7,10 @@ from collections.abc import Callable
 from tests.simulation.calls import Stream
 from tests.simulation.logs import Log
 from tests.simulation.network import Party, Weather
+from tests.simulation.operators import Operator
 from tests.simulation.parties import Cluster
 from tests.simulation.schedule import Fault
+from tests.simulation.troubles import EVERYBODY, Troubles
 
 TOO_LONG_FROZEN_S = 12.0
 """Serve's health check gives a replica up that has not answered for so long."""
@@ -18,13 +20,19 @@ BREAK_S = (0.0, 0.3)
 BREAKS_AGAIN_S = (0.1, 1.0)
 
 
-class Faults:
-    """`under_way` counts those that have not been mended yet."""
+CONTROLLER_AWAY_S = 5.0
+"""By then a controller that died has been started again, and has heard of everybody."""
 
-    def __init__(self, cluster: Cluster, log: Log) -> None:
+
+class Faults:
+    """`under_way` counts those that have not been mended yet. `troubles` notes those that excuse something."""
+
+    def __init__(self, cluster: Cluster, log: Log, operator: Operator, troubles: Troubles) -> None:
         self.under_way = 0
         self._cluster = cluster
         self._log = log
+        self._operator = operator
+        self._troubles = troubles
 
     def plan(self, faults: tuple[Fault, ...]) -> None:
         for fault in faults:
@@ -46,6 +54,10 @@ class Faults:
                 return self._kill(fault)
             case "retire":
                 return self._retire(fault)
+            case "drain":
+                return self._drain(fault)
+            case "disk":
+                return self._disk_fails(fault)
             case "freeze":
                 return self._freeze(fault)
             case "cut":
@@ -70,6 +82,7 @@ class Faults:
                 "controller": lambda: self._crash_controller(party),
             }[fault.kind.split(" ")[1]]
             party.loop.doom(fault.steps, end)
+            self._troubles.note(fault.kind, [party.name], CONTROLLER_AWAY_S)
         return _nothing
 
     def _retire(self, fault: Fault) -> Callable[[], None]:
@@ -77,6 +90,24 @@ class Faults:
         if party is not None and party in self._cluster.serve.replicas:
             self._cluster.retire_replica(party)
         return _nothing
+
+    def _drain(self, fault: Fault) -> Callable[[], None]:
+        party = self._party(fault)
+        if party is not None and party in self._cluster.serve.replicas:
+            self._operator.drain(party)
+        return _nothing
+
+    def _disk_fails(self, fault: Fault) -> Callable[[], None]:
+        party = self._one("replica", fault.who)
+        driver = None if party is None else self._cluster.engines[party.name].driver
+        if driver is None:
+            return _nothing
+        driver.disk_fails = True
+
+        def mend() -> None:
+            driver.disk_fails = False
+
+        return mend
 
     def _crash_controller(self, party: Party) -> None:
         if self._cluster.serve.controller is party:
@@ -87,6 +118,7 @@ class Faults:
         if party is None:
             return _nothing
         party.loop.freeze()
+        self._troubles.note(fault.kind, [party.name], fault.lasts_s)
         if fault.lasts_s > TOO_LONG_FROZEN_S and fault.kind == "freeze replica":
             self._cluster.world.after(TOO_LONG_FROZEN_S, lambda: self._cluster.crash_replica(party))
         return party.loop.thaw
@@ -100,6 +132,7 @@ class Faults:
             if party is None:
                 return _nothing
             names.append(party.name)
+        self._troubles.note(fault.kind, names, fault.lasts_s)
         return self._cluster.network.cut(*names)
 
     def _break_feeds(self, fault: Fault) -> Callable[[], None]:
@@ -140,6 +173,7 @@ class Faults:
 
     def _bad_weather(self, fault: Fault) -> Callable[[], None]:
         network, fair = self._cluster.network, Weather()
+        self._troubles.note(fault.kind, [EVERYBODY], fault.lasts_s)
         if fault.kind == "storm":
             network.weather = Weather(slow=0.3, slowest_s=1.0, breaks=0.03, repeats=0.05)
         else:

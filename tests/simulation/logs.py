@@ -15,7 +15,7 @@ from controllers.tokens import decode_tokens
 from tests.simulation.blocking import BlockingLoop
 from tests.simulation.loop import PartyLoop, World
 from tests.simulation.network import Network, Party
-from tests.simulation.records import Life, RecordedStore
+from tests.simulation.records import Life, LogListener, RecordedStore
 from tests.simulation.redis_link import RedisConnection, RedisHost
 from tests.simulation.redis_model import RedisModel
 from tests.simulation.redis_records import RedisRecords
@@ -26,11 +26,12 @@ Mend = Callable[[], None]
 
 class Records(Protocol):
     """What the log has taken: all sessions' lives, those that are open, and whether the log was ever away for longer
-    than a turn waits for it."""
+    than a turn waits for it. `listeners` are its owner's to add."""
 
     lives: list[Life]
     living: dict[str, Life]
     away_long: bool
+    listeners: list[LogListener]
 
 
 class Log(Protocol):
@@ -57,9 +58,9 @@ class SqliteLog:
 
     controller_loop: type[PartyLoop] = PartyLoop
 
-    def __init__(self, world: World, truth: Truth) -> None:
+    def __init__(self, world: World) -> None:
         self._store = SqliteSessionStore(":memory:", clock=world.clock)
-        self.records = RecordedStore(self._store, truth.committed)
+        self.records = RecordedStore(self._store, world.clock)
 
     def open(self, _controller: Party, _cluster: str) -> SessionStore:
         return self.records
@@ -90,7 +91,7 @@ class RedisLog:
     def __init__(self, world: World, network: Network, truth: Truth) -> None:
         model = RedisModel(world.clock)
         self._settings = RedisLogSettings("redis://redis", "log")
-        self.records = RedisRecords(model, self._settings.name, truth.committed, truth.wrong)
+        self.records = RedisRecords(model, self._settings.name, world.clock, truth.wrong)
         self._host = RedisHost(network, model, self.records.heard)
 
     def open(self, controller: Party, cluster: str) -> SessionStore:

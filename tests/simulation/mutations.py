@@ -29,6 +29,9 @@ from serving.replica.turn_runner import TurnRunner
 from serving.wire.event_feed import SentBatches, ToldTurn
 from serving.wire.feed_reader import TurnNews
 from serving.wire.turns import ResumedTurn, TurnCall
+from tests.simulation.detector_mutations import DETECTOR_MUTATIONS
+from tests.simulation.epoch_mutations import EPOCH_MUTATIONS
+from tests.simulation.planned_mutations import PLANNED_MUTATIONS
 
 Patches = list[Any]
 
@@ -313,6 +316,9 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "epochs begin anew": _epochs_begin_anew,
         "the ledger is written before the log": _ledger_before_log,
         "a close that waits is not in the log": _closes_that_wait_are_not_in_the_log,
+        **EPOCH_MUTATIONS,
+        **PLANNED_MUTATIONS,
+        **DETECTOR_MUTATIONS,
     }
 )
 

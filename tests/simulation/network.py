@@ -32,7 +32,8 @@ class OpenCall(Protocol):
 class Party:
     """A process: its name, its loop, the actor that runs there, and what of it clients see.
 
-    `unix_offset_s` is what its Unix clock is wrong by.
+    `unix_offset_s` is what its Unix clock is wrong by. `asked_to_go`: Serve or an operator wants the replica gone;
+    `goes_since_s`: since when whoever is to know of it may know.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Party:
     actor: Any = None
     web: Any = None
     retiring: bool = False
+    asked_to_go: bool = False
+    goes_since_s: float | None = None
     calls: dict[OpenCall, None] = field(default_factory=dict)
     loop: PartyLoop = field(init=False)
 

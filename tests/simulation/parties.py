@@ -18,6 +18,7 @@ from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls
 from tests.simulation.engine_loop import EngineFactory
+from tests.simulation.health import HealthChecks
 from tests.simulation.logs import Log
 from tests.simulation.loop import World
 from tests.simulation.network import Network, Party
@@ -50,11 +51,14 @@ class Cluster:
         self.serve = ServeModel(self.network, random)
         self.args = args
         self.engines: dict[str, EngineFactory] = {}
+        self.ill: list[str] = []
+        """Replicas that Serve replaced since they said that they are not well, though nobody had asked them to go."""
         self.replicas: list[Party] = []
         self.ingresses: list[Party] = []
         self._log = log
         self._tiers = tiers
         self._slowness = slowness
+        self._health = HealthChecks(world, self._replace_ill)
         self._count = 0
 
     def start(self) -> None:
@@ -119,6 +123,7 @@ class Cluster:
             party.actor = LLMReplica.__new__(LLMReplica)
             await party.actor.__init__(self.args, engine, place_of)
             self.serve.list_replica(party)
+            self._health.watch(party)
 
         party.loop.create_task(run())
         return party
@@ -174,9 +179,15 @@ class Cluster:
                 self.world.after(SERVE_LOOKS_S, once_listed)
                 return
             self.serve.unlist_replica(party)
+            party.asked_to_go, party.goes_since_s = True, self.world.now_s
             self._stop_when_idle(party, self.world.now_s + self.args.replicas.graceful_shutdown_timeout_s)
 
         once_listed()
+
+    def _replace_ill(self, party: Party, why: str) -> None:
+        if not party.asked_to_go:
+            self.ill.append(f"{party.name} was replaced: {why}")
+        self.crash_replica(party)
 
     def _stop_when_idle(self, party: Party, deadline_s: float) -> None:
         if party.dead:

@@ -36,6 +36,7 @@ class Life:
     """A session from its opening to its close. A session of the same name that is opened later is another."""
 
     session_id: str
+    opened_s: float = 0.0
     inherited: tuple[int, ...] = ()
     turns: list[Committed] = field(default_factory=list)
     closed: bool = False
@@ -46,10 +47,30 @@ class Life:
         return taken[-1].after if taken else self.inherited
 
 
-class RecordedStore:
-    """A SessionStore; the calls of a real one. `committed` hears of each turn that is new."""
+UNKNOWN = "?"
 
-    def __init__(self, store: SessionStore, committed: Callable[[Life, Committed], None]) -> None:
+
+class LogListener:
+    """Hears of what the log has taken, at once."""
+
+    def opened(self, life: Life, replica_id: str, parent_id: str | None) -> None:
+        """A session begins, at a replica; `parent_id`: as a fork. UNKNOWN: perhaps."""
+
+    def committed(self, life: Life, turn: Committed) -> None:
+        """A turn that is new."""
+
+    def moved(self, life: Life, replica_id: str) -> None:
+        """A session has another owner, or the same at another epoch."""
+
+    def closed(self, life: Life) -> None:
+        """It has ended."""
+
+
+class RecordedStore:
+    """A SessionStore; the calls of a real one. `clock` returns virtual seconds. `listeners` are its owner's to add."""
+
+    def __init__(self, store: SessionStore, clock: Callable[[], float]) -> None:
+        self.listeners: list[LogListener] = []
         self.lives: list[Life] = []
         self.living: dict[str, Life] = {}
         self.away = 0
@@ -57,16 +78,17 @@ class RecordedStore:
         self.away_long = False
         """Whether the log was ever away for longer than a turn waits for it."""
         self._store = store
-        self._committed = committed
+        self._clock = clock
 
     def open(self, record: SessionRecord) -> SessionRecord:
         opened: SessionRecord = self._change(self._store.open, record)
-        self._begin(Life(record.session_id))
+        self._begin(Life(record.session_id, self._clock()), opened.replica_id, None)
         return opened
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
         forked: SessionRecord = self._change(self._store.fork, parent_id, length, record)
-        self._begin(Life(record.session_id, self.living[parent_id].history()[:length]))
+        inherited = self.living[parent_id].history()[:length]
+        self._begin(Life(record.session_id, self._clock(), inherited), forked.replica_id, parent_id)
         return forked
 
     def append_turn(self, record: TurnRecord) -> None:
@@ -84,16 +106,25 @@ class RecordedStore:
             output=tuple(tokens[record.input_len :]),
         )
         life.turns.append(turn)
-        self._committed(life, turn)
+        for listener in self.listeners:
+            listener.committed(life, turn)
 
     def close(self, session_id: str) -> bool:
         known: bool = self._change(self._store.close, session_id)
         if known:
-            self.living.pop(session_id).closed = True
+            life = self.living.pop(session_id)
+            life.closed = True
+            for listener in self.listeners:
+                listener.closed(life)
         return known
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
-        self._change(self._store.assign, session_id, replica_id, epoch)
+        self._refuse_if_away()
+        repeated = self._store.find(session_id).epoch == epoch
+        self._store.assign(session_id, replica_id, epoch)
+        if not repeated:
+            for listener in self.listeners:
+                listener.moved(self.living[session_id], replica_id)
 
     def touch(self, session_id: str, last_used_s: float) -> None:
         self._change(self._store.touch, session_id, last_used_s)
@@ -116,6 +147,8 @@ class RecordedStore:
         if self.away:
             raise StoreError("the log does not answer")
 
-    def _begin(self, life: Life) -> None:
+    def _begin(self, life: Life, replica_id: str, parent_id: str | None) -> None:
         self.lives.append(life)
         self.living[life.session_id] = life
+        for listener in self.listeners:
+            listener.opened(life, replica_id, parent_id)

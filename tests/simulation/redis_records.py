@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from controllers.tokens import TOKEN_BYTES, decode_tokens
 from tests.simulation.network import Party
-from tests.simulation.records import Committed, Life
+from tests.simulation.records import UNKNOWN, Committed, Life, LogListener
 from tests.simulation.redis_model import RedisModel
 
 
@@ -24,17 +24,18 @@ class Stored:
     turns: int
     tokens: int
     writer: str
+    replica_id: str
     last: tuple[int, int, int] | None
 
 
 class RedisRecords:
-    """`committed` hears of each turn that is new, `wrong` of changes that nobody may make. `name` is the log's."""
+    """`wrong` hears of changes that nobody may make. `name` is the log's, `clock` returns virtual seconds."""
 
     def __init__(
         self,
         model: RedisModel,
         name: str,
-        committed: Callable[[Life, Committed], None],
+        clock: Callable[[], float],
         wrong: Callable[[str], None],
     ) -> None:
         self.lives: list[Life] = []
@@ -42,7 +43,8 @@ class RedisRecords:
         self.away_long = False
         self._model = model
         self._prefix = f"kedge:{{{name}}}:"
-        self._committed = committed
+        self.listeners: list[LogListener] = []
+        self._clock = clock
         self._wrong = wrong
         self._stored: dict[str, Stored] = {}
         self._former_epochs: dict[str, int] = {}
@@ -79,7 +81,10 @@ class RedisRecords:
         if after is None:
             if before is not None:
                 self._former_epochs[session_id] = before.epoch
-                self.living.pop(session_id).closed = True
+                life = self.living.pop(session_id)
+                life.closed = True
+                for listener in self.listeners:
+                    listener.closed(life)
             return
         self._stored[session_id] = after
         if before is None:
@@ -87,13 +92,18 @@ class RedisRecords:
         else:
             self._check_writer(session_id, before, after, cluster)
             self._check_turns(session_id, before, after)
+            if after.epoch != before.epoch:
+                for listener in self.listeners:
+                    listener.moved(self.living[session_id], after.replica_id)
 
     def _begin(self, session_id: str, stored: Stored) -> None:
         if stored.epoch <= self._former_epochs.get(session_id, 0):
             self._wrong(f"{session_id}: opened at epoch {stored.epoch}, which its namesake had")
-        life = Life(session_id, self._history(session_id, 0, stored.tokens))
+        life = Life(session_id, self._clock(), self._history(session_id, 0, stored.tokens))
         self.lives.append(life)
         self.living[session_id] = life
+        for listener in self.listeners:
+            listener.opened(life, stored.replica_id, UNKNOWN)
 
     def _check_writer(self, session_id: str, before: Stored, after: Stored, cluster: str) -> None:
         claimed = before.writer != after.writer
@@ -120,7 +130,8 @@ class RedisRecords:
             output=tokens[input_len:],
         )
         life.turns.append(turn)
-        self._committed(life, turn)
+        for listener in self.listeners:
+            listener.committed(life, turn)
 
     def _read(self, session_id: str) -> Stored | None:
         text = self._model.get(f"{self._prefix}session:{session_id}".encode())
@@ -133,6 +144,7 @@ class RedisRecords:
             turns=entry["turns"],
             tokens=entry["tokens"],
             writer=fields["writer"],
+            replica_id=entry["replica_id"],
             last=None if last is None else (last[0], last[1], last[2]),
         )
 

@@ -16,6 +16,8 @@ FAULTS = {
     "freeze controller": 2,
     "cut ingress from replica": 3,
     "cut replica from controller": 3,
+    "drain replica": 2,
+    "disk fails": 1,
     "cut ingress from controller": 2,
     "break feed": 3,
     "stall engine": 4,
@@ -28,10 +30,12 @@ FAULTS = {
 
 LASTING_S = {
     "freeze replica": 4.0,
+    "freeze controller": 4.0,
     "stall engine": 6.0,
     "log away": 3.0,
     "log frozen": 3.0,
     "cut controller from log": 2.0,
+    "disk fails": 3.0,
 }
 MOVES = {
     "kill replica": 2,
@@ -43,6 +47,7 @@ MOVES = {
     "log away": 2,
     "kill controller": 1,
     "repeats": 1,
+    "drain replica": 1,
 }
 """The same where sessions move: most of them leave the former owner alive."""
 
@@ -57,11 +62,24 @@ REDIS_FAULTS = {
     "storm": 1,
 }
 """The same of those beside the others, where the log is in Redis."""
+PLANNED = {
+    "retire replica": 4,
+    "drain replica": 3,
+    "freeze controller": 2,
+    "stall engine": 2,
+    "clock step": 3,
+    "repeats": 1,
+    "disk fails": 1,
+}
+"""The same where nobody dies but by plan: clients notice nothing of these."""
+MAY_CUT_STREAMS = frozenset({"freeze controller", "stall engine", "repeats"})
+"""Of PLANNED: turns may last longer than a replica is given to end them, or are told to go on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`rewind`: the share of the history that is kept (None: all). The client leaves, or aborts, after so long."""
+    """`rewind`: the share of the history that is kept (None: all). The client leaves, or aborts, after so long.
+    `beside`: it goes on meanwhile, perhaps with the session's next turn."""
 
     think_s: float
     new_tokens: int
@@ -71,6 +89,7 @@ class Turn:
     abort_s: float | None = None
     keyed: bool = True
     stateless: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +106,14 @@ class Close:
     think_s: float
 
 
-Op = Turn | Fork | Close
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Opens the session ahead of its first turn."""
+
+    think_s: float
+
+
+Op = Turn | Fork | Close | Open
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,24 +151,25 @@ class Schedule:
 def make_schedule(seed: int, turns: int = 20) -> Schedule:
     """About so many turns. In a part of the schedules sessions move often, and are often rewound."""
     random = Random(f"schedule {seed}")
-    moving = random.random() < 0.4
+    share = random.random()
+    moving, planned = share < 0.4, share >= 0.85
     clients = random.randint(2, 6)
     each = max(1, turns // clients)
     ops = tuple(_client(random, each, 0.4 if moving else 0.15) for _ in range(clients))
     end_s = max(sum(op.think_s for op in some) for some in ops) + 0.2 * each
     faults = (random.randint(3, 8) if moving else random.choice((0, 1, 2, 3, 4, 6))) + turns // 50
-    kinds = MOVES if moving else FAULTS
+    kinds = MOVES if moving else PLANNED if planned else FAULTS
     settings = _settings(random)
-    planned = [_fault(random, kinds, end_s) for _ in range(faults)]
+    wrong = [_fault(random, kinds, end_s) for _ in range(faults)]
     random = Random(f"log {seed}")
     redis = random.random() < REDIS_SHARE
     if redis:
-        planned += [_fault(random, REDIS_FAULTS, end_s) for _ in range(random.choice((0, 1, 2, 3)))]
+        wrong += [_fault(random, REDIS_FAULTS, end_s) for _ in range(random.choice((0, 1, 2, 3)))]
     return Schedule(
         seed,
         (*settings, ("log", "redis" if redis else "sqlite")),
         ops,
-        tuple(sorted(planned, key=lambda fault: fault.at_s)),
+        tuple(sorted(wrong, key=lambda fault: fault.at_s)),
     )
 
 
@@ -172,6 +199,8 @@ def _client(random: Random, turns: int, rewinds: float, depth: int = 0) -> tuple
             ops.append(Fork(think_s, random.random(), _client(random, random.randint(1, 3), rewinds, 1)))
         elif draw < 0.10:
             ops.append(Close(think_s))
+            if random.random() < 0.5:
+                ops.append(Open(random.expovariate(1 / pace_s)))
         else:
             ops.append(_turn(random, think_s, rewinds))
     return tuple(ops)
@@ -188,6 +217,7 @@ def _turn(random: Random, think_s: float, rewinds: float) -> Turn:
         abort_s=random.expovariate(1 / random.choice((0.02, 0.3))) if random.random() < 0.06 else None,
         keyed=random.random() < 0.85,
         stateless=random.random() < 0.05,
+        beside=random.random() < 0.04,
     )
 
 

@@ -16,13 +16,18 @@ from serving.settings.config import AppArgs, parse_args
 from tests.simulation.clients import Clients
 from tests.simulation.endings import books, leftovers
 from tests.simulation.engine_loop import CONTEXT_LEN
+from tests.simulation.expectations import Expectations
 from tests.simulation.faults import Faults
 from tests.simulation.logs import Log, RedisLog, SqliteLog
 from tests.simulation.loop import Spinning, World
 from tests.simulation.network import Network
+from tests.simulation.operators import Operator
 from tests.simulation.parties import Cluster
-from tests.simulation.schedule import Schedule
+from tests.simulation.placements import Placements
+from tests.simulation.schedule import MAY_CUT_STREAMS, PLANNED, Schedule
+from tests.simulation.troubles import Troubles
 from tests.simulation.truth import Truth
+from tests.simulation.views import DetectorWatch, takeovers, wrong_views
 
 START_S = 60.0
 PLAY_S = 3600.0
@@ -64,20 +69,27 @@ class Simulation:
         random = Random(f"run {schedule.seed}")
         settings = dict(schedule.settings)
         self.world = World(random)
-        self.truth = Truth()
+        self.truth = Truth(self.world.clock)
         network = Network(self.world, random)
         self._log: Log = (
-            RedisLog(self.world, network, self.truth)
-            if settings["log"] == "redis"
-            else SqliteLog(self.world, self.truth)
+            RedisLog(self.world, network, self.truth) if settings["log"] == "redis" else SqliteLog(self.world)
         )
         self.store = self._log.records
         args = _args(schedule.settings)
         tiers = settings["host_pages"], settings["disk_pages"]
         self.cluster = Cluster(self.world, random, args, network, self._log, tiers, settings["slowness"])
+        kinds = {fault.kind for fault in schedule.faults}
+        self._planned = kinds <= set(PLANNED)
+        self._no_stream_is_cut = kinds <= set(PLANNED) - MAY_CUT_STREAMS
         limit = min(CONTEXT_LEN, settings["num_pages"] * PAGE_SIZE)
-        self.clients = Clients(self.cluster, self.store, self.truth, random, limit)
-        self.faults = Faults(self.cluster, self._log)
+        self.clients = Clients(self.cluster, self.store, self.truth, random, limit, undisturbed=self._planned)
+        troubles = Troubles(self.world.clock)
+        self.operator = Operator(self.cluster, self.truth)
+        self.faults = Faults(self.cluster, self._log, self.operator, troubles)
+        expectations = Expectations(self.cluster, troubles)
+        self.watch = DetectorWatch(self.cluster, expectations, self.truth)
+        placements = Placements(expectations, self.truth, evens_out=settings["rebalancing"])
+        self.store.listeners += [self.truth, placements]
 
     def play(self) -> Outcome:
         try:
@@ -100,6 +112,7 @@ class Simulation:
             return
         for ops in self._schedule.clients:
             self.clients.start(ops)
+        self.watch.look()
         self.faults.plan(self._schedule.faults)
         if not world.run(self._played, world.now_s + PLAY_S):
             self.truth.wrong("something is stuck")
@@ -113,6 +126,8 @@ class Simulation:
         if not world.run(using.done, world.now_s + CLOSE_S):
             self.truth.wrong("a turn is stuck, and nothing is wrong any more")
             return
+        if not self._calm():
+            return
         closing = self.clients.party.loop.create_task(self.clients.close_everything())
         if not world.run(lambda: closing.done() and cluster.ready(), world.now_s + CLOSE_S):
             self.truth.wrong(f"sessions that cannot be closed: {list(self.store.living)}")
@@ -124,6 +139,26 @@ class Simulation:
             for party in cluster.live_replicas:
                 for what in books(party):
                     self.truth.wrong(what)
+
+    def _calm(self) -> bool:
+        """False if something does not come to rest."""
+        cluster, world = self.cluster, self.world
+        drained = self.operator.drained
+        if not world.run(
+            lambda: all(each.dead for each in drained) and cluster.ready(), world.now_s + CLOSE_S
+        ):
+            names = [party.name for party in drained if not party.dead]
+            self.truth.wrong(f"told as drained, and not replaced: {names}")
+            return False
+        if not world.run(lambda: not wrong_views(cluster), world.now_s + SETTLE_S):
+            for what in wrong_views(cluster):
+                self.truth.wrong(f"a wrong view: {what}")
+            return False
+        for what in cluster.ill:
+            self.truth.wrong(what)
+        if self._no_stream_is_cut and takeovers(cluster):
+            self.truth.wrong("a turn went on elsewhere in mid-stream, and all changes were planned")
+        return True
 
     def _played(self) -> bool:
         return not self.clients.busy and not self.faults.under_way and self.cluster.ready()

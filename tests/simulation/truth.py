@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.runner.null import null_generate
 from tests.simulation.engine_loop import EOS_PROBABILITY, VOCAB_SIZE
-from tests.simulation.records import Committed, Life
+from tests.simulation.records import Committed, Life, LogListener
 
 
 @dataclass(slots=True)
@@ -18,26 +19,66 @@ class Asked:
     tokens: tuple[int, ...]
     most: int
     rewind_to: int | None
+    life: Life | None
+    given_up_s: float | None = None
     committed: list[Committed] = field(default_factory=list)
     done: bool = False
 
 
-class Truth:
-    """Keeps every turn that was asked for, and what is wrong."""
+@dataclass(slots=True)
+class AskedToClose:
+    """`answered_s` is None while there is no answer: the close may come at any time."""
 
-    def __init__(self) -> None:
+    session_id: str
+    answered_s: float | None = None
+
+
+class Truth(LogListener):
+    """Keeps every turn and every close that was asked for, and what is wrong. `clock` returns virtual seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.violations: list[str] = []
+        self._clock = clock
+        self._closes: list[AskedToClose] = []
         self._asked: dict[int, Asked] = {}
         self.turns = 0
 
     def wrong(self, what: str) -> None:
         self.violations.append(what)
 
-    def ask(self, session_id: str | None, tokens: tuple[int, ...], most: int, rewind_to: int | None) -> Asked:
+    def ask(
+        self,
+        session_id: str | None,
+        tokens: tuple[int, ...],
+        most: int,
+        rewind_to: int | None,
+        life: Life | None,
+    ) -> Asked:
         number = len(self._asked) + 1
-        asked = Asked(number, session_id, (number, *tokens), most, rewind_to)
+        asked = Asked(number, session_id, (number, *tokens), most, rewind_to, life)
         self._asked[number] = asked
         return asked
+
+    def ask_to_close(self, session_id: str) -> AskedToClose:
+        self._closes.append(AskedToClose(session_id))
+        return self._closes[-1]
+
+    def answered(self, close: AskedToClose) -> None:
+        close.answered_s = self._clock()
+
+    def give_up(self, asked: Asked) -> None:
+        """Its client asks for it no more."""
+        asked.given_up_s = self._clock()
+
+    def closed(self, life: Life) -> None:
+        """No session is idle for so long here that it would end by itself."""
+        asked = (
+            each.session_id == life.session_id
+            and (each.answered_s is None or each.answered_s >= life.opened_s)
+            for each in self._closes
+        )
+        if not any(asked):
+            self.wrong(f"{life.session_id} was closed, and nobody asked for it")
 
     def committed(self, life: Life, turn: Committed) -> None:
         """The log has taken a turn."""
@@ -48,6 +89,9 @@ class Truth:
             return
         if asked.committed:
             self.wrong(f"{name}: asked for once (number {asked.number}), committed twice")
+        of_another = asked.life is not None and asked.life is not life
+        if of_another and asked.given_up_s is not None and asked.given_up_s < life.opened_s:
+            self.wrong(f"{name}: asked for in an earlier session of that name (number {asked.number})")
         asked.committed.append(turn)
         if asked.rewind_to is None and turn.rewound:
             self.wrong(f"{name}: rewound, and nobody asked for it")

@@ -43,5 +43,12 @@ class Web:
         except ServiceError as error:
             return error.info
 
+    async def drain(self, replica_id: str) -> ErrorInfo | None:
+        try:
+            await self._service.drain_replica(replica_id)
+        except ServiceError as error:
+            return error.info
+        return None
+
     async def abort(self, request_id: str) -> None:
         await self._service.abort(request_id, tenant="")

@@ -1,0 +1,190 @@
+"""Faults put back into epochs, fences, idempotency and pending commits, beside those of mutations.py."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import controllers.cluster
+import controllers.sqlite_store
+import serving.front.turn_dispatch
+from controllers.cluster import Cluster
+from controllers.ownership import OwnershipLedger
+from controllers.records import Assignment, LedgerEntry, SessionRecord, TurnRecord
+from controllers.session import SessionController
+from serving.background import BackgroundTasks
+from serving.front.turn_dispatch import TurnDispatcher
+from serving.replica.session_host import SessionHost
+
+Patches = list[Any]
+
+
+def _moves_keep_the_epoch() -> Patches:
+    """A session has another owner at the same epoch."""
+
+    def move_to(self: Cluster, entry: LedgerEntry, replica_id: str) -> Assignment:
+        self._store.assign(entry.session_id, replica_id, entry.epoch)
+        moved = self._ledger.transfer(entry.session_id, replica_id)
+        moved = self._ledger._put(replace(moved, epoch=entry.epoch))
+        return controllers.cluster._assignment(moved, fresh=True)
+
+    return [
+        patch.object(Cluster, "_move_to", move_to),
+        patch.object(
+            controllers.sqlite_store,
+            "changes_owner",
+            lambda entry, replica_id, _epoch: entry.replica_id != replica_id,
+        ),
+    ]
+
+
+def _loads_are_not_fenced() -> Patches:
+    """Whoever asks for a session's history gets it, and holds it at the owner's epoch."""
+
+    def load_session(self: Cluster, session_id: str, _epoch: int, _replica_id: str) -> SessionRecord:
+        return self._store.load(session_id)
+
+    return [patch.object(Cluster, "load_session", load_session)]
+
+
+def _replicas_compare_no_epochs() -> Patches:
+    """A replica takes a turn of a session that it held once, whatever came since."""
+
+    def knows(self: SessionController, session_id: str, _epoch: int) -> bool:
+        return session_id in self._sessions
+
+    def at_epoch(self: SessionController, session_id: str, _epoch: int) -> Any:
+        return self._get(session_id)
+
+    return [
+        patch.object(SessionController, "knows", knows),
+        patch.object(SessionController, "_at_epoch", at_epoch),
+    ]
+
+
+def _stale_sessions_stay() -> Patches:
+    """A replica keeps the sessions of which it is told that others own them."""
+
+    async def drop_stale(_self: SessionHost, _session_id: str) -> None:
+        return
+
+    return [patch.object(SessionHost, "_drop_stale", drop_stale)]
+
+
+def _closes_are_not_fenced() -> Patches:
+    """A former owner's close ends the session that has its name by now."""
+    real = Cluster.close_session
+
+    def close_session(
+        self: Cluster, session_id: str, tenant: str | None = None, _epoch: int | None = None
+    ) -> bool:
+        return real(self, session_id, tenant)
+
+    return [patch.object(Cluster, "close_session", close_session)]
+
+
+def _work_ends_with_its_caller() -> Patches:
+    """A client that leaves takes back what outlives it: a commit under way, which the log may have."""
+
+    async def outcome(_self: BackgroundTasks, task: asyncio.Task[Any]) -> Any:
+        return await task
+
+    return [patch.object(BackgroundTasks, "outcome", outcome)]
+
+
+def _repetitions_are_new_turns() -> Patches:
+    """A commit that is told again is taken for the session's next turn."""
+
+    def adds_turn(entry: LedgerEntry, record: TurnRecord, _is_last: Callable[[], bool]) -> bool:
+        return record.epoch == entry.epoch
+
+    real = controllers.sqlite_store.SqliteSessionStore.append_turn
+
+    def append_turn(self: Any, record: TurnRecord) -> None:
+        turns = self.find(record.session_id).turns
+        real(self, replace(record, turn_index=turns, idempotency_key=f"{record.idempotency_key}-{turns}"))
+
+    return [
+        patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
+        patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turn", append_turn),
+    ]
+
+
+def _commits_are_not_repeatable() -> Patches:
+    """A commit that is told again is refused as one of a session that has gone on, and its KV let go."""
+    real = controllers.sqlite_store.adds_turn
+
+    def adds_turn(entry: LedgerEntry, record: TurnRecord, _is_last: Callable[[], bool]) -> bool:
+        return real(entry, record, lambda: False)
+
+    return [patch.object(controllers.sqlite_store, "adds_turn", adds_turn)]
+
+
+def _retries_have_keys_of_their_own() -> Patches:
+    """An attempt that follows a lost one has another idempotency key."""
+    real = TurnDispatcher._take_over
+
+    async def take_over(self: TurnDispatcher, turn: Any, stack: AsyncExitStack) -> Any:
+        session = turn.call.session
+        if session is not None:
+            turn.call = replace(
+                turn.call, session=replace(session, idempotency_key=f"again-{uuid.uuid4().hex}")
+            )
+        return await real(self, turn, stack)
+
+    return [patch.object(TurnDispatcher, "_take_over", take_over)]
+
+
+def _calls_have_no_key() -> Patches:
+    """An ingress repeats the call of a client that named no key, without one."""
+    return [patch.object(serving.front.turn_dispatch, "_with_key", lambda call: call)]
+
+
+def _commits_name_the_newest_epoch() -> Patches:
+    """A former owner commits at the epoch that the ledger has now."""
+    real = Cluster.commit_turn
+
+    def commit_turn(self: Cluster, record: TurnRecord) -> None:
+        entry = self._ledger._entries.get(record.session_id)
+        real(self, record if entry is None else replace(record, epoch=entry.epoch))
+
+    return [patch.object(Cluster, "commit_turn", commit_turn)]
+
+
+def _ledger_knows_only_replicas() -> Patches:
+    """The fence compares who asks, and not at which epoch: an owner that has the session back is its former self."""
+
+    def fence(
+        self: OwnershipLedger, session_id: str, epoch: int, replica_id: str | None = None
+    ) -> LedgerEntry:
+        entry = self.get(session_id)
+        if replica_id is None or replica_id == entry.replica_id:
+            return entry
+        return real(self, session_id, epoch, replica_id)
+
+    real = OwnershipLedger.fence
+    return [patch.object(OwnershipLedger, "fence", fence)]
+
+
+EPOCH_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
+    {
+        "a move keeps the epoch": _moves_keep_the_epoch,
+        "a history goes to whoever asks": _loads_are_not_fenced,
+        "a replica compares no epochs": _replicas_compare_no_epochs,
+        "a replica keeps what others own": _stale_sessions_stay,
+        "a former owner may close": _closes_are_not_fenced,
+        "a former owner commits at the newest epoch": _commits_name_the_newest_epoch,
+        "the fence compares replicas, not epochs": _ledger_knows_only_replicas,
+        "work under way ends with its client": _work_ends_with_its_caller,
+        "a repeated commit is another turn": _repetitions_are_new_turns,
+        "a repeated commit is refused": _commits_are_not_repeatable,
+        "a takeover has another key": _retries_have_keys_of_their_own,
+        "an ingress gives no key": _calls_have_no_key,
+    }
+)

@@ -1,0 +1,74 @@
+"""What the parties think of each other once all is calm, beside what is so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.replicas import ReplicaState
+from serving.front.ingress import Ingress
+from tests.simulation.expectations import Expectations
+from tests.simulation.network import Party
+from tests.simulation.parties import Cluster
+from tests.simulation.truth import Truth
+
+LOOK_S = 0.2
+
+
+class DetectorWatch:
+    """Looks on and on whether the controller takes replicas for what they are."""
+
+    def __init__(self, cluster: Cluster, expectations: Expectations, truth: Truth) -> None:
+        self._cluster = cluster
+        self._expectations = expectations
+        self._truth = truth
+        self._reported: set[str] = set()
+
+    def look(self) -> None:
+        """Now, and from then on."""
+        controller = self._cluster.serve.controller
+        if controller is not None:
+            directory = controller.actor._cluster._replicas
+            for party in self._cluster.serve.replicas:
+                if directory.state(party.name) is ReplicaState.GONE and not self._expectations.may_be_gone(
+                    party
+                ):
+                    self._wrong(party, "taken for gone, with no cause")
+            for party in self._cluster.live_replicas:
+                state = directory.state(party.name)
+                goes = state in (ReplicaState.DRAINING, ReplicaState.GONE)
+                if not goes and self._expectations.must_be_known_to_go(party):
+                    self._wrong(party, f"{state.value}, though it is to go")
+        self._cluster.world.after(LOOK_S, self.look)
+
+    def _wrong(self, party: Party, what: str) -> None:
+        if party.name not in self._reported:
+            self._reported.add(party.name)
+            self._truth.wrong(f"{party.name} is {what}")
+
+
+def wrong_views(cluster: Cluster) -> list[str]:
+    """Nothing is wrong with anybody, and nobody is about to go."""
+    controller = cluster.serve.controller
+    if controller is None:
+        return ["no controller"]
+    known = controller.actor._cluster
+    states = {party.name: known._replicas.state(party.name) for party in cluster.serve.replicas}
+    wrong = [f"{name} is {state.value}" for name, state in states.items() if state is not ReplicaState.LIVE]
+    epochs = {entry.session_id: (entry.epoch, entry.replica_id) for entry in known.sessions()}
+    for party in cluster.live_ingresses:
+        wrong += _of_ingress(party, epochs)
+    return wrong
+
+
+def takeovers(cluster: Cluster) -> int:
+    """Turns that went on at another replica in mid-stream, as the ingresses that live have counted them."""
+    return sum(int(party.actor._metrics._takeovers._value.get()) for party in cluster.live_ingresses)
+
+
+def _of_ingress(party: Party, epochs: dict[str, tuple[int, str]]) -> Iterator[str]:
+    """An ingress may remember an owner that the session had: never one that it never had."""
+    ingress: Ingress = party.actor
+    for (_, session_id), owner in ingress._dispatcher._owners._owners.items():
+        epoch, replica_id = epochs.get(session_id, (owner.epoch, owner.replica_id))
+        if owner.epoch > epoch or (owner.epoch == epoch and owner.replica_id != replica_id):
+            yield f"{party.name}: {session_id} at {owner}, it is at {replica_id} with epoch {epoch}"
