@@ -14,6 +14,7 @@ from unittest.mock import patch
 import controllers.cluster
 import controllers.sqlite_store
 import serving.front.turn_dispatch
+import serving.replica.turn_runner
 from controllers.cluster import Cluster
 from controllers.ownership import OwnershipLedger
 from controllers.records import Assignment, LedgerEntry, SessionRecord, TurnRecord
@@ -146,6 +147,17 @@ def _calls_have_no_key() -> Patches:
     return [patch.object(serving.front.turn_dispatch, "_with_key", lambda call: call)]
 
 
+def _takeovers_look_at_no_name() -> Patches:
+    """A turn goes on in a later session of that name, if it is that one's turn by number."""
+    return [
+        patch.object(
+            serving.replica.turn_runner,
+            "_is_same",
+            lambda turn, resumed: turn.turn_index == resumed.turn_index,
+        )
+    ]
+
+
 def _commits_name_the_newest_epoch() -> Patches:
     """A former owner commits at the epoch that the ledger has now."""
     real = Cluster.commit_turn
@@ -186,5 +198,6 @@ EPOCH_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType
         "a repeated commit is refused": _commits_are_not_repeatable,
         "a takeover has another key": _retries_have_keys_of_their_own,
         "an ingress gives no key": _calls_have_no_key,
+        "a takeover goes on in a later session of that name": _takeovers_look_at_no_name,
     }
 )
