@@ -43,7 +43,8 @@ class ClusterController:
 
     `settings` count until a deployment is announced, and after that those of the newest one, also once the actor has
     been started again. `cluster` names the cluster to others on the same session log. `clock` returns Unix time,
-    `timer` monotonic time, in seconds. Construction raises StoreError if the session log cannot be used.
+    `timer` monotonic time, in seconds. Construction, on the loop of the calls, raises StoreError if the session log
+    cannot be used.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class ClusterController:
         store = open_log(log, cluster, clock)
         self._deployments = Deployments(store, log, settings)
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
-        self._ticks: asyncio.Task[None] | None = None
+        self._cluster.tick()
+        self._ticks = asyncio.create_task(self._tick())
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
 
@@ -77,7 +79,6 @@ class ClusterController:
     async def heartbeat(
         self, status: ReplicaStatus, session_updates: Sequence[SessionStatus] = ()
     ) -> HeartbeatReply:
-        self._attend()
         return self._cluster.heartbeat(status, session_updates)
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
@@ -141,15 +142,11 @@ class ClusterController:
     async def stats(self) -> dict[str, float]:
         return self._cluster.stats()
 
-    def _attend(self) -> None:
-        """From the first heartbeat on, ticks come from the loop of the calls: they are late when calls cannot run."""
-        if self._ticks is None:
-            self._ticks = asyncio.create_task(self._tick())
-
     async def _tick(self) -> None:
+        """On the loop of the calls: late when calls cannot run. From the beginning, so that no pause counts."""
         while True:
-            self._cluster.tick()
             await asyncio.sleep(TICK_S)
+            self._cluster.tick()
 
 
 def get_or_create_controller(

@@ -110,9 +110,8 @@ class ReplicaDirectory:
         return self.state(replica_id)
 
     def drain(self, replica_id: str) -> None:
-        """It is to go, by its own word or an operator's. Does nothing to one that is not known."""
-        if replica_id in self._replicas:
-            self._replicas[replica_id].leaves = True
+        """It is to go, by its own word or an operator's. One that is not known yet is to go, too."""
+        self._replicas.setdefault(replica_id, _Replica(self._clock())).leaves = True
 
     def deregister(self, replica_id: str) -> None:
         """It says farewell: it answers nothing any more."""

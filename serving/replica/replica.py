@@ -39,7 +39,7 @@ from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.ray_gauges import RayGauges
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
-from serving.wire.errors import error_event, error_info
+from serving.wire.errors import error_event, error_info, unavailable
 from serving.wire.event_feed import EventFeeds, FeedItem
 from serving.wire.turns import (
     ChatPrompt,
@@ -49,6 +49,7 @@ from serving.wire.turns import (
     ModelInfo,
     ServiceError,
     TurnCall,
+    TurnEvent,
     TurnReply,
 )
 
@@ -135,6 +136,7 @@ class LLMReplica:
         )
         self._watch = EngineWatch(self._engine, self._host, step_timeout_s=args.replicas.step_timeout_s)
         self._drained = False
+        self._calls = 0  # of `turn`, that have not been answered
         self._created = int(place.unix_clock())
         await self._start()
 
@@ -143,13 +145,21 @@ class LLMReplica:
         return self._replica_id
 
     async def turn(self, call: TurnCall, epoch: int | None, line: FeedLine) -> TurnReply:
-        """Runs a turn, see TurnRunner.run. News go ahead over the feed; cancelling the call aborts the turn."""
+        """Runs a turn, see TurnRunner.run. News go ahead over the feed; cancelling the call aborts the turn.
+
+        One that is drained takes none: ingresses leave it, and Serve replaces it.
+        """
+        if self._drained:
+            return TurnReply(0, (TurnEvent(error=unavailable("the replica is drained")),))
+        self._calls += 1
         try:
             with self._feeds.line(line) as told:
                 last = await self._turns.run(call, epoch, told.put)
                 return await told.reply(last)
         except ServiceError as refused:
             return TurnReply(0, (error_event(refused),))
+        finally:
+            self._calls -= 1
 
     async def feed(self, feed_id: str, taken: int | None = None) -> AsyncGenerator[FeedItem, None]:
         """News of every turn that names this feed, see EventFeeds.stream."""
@@ -261,9 +271,9 @@ class LLMReplica:
 
     async def _hand_over(self) -> None:
         await self._host.hand_over()
-        if self._host.emptied and not self._turns.num_live and not self._drained:
-            await self._host.farewell()
+        if self._host.emptied and not self._calls and not self._drained:
             self._drained = True
+            await self._host.farewell()
 
     async def _publish_gauges(self) -> None:
         self._publish(self._engine.stats())

@@ -201,7 +201,8 @@ class Clients:
             self._truth.told(asked, life, answer.turn_index, answer.tokens)
         if answer.finish in ("stop", "length"):
             self._truth.finished(asked, answer.tokens, answer.turn_index)
-        if self._undisturbed and (answer.lost or (answer.error is not None and answer.error.status >= 500)):
+        failed = answer.lost or (answer.error is not None and answer.error.status >= 500)
+        if self._undisturbed and failed and not self._truth.closed_beside(asked):
             self._truth.wrong(f"number {asked.number}: a planned change, and a client sees {answer}")
         if answer.error is None:
             return

@@ -21,8 +21,6 @@ UNTOLD = frozenset(
     }
 )
 """What keeps an ingress from telling the controller which replicas its router lists."""
-LONG_PAUSE_S = 8.0
-"""Of the controller: heartbeats that waited for so long were given up by who sent them."""
 UNHEARD_FOR_S = 1.0
 """Added to the time between two heartbeats and to the messages' own, it may be more than a suspect replica is given."""
 UNREACHABLE_SHARE = 0.6
@@ -45,8 +43,6 @@ class Expectations:
     def may_be_gone(self, replica: Party) -> bool:
         """Whether there is a cause to take it for gone."""
         if replica.dead or replica.asked_to_go:
-            return True
-        if self._troubles.lasted_s(("freeze controller",), "controller", REMEMBERED_S) > LONG_PAUSE_S:
             return True
         if self._troubles.lasted_s(UNHEARD, replica.name, REMEMBERED_S) > UNHEARD_FOR_S:
             return True

@@ -59,11 +59,18 @@ class SqliteLog:
     controller_loop: type[PartyLoop] = PartyLoop
 
     def __init__(self, world: World) -> None:
-        self._store = SqliteSessionStore(":memory:", clock=world.clock)
+        self._controller: Party | None = None
+        self._store = SqliteSessionStore(":memory:", clock=self._unix_s)
         self.records = RecordedStore(self._store, world.clock)
 
-    def open(self, _controller: Party, _cluster: str) -> SessionStore:
+    def open(self, controller: Party, _cluster: str) -> SessionStore:
+        self._controller = controller
         return self.records
+
+    def _unix_s(self) -> float:
+        """The log's times are its controller's."""
+        assert self._controller is not None
+        return self._controller.unix_s()
 
     def contents(self, session_id: str) -> tuple[tuple[int, ...], int]:
         record = self._store.load(session_id)

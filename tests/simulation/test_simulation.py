@@ -45,14 +45,6 @@ def test_fresh_seeds() -> None:
     play(seeds)
 
 
-def test_a_close_that_waits_for_a_turn_is_carried_out_though_its_replica_dies() -> None:
-    """It was forgotten. Without what the log has of it the same seed finds that again."""
-    play([372])
-    with mutated("a close that waits is not in the log"):
-        violations = run(make_schedule(372)).violations
-    assert any("told as closed" in what for what in violations)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_same_seed_gives_the_same_run(seed: int) -> None:
     first, second = run(make_schedule(seed)), run(make_schedule(seed))

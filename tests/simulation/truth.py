@@ -20,6 +20,7 @@ class Asked:
     most: int
     rewind_to: int | None
     life: Life | None
+    asked_s: float
     given_up_s: float | None = None
     committed: list[Committed] = field(default_factory=list)
     done: bool = False
@@ -55,7 +56,7 @@ class Truth(LogListener):
         life: Life | None,
     ) -> Asked:
         number = len(self._asked) + 1
-        asked = Asked(number, session_id, (number, *tokens), most, rewind_to, life)
+        asked = Asked(number, session_id, (number, *tokens), most, rewind_to, life, self._clock())
         self._asked[number] = asked
         return asked
 
@@ -65,6 +66,14 @@ class Truth(LogListener):
 
     def answered(self, close: AskedToClose) -> None:
         close.answered_s = self._clock()
+
+    def closed_beside(self, asked: Asked) -> bool:
+        """Whether the session was asked to close while its client asked for the turn: it may end without it."""
+        return any(
+            each.session_id == asked.session_id
+            and (each.answered_s is None or each.answered_s >= asked.asked_s)
+            for each in self._closes
+        )
 
     def give_up(self, asked: Asked) -> None:
         """Its client asks for it no more."""

@@ -141,6 +141,13 @@ def test_another_log_is_refused_by_name(
     store.disconnect()
 
 
+def passes(clock: ManualClock, controller: ClusterController, time_s: float) -> None:
+    """With a controller that is there all the time: what it sleeps through does not count."""
+    for _ in range(int(time_s / TICK_S)):
+        clock.advance(TICK_S)
+        controller._cluster.tick()
+
+
 async def test_a_redeploy_takes_effect_and_keeps_sessions_and_replicas(
     log: LogSettings, clock: ManualClock
 ) -> None:
@@ -157,10 +164,10 @@ async def test_a_redeploy_takes_effect_and_keeps_sessions_and_replicas(
     await controller.open_session("second")
     with pytest.raises(Overloaded):
         await controller.open_session("third")
-    clock.advance(30.0)
+    passes(clock, controller, 30.0)
     await controller.heartbeat(ReplicaStatus("a", 1000, 1000))
     assert await controller.expire_idle() == [], "the timeout was 5 s and is 60 s"
-    clock.advance(31.0)
+    passes(clock, controller, 31.0)
     assert sorted(await controller.expire_idle()) == ["first", "second"]
 
 
@@ -173,15 +180,9 @@ async def test_a_redeploy_changes_how_soon_a_replica_counts_as_dead_and_what_is_
         await controller.register_replica(ReplicaStatus(replica_id, 1000, 1000))
     await controller.report_members("i", ("a", "b"), ())
 
-    def passes(time_s: float) -> None:
-        """With a controller that is there all the time: what it sleeps through does not count."""
-        for _ in range(int(time_s / TICK_S)):
-            clock.advance(TICK_S)
-            controller._cluster.tick()
-
     async def crowded() -> bool:
         for _ in range(2):
-            passes(9.0)
+            passes(clock, controller, 9.0)
             await controller.heartbeat(ReplicaStatus("b", 1000, 1000))
             reply = await controller.heartbeat(ReplicaStatus("a", 1000, 1000, running=50))
         return reply.crowded
@@ -189,7 +190,7 @@ async def test_a_redeploy_changes_how_soon_a_replica_counts_as_dead_and_what_is_
     assert not await crowded()
     await controller.announce(Deployment("new", replace(settings, rebalancing=RebalancingSettings()), log))
     assert await crowded()
-    passes(50.0)
+    passes(clock, controller, 50.0)
     assert len(await controller.replicas()) == 2
     await controller.announce(Deployment("newer", replace(settings, replica_timeout_s=10.0), log))
     assert await controller.replicas() == []

@@ -223,6 +223,16 @@ def test_a_drain_is_over_with_death_silence_or_farewell(live: ReplicaDirectory, 
     assert live.state("c") is DRAINING, "who has said farewell gets no session any more"
 
 
+def test_a_drain_is_not_forgotten_by_a_directory_that_has_just_begun(directory: ReplicaDirectory) -> None:
+    """It was: until its next heartbeat the replica got sessions, which it was to hand over at once."""
+    directory.drain("a")
+    assert directory.state("a") is DRAINING
+    directory.heartbeat(_status("a"))
+    directory.members("i", ("a",), ())
+    assert directory.state("a") is DRAINING
+    assert not _placeable(directory)
+
+
 def test_assigned_tokens_last_until_the_next_heartbeat(live: ReplicaDirectory) -> None:
     live.assign_tokens("a", 30)
     live.assign_tokens("a", 12)
@@ -286,8 +296,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def drain(self, name: str) -> None:
         self.directory.drain(name)
-        if name in self.beats:
-            self.leaving.add(name)
+        self.beats.setdefault(name, self.clock.now_s)
+        self.leaving.add(name)
 
     @rule(listed=st.sets(NAMES))
     def members(self, listed: set[str]) -> None:
