@@ -43,8 +43,7 @@ class ClusterController:
 
     `settings` count until a deployment is announced, and after that those of the newest one, also once the actor has
     been started again. `cluster` names the cluster to others on the same session log. `clock` returns Unix time,
-    `timer` monotonic time, in seconds. Construction, on the loop of the calls, raises StoreError if the session log
-    cannot be used.
+    `timer` monotonic time, in seconds. Construction raises StoreError if the session log cannot be used.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class ClusterController:
         self._deployments = Deployments(store, log, settings)
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
         self._cluster.tick()
-        self._ticks = asyncio.create_task(self._tick())
+        self._ticks: asyncio.Task[None] | None = None
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
 
@@ -74,11 +73,13 @@ class ClusterController:
             self._cluster.configure(deployment.settings)
 
     async def register_replica(self, status: ReplicaStatus) -> None:
+        self._attend()
         self._cluster.register_replica(status)
 
     async def heartbeat(
         self, status: ReplicaStatus, session_updates: Sequence[SessionStatus] = ()
     ) -> HeartbeatReply:
+        self._attend()
         return self._cluster.heartbeat(status, session_updates)
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
@@ -142,8 +143,13 @@ class ClusterController:
     async def stats(self) -> dict[str, float]:
         return self._cluster.stats()
 
+    def _attend(self) -> None:
+        """From a replica's first call on, ticks come from the loop of the calls: they are late when calls cannot run.
+        Until then time stands still: nobody is silent who could not be heard."""
+        if self._ticks is None:
+            self._ticks = asyncio.create_task(self._tick())
+
     async def _tick(self) -> None:
-        """On the loop of the calls: late when calls cannot run. From the beginning, so that no pause counts."""
         while True:
             await asyncio.sleep(TICK_S)
             self._cluster.tick()
