@@ -75,6 +75,21 @@ PLANNED = {
 MAY_CUT_STREAMS = frozenset({"freeze controller", "stall engine", "repeats"})
 """Of PLANNED: turns may last longer than a replica is given to end them, or are told to go on elsewhere."""
 
+UNDISTURBED = (
+    ("replicas", 2),
+    ("ingresses", 2),
+    ("num_pages", 256),
+    ("host_pages", 0),
+    ("disk_pages", 0),
+    ("prefix_cache", False),
+    ("slowness", 8),
+    ("ngram", False),
+    ("rebalancing", False),
+    ("strict", False),
+    ("log", "sqlite"),
+)
+"""Settings of runs with room for all KV, in which no session has a reason to move."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

@@ -9,22 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.simulation.mutations import mutated
-from tests.simulation.schedule import Fault, Schedule, Turn
+from tests.simulation.schedule import UNDISTURBED, Fault, Schedule, Turn
 from tests.simulation.simulation import Simulation, run, undisturbed
 
-SETTINGS = (
-    ("replicas", 2),
-    ("ingresses", 2),
-    ("num_pages", 256),
-    ("host_pages", 0),
-    ("disk_pages", 0),
-    ("prefix_cache", False),
-    ("slowness", 8),
-    ("ngram", False),
-    ("rebalancing", False),
-    ("strict", False),
-    ("log", "sqlite"),
-)
 MOVED = ("kedge_failovers_total", "kedge_takeovers_total")
 
 
@@ -44,7 +31,7 @@ def schedule_of(seed: int) -> Schedule:
     faults = tuple(
         Fault(random.uniform(0.0, 3.0), "break feed", random.randrange(6), 0.0, 0, 0.0) for _ in range(30)
     )
-    return Schedule(seed, SETTINGS, clients, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    return Schedule(seed, UNDISTURBED, clients, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
 def counted(simulation: Simulation, names: tuple[str, ...]) -> float:

@@ -7,22 +7,8 @@ from random import Random
 
 import pytest
 
-from tests.simulation.schedule import Fault, Schedule, Turn
+from tests.simulation.schedule import UNDISTURBED, Fault, Schedule, Turn
 from tests.simulation.simulation import run, undisturbed
-
-SETTINGS = (
-    ("replicas", 2),
-    ("ingresses", 2),
-    ("num_pages", 256),
-    ("host_pages", 0),
-    ("disk_pages", 0),
-    ("prefix_cache", False),
-    ("slowness", 8),
-    ("ngram", False),
-    ("rebalancing", False),
-    ("strict", False),
-    ("log", "sqlite"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +25,7 @@ def schedule_of(seed: int) -> Schedule:
         for _ in range(4)
     )
     drain = Fault(random.uniform(0.0, 1.0), "drain replica", random.randrange(6), 0.0, 0, 0.0)
-    return Schedule(seed, SETTINGS, clients, (drain,))
+    return Schedule(seed, UNDISTURBED, clients, (drain,))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def in_flight(rig: Rig) -> tuple[asyncio.Task, asyncio.Task]:  # type: ignore[type-arg]
+async def in_flight(rig: Rig) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
     """A turn that its client still reads, and the next one of the same session, which has come."""
     epoch = rig.open_session("s")
     rig.runner.hold()

@@ -1,0 +1,13 @@
+"""No two test files share a name: pytest, which imports them by it, could not collect them together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import PurePath
+
+from source_tree import sources
+
+
+def test_names_of_test_files_are_unique() -> None:
+    names = Counter(PurePath(source.name).name for source in sources("tests"))
+    assert [name for name, count in names.items() if count > 1 and name.startswith("test_")] == []
