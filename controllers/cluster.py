@@ -102,11 +102,12 @@ class Cluster:
             if not self._ledger.report(status.replica_id, update)
         ]
         draining = self._replicas.state(status.replica_id) is ReplicaState.DRAINING
+        leaving = self._replicas.leaves(status.replica_id)
         crowded = False
         if known and not draining and self._rebalancing is not None:
             turns = status.running + status.waiting
             crowded = self._rebalancing.report(status.replica_id, turns, self._takers(status.replica_id))
-        return HeartbeatReply(known, tuple(stale), crowded, draining)
+        return HeartbeatReply(known, tuple(stale), crowded, draining, leaving)
 
     def report_unreachable(self, replica_id: str, died: bool) -> bool:
         """Somebody could not reach a replica; `died`: its process has ended for certain. True if it counts as gone now:

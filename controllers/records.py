@@ -243,9 +243,11 @@ class HeartbeatReply:
     `stale_sessions`: sessions it reported that are closed or owned elsewhere; it must drop them.
     `crowded`: it is to offer each session of which a turn begins (`offer_session`), until it hears otherwise.
     `draining`: it is to go, and to hand each of its sessions over between turns, until it hears otherwise.
+    `leaving`: it drains for good, by its own word or an operator's, and ends once it is empty.
     """
 
     known: bool
     stale_sessions: tuple[str, ...] = ()
     crowded: bool = False
     draining: bool = False
+    leaving: bool = False

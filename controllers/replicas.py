@@ -113,6 +113,11 @@ class ReplicaDirectory:
         """It is to go, by its own word or an operator's. One that is not known yet is to go, too."""
         self._replicas.setdefault(replica_id, _Replica(self._clock())).leaves = True
 
+    def leaves(self, replica_id: str) -> bool:
+        """Whether it drains by its own word or an operator's."""
+        known = self._replicas.get(replica_id)
+        return known is not None and known.leaves
+
     def deregister(self, replica_id: str) -> None:
         """It says farewell: it answers nothing any more."""
         if replica_id in self._replicas:
@@ -121,16 +126,17 @@ class ReplicaDirectory:
     def members(self, ingress_id: str, listed: Collection[str], unlisted: Collection[str]) -> None:
         """What an ingress's router lists, and what it listed before and lists no more though nobody saw it die.
 
-        Serve gives no other notice of what it takes away. A router tells nothing of replicas that it never listed.
+        Serve gives no other notice of what it takes away: one that has not registered yet is to go, too. A router tells
+        nothing of replicas that it never listed.
         """
-        for replica_id, known in self._replicas.items():
-            if replica_id in listed:
-                if not known.listed and self.state(replica_id) is not ReplicaState.GONE:
-                    known.suspect_since_s = None  # until now nobody could reach it
-                known.listed = True
-                known.unlisted_by.discard(ingress_id)
-            elif replica_id in unlisted:
-                known.unlisted_by.add(ingress_id)
+        for replica_id in self._replicas.keys() & set(listed):
+            known = self._replicas[replica_id]
+            if not known.listed and self.state(replica_id) is not ReplicaState.GONE:
+                known.suspect_since_s = None  # until now nobody could reach it
+            known.listed = True
+            known.unlisted_by.discard(ingress_id)
+        for replica_id in set(unlisted).difference(listed):
+            self._replicas.setdefault(replica_id, _Replica(self._clock())).unlisted_by.add(ingress_id)
 
     def state(self, replica_id: str) -> ReplicaState:
         """One never heard of is JOINING for `timeout_s` from the directory's start, since a restart of the controller

@@ -228,7 +228,8 @@ class TurnDispatcher:
                 continue
             if not _retried(refusal, failed, in_mid_stream=call.resumed is not None):
                 raise ServiceError(refusal)
-            failed |= refusal.code == CALL_REPEATED
+            if refusal.code == CALL_REPEATED:
+                failed, call = True, _for_living_session(call)
             if call.session is not None:
                 self._owners.forget(call.tenant, call.session.session_id)
             self._metrics.failed_over()
@@ -290,9 +291,7 @@ class TurnDispatcher:
         call, session = turn.call, turn.call.session
         if session is not None:
             self.forget(session.session_id, call.tenant)
-            # Closed meanwhile, it is not to begin anew.
-            session = replace(session, create=False)
-        resumed = replace(call, session=session, resumed=turn.told.begin_again())
+        resumed = replace(_for_living_session(call), resumed=turn.told.begin_again())
         try:
             attempt = await self._start(turn, resumed, stack)
         except ServiceError as error:
@@ -343,6 +342,11 @@ def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -
     if in_mid_stream and refusal.code == "overloaded":
         return True
     return failed and refusal.code in RETRIED_AFTER_FAILURE
+
+
+def _for_living_session(call: TurnCall) -> TurnCall:
+    """The call was begun, and may have been committed: if its session was closed since, it is not to begin anew."""
+    return call if call.session is None else replace(call, session=replace(call.session, create=False))
 
 
 def _with_key(call: TurnCall) -> TurnCall:

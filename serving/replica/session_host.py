@@ -200,7 +200,8 @@ class SessionHost:
         load, held = self.status(), self._statuses(await self._held_kv())
         reply = await self._controller.heartbeat(load, held)
         self._crowded = reply.crowded
-        self._drains(reply.draining)
+        self._leaving |= reply.leaving  # the controller's answer to `drain` may have been lost
+        self._drains(reply.draining or self._leaving)
         if not reply.known:
             await self._controller.register_replica(load)
         epochs = {status.session_id: status.epoch for status in held}
@@ -211,7 +212,8 @@ class SessionHost:
     async def drain(self) -> None:
         """This replica is to go: it gets no more sessions, and hands over those that it has. For good.
 
-        Raises NoReplica where nobody could take them.
+        Raises NoReplica where nobody could take them. Where the controller does not answer, a heartbeat tells whether
+        it had heard.
         """
         await self._controller.drain_replica(self._replica_id)
         self._leaving = True

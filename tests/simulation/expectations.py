@@ -51,8 +51,9 @@ class Expectations:
 
     def must_be_known_to_go(self, replica: Party) -> bool:
         """Whether nothing keeps the controller from knowing that it is about to go."""
-        if replica.dead or replica.goes_since_s is None:
+        controller = self._cluster.serve.controller
+        if replica.dead or replica.goes_since_s is None or controller is None:
             return False
-        if self._cluster.world.now_s <= replica.goes_since_s + TOLD_S:
+        if self._cluster.world.now_s <= max(replica.goes_since_s, controller.ready_s) + TOLD_S:
             return False
         return not self._troubles.any_since(UNTOLD, replica.goes_since_s - TOLD_S)

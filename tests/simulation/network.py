@@ -32,7 +32,8 @@ class OpenCall(Protocol):
 class Party:
     """A process: its name, its loop, the actor that runs there, and what of it clients see.
 
-    `unix_offset_s` is what its Unix clock is wrong by. `asked_to_go`: Serve or an operator wants the replica gone;
+    `unix_offset_s` is what its Unix clock is wrong by. `ready_s`: since when a controller, which may have waited for the
+    log, answers. `asked_to_go`: Serve or an operator wants the replica gone;
     `goes_since_s`: since when whoever is to know of it may know.
     """
 
@@ -42,6 +43,7 @@ class Party:
     loop_type: type[PartyLoop] = PartyLoop
     actor: Any = None
     web: Any = None
+    ready_s: float = 0.0
     retiring: bool = False
     asked_to_go: bool = False
     goes_since_s: float | None = None

@@ -98,6 +98,7 @@ class Cluster:
                 party.die()
                 self.world.after(self.random.uniform(*STARTS_S), self.start_controller)
             else:
+                party.ready_s = self.world.now_s
                 self.serve.controller_is(party)
 
         party.loop.create_task(run())
