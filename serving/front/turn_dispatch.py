@@ -288,9 +288,9 @@ class TurnDispatcher:
     async def _take_over(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
         """The turn goes on behind what the client knows; None if it was aborted. Raises ServiceError."""
         self._metrics.failed_over()
-        call, session = turn.call, turn.call.session
-        if session is not None:
-            self.forget(session.session_id, call.tenant)
+        call = turn.call
+        if call.session is not None:
+            self.forget(call.session.session_id, call.tenant)
         resumed = replace(_for_living_session(call), resumed=turn.told.begin_again())
         try:
             attempt = await self._start(turn, resumed, stack)
