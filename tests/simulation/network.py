@@ -33,8 +33,8 @@ class Party:
     """A process: its name, its loop, the actor that runs there, and what of it clients see.
 
     `unix_offset_s` is what its Unix clock is wrong by. `ready_s`: since when a controller answers, which may have
-    waited for the log. `asked_to_go`: Serve or an operator wants the replica gone; `goes_since_s`: since when whoever is to
-    know of it may know.
+    waited for the log. `asked_to_go`: Serve or an operator wants the replica gone; `goes_since_s`: since when whoever
+    is to know of it may know.
     """
 
     name: str
