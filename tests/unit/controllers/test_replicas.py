@@ -66,6 +66,14 @@ def test_in_a_rolling_update_those_that_go_next_get_no_sessions(directory: Repli
     assert _placeable(directory) == ["old2"], "better than nobody"
 
 
+def test_one_that_is_unlisted_before_it_registers_is_to_go(directory: ReplicaDirectory) -> None:
+    """A controller that has just started hears of it from an ingress first."""
+    directory.members("i", ["b"], ["a"])
+    assert directory.state("a") is DRAINING
+    directory.register(_status())
+    assert directory.state("a") is DRAINING
+
+
 def test_a_router_that_lists_it_brings_back_nobody_who_is_gone(
     directory: ReplicaDirectory, clock: ManualClock
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
 from serving.front import turn_dispatch
 from serving.text.text import TextProcessor
-from serving.wire.turns import OutputConstraint, ResumedTurn, TurnCall, TurnEvent
+from serving.wire.event_feed import REPEATED
+from serving.wire.turns import OutputConstraint, ResumedTurn, ServiceError, TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import STEP_S, Failover, at_the_end, behind, running_failover
 from tests.unit.serving.local_service import shown_text, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig
@@ -248,6 +249,33 @@ async def test_a_session_closed_meanwhile_ends_the_turn_and_does_not_begin_anew(
         served.cluster.close_session("s")
         *_, last = [event async for event in events]
     assert code_of(last) == "session_not_found"
+    assert served.cluster.sessions() == []
+
+
+async def test_a_repeated_call_does_not_open_a_closed_session_anew(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve delivered it twice. The first copy was committed, the session closed: it was committed in another one."""
+    deliver = served.replicas.turn
+
+    async def refused() -> AsyncIterator[TurnEvent]:
+        yield TurnEvent(error=REPEATED)
+
+    @asynccontextmanager
+    async def deliver_twice(*args: Any) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        monkeypatch.setattr(served.replicas, "turn", deliver)
+        async with deliver(*args) as events:
+            assert [event.finish for event in [event async for event in events]][-1] is not None
+        served.cluster.close_session("s")
+        yield refused()
+
+    monkeypatch.setattr(served.replicas, "turn", deliver_twice)
+    served.open_session("s")
+    turn = turn_of("s")
+    assert turn.session is not None
+    with pytest.raises(ServiceError) as caught:
+        await served.turn(replace(turn, session=replace(turn.session, create=True)))
+    assert caught.value.info.code == "session_not_found"
     assert served.cluster.sessions() == []
 
 

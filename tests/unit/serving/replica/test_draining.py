@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.errors import NoReplica, StoreError
+from controllers.errors import NoAnswer, NoReplica, StoreError
 from engine.runner.null import null_generate
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, tokens_of
@@ -136,6 +136,18 @@ async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
     served.cluster.report_members("i", ["a", "b"], ())
     served.open_session("new")
     assert owner(served, "new")[0] == "b"
+
+
+async def test_a_drain_whose_answer_is_lost_is_heard_of_with_a_heartbeat(served: Failover) -> None:
+    """The controller gave it no session any more, and nothing ended it: it stayed so for ever."""
+    host = served.rigs[0].host
+    served.controller.failures["drain_replica"] = [NoAnswer("cut off")]
+    with pytest.raises(NoAnswer):
+        await host.drain()
+    served.cluster.drain_replica("a")  # the call had arrived
+    await host.heartbeat()
+    await host.hand_over()
+    assert host.emptied
 
 
 async def test_a_drain_is_refused_where_nobody_else_is(served: Failover) -> None:
