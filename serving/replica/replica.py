@@ -147,9 +147,9 @@ class LLMReplica:
     async def turn(self, call: TurnCall, epoch: int | None, line: FeedLine) -> TurnReply:
         """Runs a turn, see TurnRunner.run. News go ahead over the feed; cancelling the call aborts the turn.
 
-        One that is drained takes none: ingresses leave it, and Serve replaces it.
+        One that is drained takes none, also while it ends those that it has: ingresses leave it, and Serve replaces it.
         """
-        if self._drained:
+        if self._host.emptied:
             return TurnReply(0, (TurnEvent(error=unavailable("the replica is drained")),))
         self._calls += 1
         try:

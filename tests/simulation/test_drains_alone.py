@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.simulation.schedule import UNDISTURBED, Fault, Schedule, Turn
-from tests.simulation.simulation import run, undisturbed
+from tests.simulation.simulation import Simulation, run, undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -17,15 +17,17 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def schedule_of(seed: int) -> Schedule:
-    """Four clients without sessions, while a replica is drained, and for long after."""
+def schedule_of(seed: int, *, clients: int = 4, turns: int = 10, think_s: float = 0.1) -> Schedule:
+    """Clients without sessions, while a replica is drained, and for long after."""
     random = Random(f"drains {seed}")
-    clients = tuple(
-        tuple(Turn(random.expovariate(10.0), random.randint(1, 6), 8, stateless=True) for _ in range(10))
-        for _ in range(4)
+    ops = tuple(
+        tuple(
+            Turn(random.expovariate(1 / think_s), random.randint(1, 6), 8, stateless=True) for _ in range(turns)
+        )
+        for _ in range(clients)
     )
     drain = Fault(random.uniform(0.0, 1.0), "drain replica", random.randrange(6), 0.0, 0, 0.0)
-    return Schedule(seed, UNDISTURBED, clients, (drain,))
+    return Schedule(seed, UNDISTURBED, ops, (drain,))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -35,3 +37,23 @@ def test_a_drained_replica_takes_no_turn_that_it_could_not_end(seed: int) -> Non
     outcome = run(schedule_of(seed))
     assert outcome.violations == ()
     assert outcome.turns == 4 * 10
+
+
+@pytest.mark.parametrize("seed", [2])
+def test_a_drain_ends_though_turns_come_on_and_on(seed: int) -> None:
+    """It waited for a moment without a turn, and took the next one."""
+    simulation = Simulation(schedule_of(seed, clients=12, turns=50, think_s=0.001))
+    replaced_s: list[float] = []
+
+    def look() -> None:
+        if simulation.clients.busy:
+            if any(party.dead for party in simulation.operator.drained):
+                replaced_s.append(simulation.world.now_s)
+            simulation.world.after(0.1, look)
+
+    simulation.world.after(1.0, look)
+    outcome = simulation.play()
+    simulation.end()
+    assert outcome.violations == ()
+    assert outcome.turns == 12 * 50
+    assert replaced_s, "the clients were done before it was empty"
