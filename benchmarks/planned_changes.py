@@ -1,8 +1,11 @@
-"""Changes a running cluster under streaming sessions: a rolling update, fewer replicas, more again, a drain by hand.
-Does a turn fail, how long does a turn wait for its first token, does throughput ever stand still?
+"""Changes a running cluster under streaming sessions: a rolling update, fewer replicas, more again, a drain by hand, a
+node that is drained. Does a turn fail, how long does a turn wait for its first token, does throughput ever stand still?
 
     make serve CONFIG=my.yaml
     python benchmarks/planned_changes.py --config my.yaml --rounds 3 --json planned_changes.json
+
+A node is drained only where `--ray-address` says which cluster that is. The replicas must be on other nodes than the
+head; a new node is started before one of theirs is drained.
 
 The changes go to Ray Serve as `serve deploy` sends them. A turn's wait is its time to the first token less that of its
 own prefill: what an idle server, measured at the beginning, takes for the tokens that had no KV. So it contains the KV
@@ -24,6 +27,7 @@ from typing import Any
 
 import httpx
 import yaml
+from ray_nodes import RayNodes
 from rich.console import Console
 from rich.table import Table
 from session_talkers import Findings
@@ -33,6 +37,7 @@ from talk_run import check_ends, conclude, failures_line, open_client, talk_argu
 SETTLED_S = 180.0
 LATE_S = 1.0
 MOST_WORST = 5
+NODE_CPUS = 2
 COUNTED = ("turns", "waits_late", "tokens_computed_again")
 
 
@@ -71,7 +76,9 @@ class Deployment:
         (await self._client.post(f"/v1/kedge/replicas/{replica_id}/drain")).raise_for_status()
 
 
-def changes_of(deployment: Deployment, count: int) -> dict[str, Callable[[], Awaitable[None]]]:
+def changes_of(
+    deployment: Deployment, count: int, nodes: RayNodes | None
+) -> dict[str, Callable[[], Awaitable[None]]]:
     """By name. Each returns once it is carried out."""
 
     async def update() -> None:
@@ -88,12 +95,21 @@ def changes_of(deployment: Deployment, count: int) -> dict[str, Callable[[], Awa
         await deployment.drain(victim)
         await deployment.settled(count, {victim})
 
-    return {
+    async def drain_node(nodes: RayNodes) -> None:
+        victim, node_id = await nodes.replica_to_drain()
+        await nodes.add(NODE_CPUS)
+        await nodes.drain(node_id)
+        await deployment.settled(count, {victim})
+
+    changes: dict[str, Callable[[], Awaitable[None]]] = {
         "rolling update": update,
         f"{count} to 1": lambda: scale(1),
         f"1 to {count}": lambda: scale(count),
         "kedge drain": drain,
     }
+    if nodes is not None:
+        changes["node drain"] = lambda: drain_node(nodes)
+    return changes
 
 
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, Any]]:
@@ -105,7 +121,8 @@ async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, A
             StreamingTalker(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)
         ]
         deployment = Deployment(client, args.dashboard, args.config)
-        changes = changes_of(deployment, len(await deployment.replicas()))
+        nodes = RayNodes(client, args.dashboard, args.ray_address) if args.ray_address else None
+        changes = changes_of(deployment, len(await deployment.replicas()), nodes)
         async with talking(talkers):
             await asyncio.sleep(args.pause_s)
             for number in range(args.rounds):
@@ -198,6 +215,7 @@ def show(findings: Findings, audit_clean: bool, figures: dict[str, Any]) -> None
 def main() -> None:
     parser = talk_arguments(__doc__, sessions=12)
     parser.add_argument("--dashboard", default="http://127.0.0.1:8265")
+    parser.add_argument("--ray-address", help="HOST:PORT of the head's GCS: a node is drained, too")
     parser.add_argument("--config", type=Path, required=True, help="the file that is served")
     parser.add_argument("--changes", nargs="+", help="some of them only, by name; without: all")
     parser.add_argument("--rounds", type=int, default=3, help="how often each change is made")

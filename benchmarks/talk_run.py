@@ -18,7 +18,7 @@ from session_talkers import GIVE_UP_S, Findings, Talker
 
 MOST_SHOWN = 20
 """Faults that are printed; the record has all of them."""
-NO_SETTINGS = ("url", "dashboard", "config", "json")
+NO_SETTINGS = ("url", "dashboard", "ray_address", "config", "json")
 
 
 def talk_arguments(description: str | None, sessions: int) -> argparse.ArgumentParser:

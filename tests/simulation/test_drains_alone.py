@@ -22,7 +22,8 @@ def schedule_of(seed: int, *, clients: int = 4, turns: int = 10, think_s: float 
     random = Random(f"drains {seed}")
     ops = tuple(
         tuple(
-            Turn(random.expovariate(1 / think_s), random.randint(1, 6), 8, stateless=True) for _ in range(turns)
+            Turn(random.expovariate(1 / think_s), random.randint(1, 6), 8, stateless=True)
+            for _ in range(turns)
         )
         for _ in range(clients)
     )

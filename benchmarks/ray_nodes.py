@@ -1,0 +1,66 @@
+"""The nodes of a Ray cluster: one is drained, as before a machine is taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+COMMAND_TIMEOUT_S = 60.0
+DRAINED_BY_S = 60
+"""The deadline that Ray is told. Serve stops what is there before."""
+
+
+class RayNodes:
+    """`address` is that of the head's GCS, `dashboard` a URL."""
+
+    def __init__(self, client: httpx.AsyncClient, dashboard: str, address: str) -> None:
+        self._client = client
+        self._dashboard = dashboard
+        self._address = address
+
+    async def replica_to_drain(self) -> tuple[str, str]:
+        """A replica of the model that is not on the head, which cannot be drained, and its node. Raises RuntimeError
+        if there is none."""
+        nodes = await self._get("/api/v0/nodes")
+        head = {node["node_id"] for node in nodes["data"]["result"]["result"] if node["is_head_node"]}
+        serving = await self._get("/api/serve/applications/")
+        for application in serving["applications"].values():
+            for replica in application["deployments"].get("LLMReplica", {}).get("replicas", ()):
+                if replica["node_id"] not in head:
+                    return replica["replica_id"], replica["node_id"]
+        raise RuntimeError("every replica is on the head: a node drain needs another node")
+
+    async def drain(self, node_id: str) -> None:
+        """Returns when Ray has accepted it. Raises RuntimeError if it does not."""
+        reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "benchmark")
+        deadline = ("--deadline-remaining-seconds", str(DRAINED_BY_S))
+        await self._ray("drain-node", "--node-id", node_id, *reason, *deadline)
+
+    async def add(self, num_cpus: int) -> None:
+        """Starts one more on this machine."""
+        await self._ray("start", "--num-cpus", str(num_cpus))
+
+    async def _get(self, path: str) -> Any:
+        reply = await self._client.get(f"{self._dashboard}{path}")
+        reply.raise_for_status()
+        return reply.json()
+
+    async def _ray(self, command: str, *options: str) -> None:
+        ray = Path(sys.executable).with_name("ray")
+        process = await asyncio.create_subprocess_exec(
+            ray,
+            command,
+            "--address",
+            self._address,
+            *options,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        async with asyncio.timeout(COMMAND_TIMEOUT_S):
+            output, _ = await process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"ray {command}: {output.decode(errors='replace')}")
