@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import ray
+from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from controllers.attended_clock import TICK_S
@@ -32,7 +35,7 @@ from controllers.records import (
 )
 from controllers.settings import ClusterSettings, Deployment, LogSettings
 from controllers.store import SessionStore
-from controllers.wire_record import WIRE_VERSION
+from controllers.wire_record import FIRST_VERSION, WIRE_VERSION
 
 _HEAD_NODE = "node:__internal_head__"
 _HEAD_NODE_SHARE = 0.001
@@ -45,6 +48,9 @@ class ClusterController:
     been started again. `cluster` names the cluster to others on the same session log. `clock` returns Unix time,
     `timer` monotonic time, in seconds. Construction raises StoreError if the session log cannot be used.
     """
+
+    version = WIRE_VERSION
+    """That of the code that the actor was made with, which it runs for as long as it lives."""
 
     def __init__(
         self,
@@ -64,9 +70,6 @@ class ClusterController:
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
 
-    async def wire_version(self) -> int:
-        return WIRE_VERSION
-
     async def announce(self, deployment: Deployment) -> None:
         """The settings of a new deployment take effect, see Deployments.announce. Raises SettingsRefused."""
         if self._deployments.announce(deployment):
@@ -84,6 +87,10 @@ class ClusterController:
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         return self._cluster.report_unreachable(replica_id, died)
+
+    async def report_lost(self, replica_id: str) -> int:
+        """What front ends of wire version 1 call instead: to them a replica that they could not reach has died."""
+        return int(self._cluster.report_unreachable(replica_id, True))
 
     async def report_members(
         self, ingress_id: str, listed: Sequence[str], unlisted: Sequence[str]
@@ -163,6 +170,9 @@ def get_or_create_controller(
     A running controller keeps its settings until a new deployment is announced to it. The actor lives on the head node,
     beside a log in a file. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the
     StoreError's text.
+
+    Ray builds every caller's handle from the class that it keeps of the actor. That class must load in processes of
+    other versions, whose module of this name has other methods. So it is kept whole, not as a reference to the module.
     """
     actor_class = ray.remote(ClusterController).options(
         name=name,
@@ -175,6 +185,21 @@ def get_or_create_controller(
         resources={_HEAD_NODE: _HEAD_NODE_SHARE},
         scheduling_strategy="DEFAULT",  # else it would join the placement group of the replica that creates it
     )
-    # Ray keeps its session's name for as long as a cluster lives, also through a restart of the head node from Ray's
-    # own state in Redis. No two clusters have the same one.
-    return actor_class.remote(settings, log, ray.get_runtime_context().get_session_name())
+    module = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        # Ray keeps its session's name for as long as a cluster lives, also through a restart of the head node from
+        # Ray's own state in Redis. No two clusters have the same one.
+        return actor_class.remote(settings, log, ray.get_runtime_context().get_session_name())
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+async def version_of(controller: ActorHandle) -> int:
+    """The wire version of the code that the actor runs, asked in its own process: a handle to an actor of version 1
+    may show the methods of the caller's class, or methods that take no positional arguments.
+
+    Raises Ray's RayActorError if the actor cannot be reached.
+    """
+    answer = controller.__ray_call__.remote(fn=lambda actor: getattr(actor, "version", FIRST_VERSION))
+    return cast(int, await answer)

@@ -14,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
-from controllers.cluster_actor import get_or_create_controller
+from controllers.cluster_actor import get_or_create_controller, version_of
 from controllers.errors import ControllerError, NoAnswer, SettingsRefused
 from controllers.records import (
     Assignment,
@@ -42,6 +42,9 @@ class ControllerCalls:
 
     `connect` gives the actor's handle and creates the actor if there is none: one that died for good (its log could
     not be opened) is tried again. `deployment` is the one of the application that the caller is a part of.
+
+    A controller outlives deployments, and may be of an earlier version of Kedge. With a `deployment`, whoever calls
+    it first replaces it by one of this version: everything is in the log, and all others connect again.
     """
 
     def __init__(
@@ -49,24 +52,14 @@ class ControllerCalls:
     ) -> None:
         self._connect = connect
         self._actor = connect()
+        self._is_current = deployment is None
         self._timeout_s = timeout_s
         self._deployment = deployment
 
     async def announce(self) -> None:
-        """Lets the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused.
-
-        A controller outlives deployments. One of an earlier version of Kedge is replaced first by one of this version:
-        everything is in the log, and whoever calls it connects again.
-        """
-        if self._deployment is None:
-            return
-        async with asyncio.timeout(self._timeout_s):
-            while not await self._is_current():
-                logger.warning("the cluster controller is of an earlier version; replacing it")
-                ray.kill(self._actor, no_restart=True)
-                await asyncio.sleep(RETRY_PAUSE_S)
-                self._actor = self._connect()
-        await self._call("announce", self._deployment)
+        """Lets the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
+        if self._deployment is not None:
+            await self._call("announce", self._deployment)
 
     async def register_replica(self, status: ReplicaStatus) -> None:
         await self._call("register_replica", status)
@@ -136,10 +129,6 @@ class ControllerCalls:
     async def stats(self) -> dict[str, float]:
         return cast(dict[str, float], await self._call("stats"))
 
-    async def _is_current(self) -> bool:
-        """Version 1 has no such method."""
-        return hasattr(self._actor, "wire_version") and await self._call("wire_version") >= WIRE_VERSION
-
     async def _call(self, method: str, *args: Any) -> Any:
         last: list[RayActorError] = []
         try:
@@ -154,7 +143,11 @@ class ControllerCalls:
     async def _until_up(self, method: str, args: tuple[Any, ...], last: list[RayActorError]) -> Any:
         while True:
             try:
-                return await getattr(self._actor, method).remote(*args)
+                actor = self._actor
+                if not self._is_current:
+                    await self._replace_if_old(actor)
+                    continue
+                return await getattr(actor, method).remote(*args)
             except RayTaskError as error:
                 if isinstance(error.cause, ControllerError):
                     raise error.cause from None
@@ -164,7 +157,22 @@ class ControllerCalls:
                 await asyncio.sleep(RETRY_PAUSE_S)
                 if isinstance(error, ActorDiedError):
                     logger.warning("the cluster controller died; starting it again: %s", error)
-                    self._actor = self._connect()
+                    self._connect_again()
+
+    async def _replace_if_old(self, actor: ActorHandle) -> None:
+        if await version_of(actor) >= WIRE_VERSION:
+            self._is_current = self._is_current or actor is self._actor
+            return
+        if actor is not self._actor:
+            return  # another call has replaced it meanwhile
+        logger.warning("the cluster controller is of an earlier version; replacing it")
+        ray.kill(actor, no_restart=True)
+        self._connect_again()  # at once: replicas of the earlier version start theirs again
+
+    def _connect_again(self) -> None:
+        """What answers to the name now may be of any version."""
+        self._actor = self._connect()
+        self._is_current = self._deployment is None
 
 
 def _cause(error: RayActorError) -> str:
@@ -183,7 +191,9 @@ def connect_controller(name: str, deployment: Deployment) -> ControllerCalls:
 
 def announce_at_deploy(name: str, deployment: Deployment) -> None:
     """Tells a controller that runs already of the deployment, before anything of it starts: so deployments count in the
-    order in which they were made, and one that the controller refuses leaves the application as it is.
+    order in which they were made, and one that the controller refuses leaves the application as it is. A controller of
+    an earlier version is told, too, by keyword: a handle to one of version 1 may take no positional arguments. It is
+    replaced when the new deployment's processes start.
 
     Without a Ray cluster, or with a controller that does not answer, its replicas announce it when they start. Raises
     SettingsError.
@@ -195,7 +205,7 @@ def announce_at_deploy(name: str, deployment: Deployment) -> None:
     except ValueError:
         return  # there is none
     try:
-        ray.get(controller.announce.remote(deployment), timeout=CONTROLLER_TIMEOUT_S)
+        ray.get(controller.announce.remote(deployment=deployment), timeout=CONTROLLER_TIMEOUT_S)
     except (RayTaskError, RayActorError, GetTimeoutError) as error:
         refusal = error.cause if isinstance(error, RayTaskError) else None
         if isinstance(refusal, SettingsRefused):

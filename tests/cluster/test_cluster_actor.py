@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -25,8 +24,6 @@ from controllers.errors import (
 from controllers.records import Assignment, ReplicaStatus, TurnRecord
 from controllers.settings import ClusterSettings, Deployment, LogSettings, SqliteLogSettings
 from controllers.tokens import decode_tokens, encode_tokens
-from controllers.wire_record import WIRE_VERSION
-from serving.wire.controller_calls import ControllerCalls
 from tests.unit.controllers.redis_server import RedisServer
 
 pytestmark = pytest.mark.cluster
@@ -186,40 +183,6 @@ def test_settings_of_the_newest_deployment_outlive_the_actor(controller: ActorHa
     with pytest.raises(SettingsRefused, match=r"cannot be changed from .* to .*other\.db"):
         ray.get(controller.announce.remote(Deployment("other", first, other)))
     assert not (tmp_path / "other.db").exists()
-
-
-def test_a_controller_of_an_earlier_version_is_replaced(tmp_path: Path) -> None:
-    """It runs the code that it was made with, and knows neither what a new deployment announces nor what its replicas
-    record."""
-
-    class ControllerOfVersion1:
-        async def sessions(self) -> list[str]:
-            return []
-
-    log = SqliteLogSettings(str(tmp_path / "sessions.db"))
-    deployment = Deployment("new", ClusterSettings(), log)
-    options = {
-        "name": "old",
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "max_restarts": -1,
-    }
-    former = ray.remote(ControllerOfVersion1).options(**options).remote()
-    assert ray.get(former.sessions.remote()) == []
-
-    async def meet() -> ReplicaStatus:
-        calls = ControllerCalls(lambda: create("old", log), timeout_s=60.0, deployment=deployment)
-        await calls.announce()
-        await calls.announce()
-        await calls.register_replica(ReplicaStatus("a", 1000, 1000))
-        (status,) = await calls.replicas()
-        return status
-
-    assert asyncio.run(meet()).replica_id == "a"
-    controller = ray.get_actor("old", namespace=NAMESPACE)
-    assert ray.get(controller.wire_version.remote()) == WIRE_VERSION
-    ray.kill(controller)
 
 
 def test_a_log_that_cannot_be_used_is_named(tmp_path: Path) -> None:

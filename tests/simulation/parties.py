@@ -9,7 +9,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from controllers.cluster_actor import ClusterController
 from controllers.errors import StoreError
 from engine.api import Engine
 from serving.front.ingress import Ingress, IngressPlace
@@ -22,7 +21,13 @@ from tests.simulation.health import HealthChecks
 from tests.simulation.logs import Log
 from tests.simulation.loop import World
 from tests.simulation.network import Network, Party
-from tests.simulation.serve_model import ControllerHandle, IngressesHandle, ReplicasHandle, ServeModel
+from tests.simulation.serve_model import (
+    ControllerActor,
+    ControllerHandle,
+    IngressesHandle,
+    ReplicasHandle,
+    ServeModel,
+)
 from tests.simulation.web import Web
 
 NOTICED_S = (0.05, 3.0)
@@ -86,7 +91,7 @@ class Cluster:
 
         async def run() -> None:
             try:
-                party.actor = ClusterController(
+                party.actor = ControllerActor(
                     self.args.cluster_settings(),
                     self.args.controller.log_settings(),
                     "cluster",

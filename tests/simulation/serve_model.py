@@ -10,6 +10,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from ray import cloudpickle
+
+from controllers.cluster_actor import ClusterController
 from serving.wire.routing_errors import ALL_REPLICAS, KnownReplicas, Loss, Members, ReplicaGone
 from tests.simulation.calls import Call, Stream, unavailable
 from tests.simulation.network import Network, Party
@@ -176,6 +179,10 @@ class ControllerHandle:
     def __getattr__(self, method: str) -> ControllerMethod:
         return ControllerMethod(self._serve, self._caller, method)
 
+    @property
+    def __ray_call__(self) -> ControllerFunctionCall:
+        return ControllerFunctionCall(self._serve, self._caller)
+
 
 class ControllerMethod:
     def __init__(self, serve: ServeModel, caller: Party, method: str) -> None:
@@ -187,6 +194,26 @@ class ControllerMethod:
         call = ControllerCall(self._serve, self._caller, self._method, args)
         call.find()
         return call
+
+
+class ControllerFunctionCall:
+    """Runs a function in the actor's process, which need not know it."""
+
+    def __init__(self, serve: ServeModel, caller: Party) -> None:
+        self._method = ControllerMethod(serve, caller, RUN_FUNCTION)
+
+    def remote(self, *, fn: Callable[[Any], Any]) -> ControllerCall:
+        return self._method.remote(cloudpickle.dumps(fn))
+
+
+class ControllerActor(ClusterController):
+    """With what Ray adds to an actor's class."""
+
+    async def run_function(self, pickled: bytes) -> Any:
+        return cloudpickle.loads(pickled)(self)
+
+
+RUN_FUNCTION = ControllerActor.run_function.__name__
 
 
 class ControllerCall(Call):
