@@ -12,7 +12,8 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import ray
@@ -170,9 +171,6 @@ def get_or_create_controller(
     A running controller keeps its settings until a new deployment is announced to it. The actor lives on the head node,
     beside a log in a file. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the
     StoreError's text.
-
-    Ray builds every caller's handle from the class that it keeps of the actor. That class must load in processes of
-    other versions, whose module of this name has other methods. So it is kept whole, not as a reference to the module.
     """
     actor_class = ray.remote(ClusterController).options(
         name=name,
@@ -185,12 +183,24 @@ def get_or_create_controller(
         resources={_HEAD_NODE: _HEAD_NODE_SHARE},
         scheduling_strategy="DEFAULT",  # else it would join the placement group of the replica that creates it
     )
-    module = sys.modules[__name__]
-    cloudpickle.register_pickle_by_value(module)
-    try:
+    with class_kept_whole():
         # Ray keeps its session's name for as long as a cluster lives, also through a restart of the head node from
         # Ray's own state in Redis. No two clusters have the same one.
         return actor_class.remote(settings, log, ray.get_runtime_context().get_session_name())
+
+
+@contextmanager
+def class_kept_whole() -> Iterator[None]:
+    """In here the actor's class is pickled with the code of its methods, not as references to this module.
+
+    Ray builds every caller's handle from the class that it keeps of the actor. That class must load in processes of the
+    versions before and after, whose module of this name has other methods. What its code names of other modules must be
+    in those versions, too.
+    """
+    module = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
     finally:
         cloudpickle.unregister_pickle_by_value(module)
 
