@@ -143,10 +143,7 @@ class ControllerCalls:
     async def _until_up(self, method: str, args: tuple[Any, ...], last: list[RayActorError]) -> Any:
         while True:
             try:
-                actor = self._actor
-                if not self._is_current:
-                    await self._replace_if_old(actor)
-                    continue
+                actor = await self._current_actor()
                 return await getattr(actor, method).remote(*args)
             except RayTaskError as error:
                 if isinstance(error.cause, ControllerError):
@@ -159,15 +156,19 @@ class ControllerCalls:
                     logger.warning("the cluster controller died; starting it again: %s", error)
                     self._connect_again()
 
-    async def _replace_if_old(self, actor: ActorHandle) -> None:
-        if await version_of(actor) >= WIRE_VERSION:
-            self._is_current = self._is_current or actor is self._actor
-            return
-        if actor is not self._actor:
-            return  # another call has replaced it meanwhile
-        logger.warning("the cluster controller is of an earlier version; replacing it")
-        ray.kill(actor, no_restart=True)
-        self._connect_again()  # at once: replicas of the earlier version start theirs again
+    async def _current_actor(self) -> ActorHandle:
+        """The controller, once it is of this version or a later one. One of an earlier version is replaced."""
+        while not self._is_current:
+            actor = self._actor
+            version = await version_of(actor)
+            if actor is not self._actor:
+                continue  # another call has connected again meanwhile
+            self._is_current = version >= WIRE_VERSION
+            if not self._is_current:
+                logger.warning("the cluster controller is of an earlier version (%d); replacing it", version)
+                ray.kill(actor, no_restart=True)
+                self._connect_again()  # at once: replicas of the earlier version start theirs again
+        return self._actor
 
     def _connect_again(self) -> None:
         """What answers to the name now may be of any version."""
