@@ -150,10 +150,10 @@ class LedgerEntry:
     size_bytes: int = 0
     in_turn: bool = False
     reported_s: float | None = None
-    used_since_report: bool = True
     timeout_s: float | None = None
     capacity_tokens: int | None = None
     open_key: str | None = None
+    used_since_report: bool = True
     closes_after: str | None = None
 
     @classmethod
@@ -214,8 +214,8 @@ class ReplicaStatus:
     running: int = 0
     waiting: int = 0
     draining: bool = False
-    step_age_s: float = 0.0
     seen_s: float = 0.0
+    step_age_s: float = 0.0
     settings_hash: str = ""
 
 

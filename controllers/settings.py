@@ -70,11 +70,11 @@ class ClusterSettings:
     """
 
     replica_timeout_s: float = 10.0
-    heartbeat_interval_s: float = 1.0
     session_timeout_s: float = 3600.0
     max_sessions: int = 100_000
     placement_tokens: int = 1024
     rebalancing: RebalancingSettings | None = RebalancingSettings()
+    heartbeat_interval_s: float = 1.0
 
 
 @wire_record

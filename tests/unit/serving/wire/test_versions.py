@@ -1,6 +1,7 @@
 """What the version before has sent is read, what the next one will send too, and what is further apart is refused.
 
-`recorded/wire_version_1.json` holds records as version 1 pickled them, in base64.
+`recorded/wire_version_1.json` holds records as version 1 pickled them, in base64; `wire_version_1_fields.json` their
+fields' names.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ from controllers.records import (
     StoredResult,
     TurnRecord,
 )
+from controllers.settings import (
+    ClusterSettings,
+    Deployment,
+    RebalancingSettings,
+    RedisLogSettings,
+    SqliteLogSettings,
+)
 from controllers.tokens import encode_tokens
 from controllers.wire_record import ABSENT, FIRST_VERSION, WIRE_VERSION, wire_record
 from engine.api import LogprobParams, SamplingParams, TokenLogprob
@@ -50,7 +58,10 @@ from serving.wire.turns import (
 )
 from serving.wire.versions import mismatch
 
-RECORDED = json.loads((Path(__file__).parent / "recorded" / "wire_version_1.json").read_text())
+RECORDINGS = Path(__file__).parent / "recorded"
+RECORDED = json.loads((RECORDINGS / "wire_version_1.json").read_text())
+FIELDS_OF_VERSION_1 = json.loads((RECORDINGS / "wire_version_1_fields.json").read_text())
+TRAVELLING = [records, settings, turns]
 TEXT = TextLogprob(TokenLogprob(7, -0.5, ((7, -0.5), (8, -1.5))), "a", ("a", "b"))
 EVENT = TurnEvent(
     text="ab",
@@ -109,10 +120,37 @@ SENT_BY_VERSION_1 = {
     "turn_record": TurnRecord("s", 2, 1, 2, encode_tokens([3]), 1, "k", b"r", "d", "tools"),
     "fork_order": ForkOrder("c", "fk", 2, 9.0),
     "assignment": Assignment("s", "a", 2, True),
-    "ledger_entry": LedgerEntry("s", "t", "a", 2, 2, 1, 5.0, 6.0, 7, True, 8.0, 30.0, 99, "o"),
-    "replica_status": ReplicaStatus("a", 10, 20, 1, 2, 3, True, 4.0),
+    "ledger_entry": LedgerEntry(
+        "s",
+        "t",
+        "a",
+        2,
+        2,
+        1,
+        created_s=5.0,
+        last_used_s=6.0,
+        size_bytes=7,
+        in_turn=True,
+        reported_s=8.0,
+        timeout_s=30.0,
+        capacity_tokens=99,
+        open_key="o",
+    ),
+    "replica_status": ReplicaStatus("a", 10, 20, 1, 2, 3, draining=True, seen_s=4.0),
     "session_status": SessionStatus("s", 2, 2, 1, 0.5, True, True, 7),
     "heartbeat_reply": HeartbeatReply(True, ("s",), True),
+    "deployment": Deployment(
+        "d",
+        ClusterSettings(
+            replica_timeout_s=4.0,
+            session_timeout_s=5.0,
+            max_sessions=6,
+            placement_tokens=7,
+            rebalancing=RebalancingSettings(min_gap=8.0, tokens_per_s=9.0),
+        ),
+        SqliteLogSettings("p", full_sync=True),
+    ),
+    "redis_log": RedisLogSettings("u", "n"),
 }
 
 
@@ -170,12 +208,26 @@ def test_a_missing_field_without_a_default_is_an_error_at_once() -> None:
         as_another_version(Older("n", 3), Whole)
 
 
-@pytest.mark.parametrize("module", [records, settings, turns], ids=lambda module: module.__name__)
-def test_everything_that_travels_can_be_read_by_the_versions_beside_this_one(module: ModuleType) -> None:
+def dataclasses_of(module: ModuleType) -> dict[str, Any]:
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and is_dataclass(kind)]
+    return {f"{kind.__module__}.{kind.__name__}": kind for kind in kinds}
+
+
+@pytest.mark.parametrize("module", TRAVELLING, ids=lambda module: module.__name__)
+def test_everything_that_travels_can_be_read_by_the_versions_beside_this_one(module: ModuleType) -> None:
+    kinds = dataclasses_of(module)
     assert len(kinds) > 3
-    for kind in kinds:
-        assert kind.__setstate__.__module__ == "controllers.wire_record", f"{kind.__name__} is no wire_record"
+    for name, kind in kinds.items():
+        assert kind.__setstate__.__module__ == "controllers.wire_record", f"{name} is no wire_record"
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS_OF_VERSION_1))
+def test_fields_are_only_added_at_the_end(name: str) -> None:
+    """One in the middle took the values of those behind it: a controller had the placement's tokens as `rebalancing`,
+    and a replica's time as the age of its step."""
+    (kind,) = {kinds[name] for kinds in map(dataclasses_of, TRAVELLING) if name in kinds}
+    theirs = FIELDS_OF_VERSION_1[name]
+    assert [each.name for each in fields(kind)][: len(theirs)] == theirs
 
 
 def test_versions_beside_each_other_are_understood() -> None:
