@@ -1,23 +1,21 @@
 """Compiles Triton kernels for GPUs that this machine need not have, and says what they take of one.
 
-Kernels of a process that runs them in the interpreter cannot be compiled there, so this file is also a program: it
-reads requests from standard input and answers on standard output.
+Kernels of a process that runs them in the interpreter cannot be compiled there, so another process compiles them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import json
+import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).parents[4]
 
@@ -69,25 +67,39 @@ class BuildFailed(RuntimeError):
     """The compiler refused a kernel; holds what it said."""
 
 
-def build(builds: Sequence[Build], timeout_s: float = 240) -> list[Report]:
-    """Reports in the order of `builds`, made in one process. Raises BuildFailed."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps([dataclasses.asdict(one) for one in builds]),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise BuildFailed(done.stdout[-2000:] + done.stderr[-6000:])
-    return [Report(**report) for report in json.loads(done.stdout.splitlines()[-1])]
+class Compiler:
+    """Owns the process that compiles, which starts with the first build."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._process = ProcessPoolExecutor(1, mp_context=context, initializer=_leave_the_interpreter)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.shutdown(cancel_futures=True)
+
+    def build(self, builds: Sequence[Build], timeout_s: float = 240) -> list[Report]:
+        """Reports in the order of `builds`. Raises BuildFailed, or TimeoutError."""
+        return list(self._process.map(_compile, builds, timeout=timeout_s))
+
+
+def _leave_the_interpreter() -> None:
+    """Triton reads it when a kernel is defined."""
+    os.environ.pop("TRITON_INTERPRET", None)
 
 
 def _compile(one: Build) -> Report:
+    try:
+        return _compiled(one)
+    except BuildFailed:
+        raise
+    except Exception as error:  # the compiler's own need not survive the way to another process
+        raise BuildFailed(f"{one}: {error}") from None
+
+
+def _compiled(one: Build) -> Report:
     import triton
     from triton import language
     from triton.backends.compiler import GPUTarget
@@ -125,8 +137,3 @@ def _tool(name: str, *arguments: str) -> str:
 
     path = getattr(knobs.nvidia, name).path
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-if __name__ == "__main__":
-    reports = [_compile(Build(**request)) for request in json.load(sys.stdin)]
-    sys.stdout.write("\n" + json.dumps([dataclasses.asdict(report) for report in reports]) + "\n")

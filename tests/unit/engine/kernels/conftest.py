@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.unit.engine.kernels.ahead_of_time import Compiler
+
 
 @pytest.fixture
 def device() -> torch.device:
@@ -22,3 +24,10 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Compiler]:
+    """Its process imports torch, which takes longer than most kernels."""
+    with Compiler() as compiler:
+        yield compiler

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from engine.kernels.few_rows import TILES, RowTiles
-from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Report, build
+from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler, Report
 
 pytestmark = pytest.mark.slow
 
@@ -52,8 +52,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def reports() -> list[tuple[RowTiles, Build, Report]]:
-    built = build([one for _, one in CASES])
+def reports(compiler: Compiler) -> list[tuple[RowTiles, Build, Report]]:
+    built = compiler.build([one for _, one in CASES])
     return [(tiles, one, report) for (tiles, one), report in zip(CASES, built, strict=True)]
 
 

@@ -10,7 +10,7 @@ import triton
 from engine.attention.tiles import TileShape, default_tiles
 from engine.attention.triton_backend import JOIN_ELEMENTS
 from engine.runner.kv_pool import FP8
-from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Constant, build
+from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, Build, Compiler, Constant
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +79,8 @@ def attention(
     )
 
 
-def check(builds: list[Build]) -> None:
-    for one, report in zip(builds, build(builds), strict=True):
+def check(compiler: Compiler, builds: list[Build]) -> None:
+    for one, report in zip(builds, compiler.build(builds), strict=True):
         assert report.spilled_bytes <= MOST_SPILLED, f"{one}: {report}"
         assert report.fits(one.capability), f"{one}: {report}"
         if one.signature["q"] != "*fp32":
@@ -89,38 +89,39 @@ def check(builds: list[Build]) -> None:
             assert report.sass.count(WIDE_COPY) >= 8, f"{one}: copies are narrow"
 
 
-def test_defaults_of_common_models() -> None:
+def test_defaults_of_common_models(compiler: Compiler) -> None:
     check(
+        compiler,
         [
             attention(shape, 128, torch.bfloat16, capability)
             for capability in (80, 90)
             for shape in default_tiles(128, torch.bfloat16, capability).shapes
-        ]
+        ],
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-def test_decodes_keep_enough_on_their_way(dtype: torch.dtype) -> None:
+def test_decodes_keep_enough_on_their_way(compiler: Compiler, dtype: torch.dtype) -> None:
     """Three programs run at once on a multiprocessor, each with a block of keys and values on its way: 48 KB in fp8,
     where an H100 asks for some 40 by Little's law."""
     shape = default_tiles(128, dtype, 90).shapes[0]
-    report = build([attention(shape, 128, dtype, 90)])[0]
+    report = compiler.build([attention(shape, 128, dtype, 90)])[0]
     assert 3 * report.registers * 32 * shape.num_warps <= 65536
     assert 3 * (report.shared_bytes + 1024) <= 228 * 1024
     assert "F2F." not in report.sass, "such conversions are four times slower than others"
 
 
 @pytest.mark.parametrize(("dim", "dtype", "capability"), CASES)
-def test_defaults(dim: int, dtype: torch.dtype, capability: int) -> None:
+def test_defaults(compiler: Compiler, dim: int, dtype: torch.dtype, capability: int) -> None:
     """With and without splits, pages larger and smaller than a block."""
     builds = []
     for shape in default_tiles(dim, dtype, capability).shapes:
         for page_size, splits in ((16, 32), (128, 1)):
             builds.append(attention(shape, dim, dtype, capability, page_size, MAX_SPLITS=splits))
-    check(builds)
+    check(compiler, builds)
 
 
-def test_every_way_through_the_kernel() -> None:
+def test_every_way_through_the_kernel(compiler: Compiler) -> None:
     narrow, *_, wide = default_tiles(128, torch.bfloat16, 90).shapes
     everything: dict[str, Constant] = {
         "HAS_CAP": True,
@@ -131,17 +132,18 @@ def test_every_way_through_the_kernel() -> None:
         "GROUP": 7,
     }
     check(
+        compiler,
         [
             attention(narrow, 80, torch.float16, 90, 17, **everything),
             attention(wide, 96, torch.bfloat16, 90, 64, **(everything | {"TILE_PER_ITEM": True})),
             attention(narrow, 112, FP8, 90, 128, **everything),
             attention(default_tiles(64, torch.float32, 90).shapes[0], 64, torch.float32, 90, 3, **everything),
-        ]
+        ],
     )
 
 
 @pytest.mark.parametrize(("pool", "kv"), [("bf16", "bf16"), ("fp8e4nv", "bf16"), ("fp32", "fp32")])
-def test_writes(pool: str, kv: str) -> None:
+def test_writes(compiler: Compiler, pool: str, kv: str) -> None:
     constants: dict[str, Constant] = {"NUM_HEADS": 8, "DIM": 128, "BLOCK_D": 128, "ROWS": 16}
     signature = {
         **{"pool": "*" + pool, "scales": "*fp32", "kv": "*" + kv, "slots": "*i64"},
@@ -155,7 +157,7 @@ def test_writes(pool: str, kv: str) -> None:
         tuple(signature),
         texts=True,
     )
-    report = build([one])[0]
+    report = compiler.build([one])[0]
     assert report.spilled_bytes <= MOST_SPILLED
     assert "LDG.E.128" in report.sass
     assert "STG.E.128" in report.sass

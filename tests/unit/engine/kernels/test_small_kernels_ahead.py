@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.kernels.sampling import BLOCK_TILES, GROUP, PICK_WARPS, SURVEY_TILES, TILE
-from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, ROOT, Build, Report, build
+from tests.unit.engine.kernels.ahead_of_time import MOST_SPILLED, ROOT, Build, Compiler, Report
 
 pytestmark = pytest.mark.slow
 
@@ -132,9 +132,9 @@ def kernels() -> Iterator[Build]:
 
 
 @pytest.fixture(scope="module")
-def reports() -> list[tuple[Build, Report]]:
+def reports(compiler: Compiler) -> list[tuple[Build, Report]]:
     builds = list(kernels())
-    return list(zip(builds, build(builds), strict=True))
+    return list(zip(builds, compiler.build(builds), strict=True))
 
 
 def test_nothing_spills(reports: list[tuple[Build, Report]]) -> None:
