@@ -42,20 +42,20 @@ serve: install
 	$(HEADER) $(if $(filter haproxy,$(PROXY)),$(HAPROXY)) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
 
 # A cluster takes the whole machine: its tests run one by one.
-SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile
-ALONE := $(BIN)/python -m pytest --durations=10
+SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/cluster
+ALONE := $(BIN)/python -m pytest --durations=10 tests/cluster
 
 test: install-dev
 ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-	$(SHARED) -m "not cluster and not slow"
-	$(ALONE) -m "cluster and not slow"
+	$(SHARED) -m "not slow"
+	$(ALONE) -m "not slow"
 endif
 
-test-all: test
-	$(SHARED) -m "slow and not cluster"
-	$(ALONE) -m "slow and cluster"
+test-all: install-dev
+	$(SHARED)
+	$(ALONE)
 
 check: install-dev
 	$(BIN)/ruff check .
