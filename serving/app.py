@@ -15,6 +15,7 @@ from engine.build import build_engine
 from serving.front.api.access import keys_in
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
+from serving.front.router import PinnedRequestRouter
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import EngineFactory, LLMReplica
 from serving.replica.replica import place_in_serve as place_of_replica
@@ -25,6 +26,10 @@ HEALTH_CHECK_PERIOD_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 UNLISTED_MARGIN_S = 10.0
 """By then Serve has killed a replica that did not stop within its grace."""
+REQUEST_ROUTER = f"{__name__}:{PinnedRequestRouter.__name__}"
+"""Serve tells all front ends that run of the class, those of another version too, and pickles by value what the module
+named here defines. So it is not the router's own: each process then loads its own class. One that cannot read what it
+is told hears of no replica any more."""
 INGRESS_SURGE_PERCENT = 100
 """A front end takes no memory to speak of: its successor is always there first."""
 
@@ -52,7 +57,7 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         request_router_config=RequestRouterConfig(
-            request_router_class="serving.front.router:PinnedRequestRouter",
+            request_router_class=REQUEST_ROUTER,
             request_router_kwargs={
                 "unlisted_s": args.replicas.graceful_shutdown_timeout_s + UNLISTED_MARGIN_S
             },

@@ -1,8 +1,4 @@
-"""How the router answers calls that it does not deliver, and what an ingress knows of a replica that it cannot reach.
-
-In a module of its own: Ray Serve pickles the router's module by value, and an exception class defined there would
-not be the class that the caller catches.
-"""
+"""How the router answers calls it does not deliver, and what an ingress knows of a replica that it cannot reach."""
 
 from __future__ import annotations
 
