@@ -8,12 +8,10 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
-import serving.replica.replica
 from controllers.attended_clock import AttendedClock
 from controllers.cluster import Cluster
 from controllers.records import ReplicaStatus
 from controllers.replicas import ReplicaDirectory, ReplicaState
-from engine.api import Engine
 from serving.replica.session_host import SessionHost
 
 Patches = list[Any]
@@ -43,16 +41,6 @@ def _heartbeats_wait_for_the_engine() -> Patches:
         return await asyncio.wrap_future(self._engine.session_kv_tokens())
 
     return [patch.object(SessionHost, "_held_kv", held_kv)]
-
-
-def _slow_steps_hang() -> Patches:
-    """The watchdog takes a slow step for one that hangs."""
-    real = serving.replica.replica.engine_fault
-
-    def engine_fault(engine: Engine, step_timeout_s: float) -> str | None:
-        return real(engine, step_timeout_s / 100)
-
-    return [patch.object(serving.replica.replica, "engine_fault", engine_fault)]
 
 
 def _suspects_stay_suspect() -> Patches:
@@ -119,7 +107,6 @@ DETECTOR_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyT
         "the controller's own pause counts against replicas (point 4)": _pauses_count,
         "a step of the clock counts against replicas (point 4)": _clock_steps_count,
         "a heartbeat waits for the engine's step (point 4)": _heartbeats_wait_for_the_engine,
-        "a slow step is taken for one that hangs (point 4)": _slow_steps_hang,
         "a suspect replica that answers is not restored (point 4)": _suspects_stay_suspect,
         "one ingress's report is a death (point 4)": _one_report_is_death,
         "a controller that starts takes everybody for gone (point 4)": _restarts_forget_owners,

@@ -16,8 +16,7 @@ import controllers.sqlite_store
 import serving.front.turn_dispatch
 import serving.replica.turn_runner
 from controllers.cluster import Cluster
-from controllers.ownership import OwnershipLedger
-from controllers.records import Assignment, LedgerEntry, SessionRecord, TurnRecord
+from controllers.records import Assignment, LedgerEntry, TurnRecord
 from controllers.session import SessionController
 from serving.background import BackgroundTasks
 from serving.front.turn_dispatch import TurnDispatcher
@@ -45,15 +44,6 @@ def _moves_keep_the_epoch() -> Patches:
     ]
 
 
-def _loads_are_not_fenced() -> Patches:
-    """Whoever asks for a session's history gets it, and holds it at the owner's epoch."""
-
-    def load_session(self: Cluster, session_id: str, _epoch: int, _replica_id: str) -> SessionRecord:
-        return self._store.load(session_id)
-
-    return [patch.object(Cluster, "load_session", load_session)]
-
-
 def _replicas_compare_no_epochs() -> Patches:
     """A replica takes a turn of a session that it held once, whatever came since."""
 
@@ -76,18 +66,6 @@ def _stale_sessions_stay() -> Patches:
         return
 
     return [patch.object(SessionHost, "_drop_stale", drop_stale)]
-
-
-def _closes_are_not_fenced() -> Patches:
-    """A former owner's close ends the session that has its name by now."""
-    real = Cluster.close_session
-
-    def close_session(
-        self: Cluster, session_id: str, tenant: str | None = None, _epoch: int | None = None
-    ) -> bool:
-        return real(self, session_id, tenant)
-
-    return [patch.object(Cluster, "close_session", close_session)]
 
 
 def _work_ends_with_its_caller() -> Patches:
@@ -115,16 +93,6 @@ def _repetitions_are_new_turns() -> Patches:
         patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
         patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turn", append_turn),
     ]
-
-
-def _commits_are_not_repeatable() -> Patches:
-    """A commit that is told again is refused as one of a session that has gone on, and its KV let go."""
-    real = controllers.sqlite_store.adds_turn
-
-    def adds_turn(entry: LedgerEntry, record: TurnRecord, _is_last: Callable[[], bool]) -> bool:
-        return real(entry, record, lambda: False)
-
-    return [patch.object(controllers.sqlite_store, "adds_turn", adds_turn)]
 
 
 def _retries_have_keys_of_their_own() -> Patches:
@@ -158,44 +126,13 @@ def _takeovers_look_at_no_name() -> Patches:
     ]
 
 
-def _commits_name_the_newest_epoch() -> Patches:
-    """A former owner commits at the epoch that the ledger has now."""
-    real = Cluster.commit_turn
-
-    def commit_turn(self: Cluster, record: TurnRecord) -> None:
-        entry = self._ledger._entries.get(record.session_id)
-        real(self, record if entry is None else replace(record, epoch=entry.epoch))
-
-    return [patch.object(Cluster, "commit_turn", commit_turn)]
-
-
-def _ledger_knows_only_replicas() -> Patches:
-    """The fence compares who asks, and not at which epoch: an owner that has the session back is its former self."""
-
-    def fence(
-        self: OwnershipLedger, session_id: str, epoch: int, replica_id: str | None = None
-    ) -> LedgerEntry:
-        entry = self.get(session_id)
-        if replica_id is None or replica_id == entry.replica_id:
-            return entry
-        return real(self, session_id, epoch, replica_id)
-
-    real = OwnershipLedger.fence
-    return [patch.object(OwnershipLedger, "fence", fence)]
-
-
 EPOCH_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
     {
         "a move keeps the epoch": _moves_keep_the_epoch,
-        "a history goes to whoever asks": _loads_are_not_fenced,
         "a replica compares no epochs": _replicas_compare_no_epochs,
         "a replica keeps what others own": _stale_sessions_stay,
-        "a former owner may close": _closes_are_not_fenced,
-        "a former owner commits at the newest epoch": _commits_name_the_newest_epoch,
-        "the fence compares replicas, not epochs": _ledger_knows_only_replicas,
         "work under way ends with its client": _work_ends_with_its_caller,
         "a repeated commit is another turn": _repetitions_are_new_turns,
-        "a repeated commit is refused": _commits_are_not_repeatable,
         "a takeover has another key": _retries_have_keys_of_their_own,
         "an ingress gives no key": _calls_have_no_key,
         "a takeover goes on in a later session of that name": _takeovers_look_at_no_name,

@@ -1,6 +1,8 @@
-"""How soon each mutation is found: `python -m tests.simulation.find_mutations [--most N] [--workers N] [--out FILE]`.
+"""In which run each mutation is found: `python -m tests.simulation.find_mutations [--most N] [--workers N] [--only A|B]
+[--known FILE] [--out FILE]`.
 
-Prints a table and writes it as JSON. Exit status 1 if one was not found.
+Plays the seeds below N until one fails: those first at which FILE, an earlier result, says that it was found. Prints a
+table and writes it as JSON. Exit status 1 if one was not found.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import gc
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +23,19 @@ from tests.simulation.simulation import run, undisturbed
 COLLECT_EVERY = 50
 
 
-def find(name: str, most: int) -> dict[str, Any]:
-    """The first seed that fails under the mutation, and how."""
+def find(name: str, seeds: Iterable[int]) -> dict[str, Any]:
+    """The first of the seeds that fails under the mutation, and how. None: none did."""
     with undisturbed(), mutated(name):
-        for seed in range(most):
+        for played, seed in enumerate(seeds):
             violations = run(make_schedule(seed)).violations
             if violations:
-                return {"mutation": name, "seeds": seed + 1, "violation": violations[0][:200]}
-            if seed % COLLECT_EVERY == 0:
+                return {"mutation": name, "seed": seed, "violation": violations[0][:200]}
+            if played % COLLECT_EVERY == 0:
                 gc.collect()
-    return {"mutation": name, "seeds": None, "violation": None}
+    return {"mutation": name, "seed": None, "violation": None}
 
 
-def _find(work: tuple[str, int]) -> dict[str, Any]:
+def _find(work: tuple[str, list[int]]) -> dict[str, Any]:
     return find(*work)
 
 
@@ -41,19 +44,26 @@ def main(words: list[str]) -> int:
     parser.add_argument("--most", type=int, default=2000, help="seeds for each")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", default="", help="A|B: mutations with one of these in their names")
+    parser.add_argument("--known", type=Path, help="an earlier result: its seeds are tried first")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(words)
     names = [name for name in MUTATIONS if any(part in name for part in args.only.split("|"))]
+    known = {} if args.known is None else _seeds(json.loads(args.known.read_text()))
+    work = [(name, [*known.get(name, ()), *range(args.most)]) for name in names]
     found: list[dict[str, Any]] = []
     with multiprocessing.get_context("fork").Pool(args.workers) as pool:
-        for each in pool.imap_unordered(_find, [(name, args.most) for name in names]):
+        for each in pool.imap_unordered(_find, work):
             found.append(each)
-            seeds = "not found" if each["seeds"] is None else f"seed {each['seeds']:>5}"
-            print(f"{seeds}  {each['mutation']}: {each['violation']}", flush=True)
+            where = "not found" if each["seed"] is None else f"seed {each['seed']:>5}"
+            print(f"{where}  {each['mutation']}: {each['violation']}", flush=True)
             if args.out is not None:
                 found.sort(key=lambda entry: names.index(entry["mutation"]))
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if any(each["seeds"] is None for each in found) else 0
+    return 1 if any(each["seed"] is None for each in found) else 0
+
+
+def _seeds(results: list[dict[str, Any]]) -> dict[str, list[int]]:
+    return {each["mutation"]: [each["seed"]] for each in results if each.get("seed") is not None}
 
 
 if __name__ == "__main__":

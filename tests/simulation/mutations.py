@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
+import controllers.session
 import controllers.sqlite_store
-from cache.session_cache import SessionAwareCache
+from cache.history import History
 from controllers.cluster import Cluster
 from controllers.errors import StoreError
 from controllers.ownership import OwnershipLedger
@@ -37,34 +38,16 @@ Patches = list[Any]
 
 
 def _slots_are_trusted() -> Patches:
-    """A slot's KV is used as far as it is long, whatever tokens it is of, and KV that is left over is not freed."""
-    real = SessionAwareCache._match_slot
+    """KV that a session left here once is not freed when it comes back, and used as far as it is long, whatever
+    tokens it is of."""
 
-    def match(self: Any, slot: Any, namespace: str, max_len: int, history: Any) -> Any:
-        length = min(history.length, slot.contents.chain.length)
-        return real(self, slot, namespace, max_len, _Agrees(history, length))
-
-    async def free(_self: SessionHost, _session_id: str) -> None:
-        return
+    async def load(self: SessionHost, session_id: str, epoch: int) -> None:
+        self._sessions.adopt(await self._controller.load_session(session_id, epoch, self._replica_id))
 
     return [
-        patch.object(SessionAwareCache, "_match_slot", match),
-        patch.object(SessionHost, "_free_kv", free),
+        patch.object(History, "agreed_len", lambda self, kv: min(self.length, len(kv))),
+        patch.object(SessionHost, "_load", load),
     ]
-
-
-class _Agrees:
-    """A history that agrees with any KV."""
-
-    def __init__(self, history: Any, length: int) -> None:
-        self._history = history
-        self._length = length
-
-    def agreed_len(self, chain: Any) -> int:
-        return int(min(self._length, chain.length))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._history, name)
 
 
 def _commits_give_up() -> Patches:
@@ -85,15 +68,6 @@ def _commits_are_believed() -> Patches:
         await self._try(record)
 
     return [patch.object(TurnCommits, "commit", commit)]
-
-
-def _given_up_sessions_are_kept() -> Patches:
-    """After a commit whose outcome nobody knows the session goes on from its old history."""
-
-    async def let_go(self: SessionHost, turn: Turn) -> None:
-        self._sessions.abort_turn(turn)
-
-    return [*_commits_give_up(), patch.object(SessionHost, "let_go", let_go)]
 
 
 def _ledger_fences_nothing() -> Patches:
@@ -145,17 +119,12 @@ def _log_fences_nothing() -> Patches:
 
 def _turns_overlap() -> Patches:
     """A session takes a turn while it has one."""
+    real = controllers.session._check_free
 
-    def begin(real: Callable[..., Any]) -> Callable[..., Any]:
-        def begin_turn(self: SessionController, session_id: str, epoch: int, **options: Any) -> Any:
-            session = self._sessions.get(session_id)
-            if session is not None:
-                session.turn = None
-            return real(self, session_id, epoch, **options)
+    def check_free(session_id: str, session: Any, turn_key: str | None = None) -> None:
+        real(session_id, replace(session, turn=None), turn_key)
 
-        return begin_turn
-
-    return [patch.object(SessionController, "begin_turn", begin(SessionController.begin_turn))]
+    return [patch.object(controllers.session, "_check_free", check_free)]
 
 
 def _keys_are_not_looked_up() -> Patches:
@@ -222,12 +191,12 @@ def _takeovers_go_on_anywhere() -> Patches:
     """A turn that goes on elsewhere does not look at which of the session's turns it is."""
     real = TurnRunner._begin
 
-    async def begin(self: TurnRunner, call: TurnCall, epoch: int | None) -> Any:
+    async def begin(self: TurnRunner, call: TurnCall, *rest: Any) -> Any:
         if call.resumed is not None and call.session is not None:
             entry = self._sessions._sessions.get(call.session.session_id)
             if entry is not None:
                 call = replace(call, resumed=replace(call.resumed, turn_index=entry.turns))
-        return await real(self, call, epoch)
+        return await real(self, call, *rest)
 
     return [patch.object(TurnRunner, "_begin", begin)]
 
@@ -299,7 +268,6 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "a slot's KV is trusted (point 1)": _slots_are_trusted,
         "a commit gives up at its first error (point 2)": _commits_give_up,
         "a commit without an answer counts as made": _commits_are_believed,
-        "a session goes on from its old history after a commit that may have been made": _given_up_sessions_are_kept,
         "nobody looks at who commits": _ledger_fences_nothing,
         "the log takes an old turn for a repetition": _log_fences_nothing,
         "turns of a session overlap": _turns_overlap,

@@ -13,6 +13,7 @@ from controllers.records import LedgerEntry, ReplicaStatus
 from controllers.replicas import ReplicaDirectory
 from serving.front.membership import Membership
 from serving.front.replica_calls import ReplicaCalls
+from serving.replica.replica import LLMReplica
 from serving.replica.session_host import SessionHost
 from serving.wire.routing_errors import Members
 
@@ -89,18 +90,6 @@ def _handed_over_to_anybody() -> Patches:
     return [patch.object(Cluster, "_drain_session", drain_session)]
 
 
-def _handed_over_kv_stays() -> Patches:
-    """Who hands a session over keeps its history here."""
-    real = SessionHost.let_go
-
-    async def let_go(self: SessionHost, turn: Any) -> None:
-        held = self._sessions._sessions[turn.session_id]
-        await real(self, turn)
-        self._sessions._sessions[turn.session_id] = held
-
-    return [patch.object(SessionHost, "let_go", let_go)]
-
-
 def _drained_comes_back() -> Patches:
     """A replica that drains and registers again, since it was not heard for a while, counts as new."""
     real = ReplicaDirectory.register
@@ -113,8 +102,15 @@ def _drained_comes_back() -> Patches:
 
 
 def _drain_ends_early() -> Patches:
-    """A replica that drains is ended while it has turns."""
-    return [patch.object(SessionHost, "emptied", property(lambda self: self._leaving))]
+    """A replica that drains says farewell while it has turns."""
+
+    async def hand_over(self: LLMReplica) -> None:
+        await self._host.hand_over()
+        if self._host._leaving and not self._drained:
+            self._drained = True
+            await self._host.farewell()
+
+    return [patch.object(LLMReplica, "_hand_over", hand_over)]
 
 
 PLANNED_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
@@ -125,8 +121,7 @@ PLANNED_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyTy
         "turns leave a replica that retires (point 3)": _turns_leave_retiring_replicas,
         "sessions are not handed over (point 3)": _nothing_is_handed_over,
         "sessions are handed over to the one that drains (point 3)": _handed_over_to_anybody,
-        "a session that is handed over stays there, too (point 3)": _handed_over_kv_stays,
         "a replica that drains registers as a new one (point 3)": _drained_comes_back,
-        "a drained replica ends with sessions (point 3)": _drain_ends_early,
+        "a replica that drains ends while it has turns (point 3)": _drain_ends_early,
     }
 )
