@@ -89,19 +89,6 @@ def _gone_for_ever() -> Patches:
     return [patch.object(ReplicaDirectory, "register", register)]
 
 
-def _the_silent_are_kept() -> Patches:
-    """A replica that is not heard of stays the owner of its sessions until an ingress sees it dead."""
-
-    def state(self: ReplicaDirectory, replica_id: str) -> ReplicaState:
-        known = self._replicas.get(replica_id)
-        if known is not None:
-            known.seen_s = self._clock()
-        return real(self, replica_id)
-
-    real = ReplicaDirectory.state
-    return [patch.object(ReplicaDirectory, "state", state)]
-
-
 DETECTOR_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
     {
         "the controller's own pause counts against replicas (point 4)": _pauses_count,
@@ -111,6 +98,5 @@ DETECTOR_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyT
         "one ingress's report is a death (point 4)": _one_report_is_death,
         "a controller that starts takes everybody for gone (point 4)": _restarts_forget_owners,
         "who was taken for gone by mistake stays so (point 4)": _gone_for_ever,
-        "a silent replica keeps its sessions (point 4)": _the_silent_are_kept,
     }
 )

@@ -14,7 +14,6 @@ from controllers.replicas import ReplicaDirectory
 from serving.front.membership import Membership
 from serving.front.replica_calls import ReplicaCalls
 from serving.replica.replica import LLMReplica
-from serving.replica.session_host import SessionHost
 from serving.wire.routing_errors import Members
 
 Patches = list[Any]
@@ -71,15 +70,6 @@ def _turns_leave_retiring_replicas() -> Patches:
     return [patch.object(ReplicaCalls, "members", members)]
 
 
-def _nothing_is_handed_over() -> Patches:
-    """A replica that drains keeps its sessions until they take a turn."""
-
-    async def hand_over(_self: SessionHost) -> None:
-        return
-
-    return [patch.object(SessionHost, "hand_over", hand_over)]
-
-
 def _handed_over_to_anybody() -> Patches:
     """A session that is handed over may come back to the replica that drains."""
 
@@ -119,7 +109,6 @@ PLANNED_MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyTy
         "retirement is not noticed (point 3)": _retirement_is_not_noticed,
         "a retiring replica is reported lost (point 3)": _retiring_replicas_are_lost,
         "turns leave a replica that retires (point 3)": _turns_leave_retiring_replicas,
-        "sessions are not handed over (point 3)": _nothing_is_handed_over,
         "sessions are handed over to the one that drains (point 3)": _handed_over_to_anybody,
         "a replica that drains registers as a new one (point 3)": _drained_comes_back,
         "a replica that drains ends while it has turns (point 3)": _drain_ends_early,
