@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
@@ -23,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 30.0
+REPLICA = "ray::ServeReplica:kedge:"
+"""Begins the titles of all processes of the application that Serve starts: engine replicas and front ends."""
 
 
 def free_port() -> int:
@@ -47,34 +50,60 @@ def eventually(holds: Callable[[], Any], timeout_s: float = 20.0, interval_s: fl
         time.sleep(interval_s)
 
 
+Edit = Callable[[dict[str, Any]], None]
+"""Changes a parsed config."""
+
+
+def as_shipped(document: dict[str, Any]) -> None:
+    """The config as it is."""
+
+
 class ServedCluster:
     """`serve run` in a process group of its own. `edit` changes the parsed config before it is written; what is put
     into `environment` before `start` is added to that of `serve run`."""
 
-    def __init__(self, config: Path, edit: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+    def __init__(self, config: Path, edit: Edit = as_shipped) -> None:
         # Ray's sockets need a short path, shorter than pytest's own directories.
         self.directory = Path(tempfile.mkdtemp(prefix="kd", dir="/tmp"))
+        self.state_dir = self.directory / "state"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         document = yaml.safe_load(config.read_text())
         document["http_options"]["port"] = self.port
         for application in document["applications"]:
-            application["args"].setdefault("controller", {})["state_dir"] = str(self.directory / "state")
-        edit(document)
+            application["args"].setdefault("controller", {})["state_dir"] = str(self.state_dir)
         self.config = self.directory / "cluster.yaml"
-        self.config.write_text(yaml.safe_dump(document))
+        self._shipped = document
+        self._configure(self._edited(edit))
         self.log = self.directory / "log"
         self.environment: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, wait: bool = True) -> None:
-        environment = os.environ | {
-            "RAY_TMPDIR": str(self.directory),
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",  # as `make serve`
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
-        }
+    def use(self, edit: Edit) -> None:
+        """Runs with these changes of the config: starts, or deploys in place of what ran with others. Then no process
+        and no session of that is left."""
+        document = self._edited(edit)
+        if self._process is None:
+            self._configure(document)
+            self.start()
+        elif document != self._configured():
+            self._close_all_sessions()
+            former, deployed_s = set(self.pids(REPLICA)), self.application()["last_deployed_time_s"]
+            self._deploy(document)
+            eventually(lambda: self._in_place_of(former, deployed_s), START_TIMEOUT_S, 0.25)
+
+    def start(self) -> None:
+        environment = (
+            os.environ
+            | {
+                "RAY_TMPDIR": str(self.directory),
+                "RAY_AUTH_MODE": "disabled",
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",  # as `make serve`
+                "RAY_worker_niceness": "0",  # Ray's workers give way to all else on the machine, to the tests among it
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
+            }
+        )
         environment |= self.environment
         environment.pop("RAY_ADDRESS", None)
         serve = Path(sys.executable).with_name("serve")
@@ -88,13 +117,12 @@ class ServedCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        if wait:
-            try:
-                eventually(self._all_replicas_up, START_TIMEOUT_S, 0.25)
-            except AssertionError as error:
-                log = self.log_text()
-                self.stop()
-                raise AssertionError(f"the cluster did not start ({error}):\n{log[-4000:]}") from error
+        try:
+            eventually(self._all_replicas_up, START_TIMEOUT_S, 0.25)
+        except AssertionError as error:
+            log = self.log_text()
+            self.stop()
+            raise AssertionError(f"the cluster did not start ({error}):\n{log[-4000:]}") from error
 
     def stop(self) -> None:
         """SIGINT, as a user would; then SIGKILL for what is left of the group."""
@@ -111,12 +139,42 @@ class ServedCluster:
         self._process = None
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def deploy(self, edit: Callable[[dict[str, Any]], None]) -> None:
+    def deploy(self, edit: Edit) -> None:
         """As `serve deploy` on the changed config; returns once Serve has taken it."""
-        document = yaml.safe_load(self.config.read_text())
+        document = self._configured()
         edit(document)
-        self.config.write_text(yaml.safe_dump(document))
+        self._deploy(document)
+
+    def _deploy(self, document: dict[str, Any]) -> None:
+        self._configure(document)
         httpx.put(self._serve_api(), json=document, timeout=60.0).raise_for_status()
+
+    def _edited(self, edit: Edit) -> dict[str, Any]:
+        document = copy.deepcopy(self._shipped)
+        edit(document)
+        return document
+
+    def _configure(self, document: dict[str, Any]) -> None:
+        self.config.write_text(yaml.safe_dump(document))
+
+    def _configured(self) -> dict[str, Any]:
+        return dict(yaml.safe_load(self.config.read_text()))
+
+    def _close_all_sessions(self) -> None:
+        with self.client() as client:
+            for session_id, session in self.sessions().items():
+                headers = {"x-tenant-id": session["tenant"]} if session["tenant"] else {}
+                closing = client.post("/close_session", json={"session_id": session_id}, headers=headers)
+                closing.raise_for_status()
+        eventually(lambda: not self.sessions())
+
+    def _in_place_of(self, former: set[int], deployed_s: float) -> bool:
+        """Whether all processes are those of the last deployment, and the former ones have ended."""
+        application = self.application()
+        if application["last_deployed_time_s"] <= deployed_s or former & set(self.pids(REPLICA)):
+            return False
+        assert application["status"] != "DEPLOY_FAILED", application["message"]
+        return application["status"] == "RUNNING" and self._all_replicas_up()
 
     def application(self) -> dict[str, Any]:
         """What Serve says of the application: `status`, `message`, and each of its `deployments`."""
@@ -193,7 +251,7 @@ class ServedCluster:
     def _all_replicas_up(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, "serve run ended"
-        replicas = yaml.safe_load(self.config.read_text())["applications"][0]["args"]["replicas"]
+        replicas = self._configured()["applications"][0]["args"]["replicas"]
         fewest = replicas.get("autoscaling", {}).get("min_replicas", 1)
         try:
             return len(self.replicas()) == replicas.get("count", fewest)

@@ -16,11 +16,17 @@ from tests.unit.controllers.redis_server import RedisServer
 SESSIONS = 4
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[RedisServer]:
     server = RedisServer("--appendonly", "yes")
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def first(server: RedisServer) -> Iterator[ServedCluster]:
+    with served(server) as cluster:
+        yield cluster
 
 
 @contextmanager
@@ -39,65 +45,63 @@ def served(server: RedisServer) -> Iterator[ServedCluster]:
         cluster.stop()
 
 
-def test_sessions_outlive_the_cluster(server: RedisServer) -> None:
-    with served(server) as cluster, cluster.client() as client:
-        session = Conversation.open(client)
-        session.exact_turn([400, 401, 402])
-    with served(server) as cluster, cluster.client() as client:
-        session.client = client
-        session.turn([405], resumed=True)
-        session.exact_turn([406])
-
-
-def test_a_second_cluster_takes_over_session_by_session(server: RedisServer) -> None:
-    """As a RayService upgrade starts it beside the first. It fenced the first as soon as it opened the log."""
-    with served(server) as old, old.client() as old_client:
-        moving, staying = Conversation.open(old_client), Conversation.open(old_client)
-        for session in (moving, staying):
-            session.exact_turn([400, 401, 402])
-        with served(server) as new, new.client() as new_client:
-            later = Conversation.open(old_client)
-            for session in (moving, staying, later):
-                session.exact_turn([403])  # with the KV that it had
-            assert new.sessions() == {}
-            for session in (moving, later):
-                session.client = new_client
-                session.turn([404], resumed=True)
-                session.exact_turn([405])
-            assert new.sessions().keys() == {moving.session_id, later.session_id}
-            eventually(lambda: old.sessions().keys() == {staying.session_id})
-            staying.exact_turn([406])
-            # Until their next heartbeats the former replicas hold what was claimed: a turn that came would be in vain.
-            eventually(lambda: sum(replica["sessions"] for replica in old.replicas().values()) == 1)
-            moving.client = old_client
-            moving.turn([407], resumed=True)
-            moving.exact_turn([408])
-            moving.close()
-            assert later.session_id in new.sessions()
-        staying.exact_turn([409])
-        assert old.metric("kedge_controller_sessions_taken_over_total") == 2
-
-
-def test_turns_wait_for_a_frozen_redis_and_keep_their_kv(server: RedisServer) -> None:
+def test_turns_wait_for_a_frozen_redis_and_keep_their_kv(first: ServedCluster, server: RedisServer) -> None:
     """They ended in store_unavailable after two seconds, and what they had said was computed again."""
-    with served(server) as cluster, cluster.client() as client, ThreadPoolExecutor(SESSIONS + 1) as pool:
+    with first.client() as client, ThreadPoolExecutor(SESSIONS + 1) as pool:
         talks = [Conversation.open(client) for _ in range(SESSIONS)]
         for number, talk in enumerate(talks):
             talk.exact_turn([400 + number, 401])
         server.pause()
         turns = [pool.submit(talk.told_turn, [500, 501], 40, lambda _: None) for talk in talks]
         opening = pool.submit(Conversation.open, client, "later")
-        eventually(lambda: cluster.metric("kedge_commits_pending") == SESSIONS, 60)
-        frozen = cluster.metric("kedge_commit_retries_total") + 8 * SESSIONS
-        eventually(lambda: cluster.metric("kedge_commit_retries_total") > frozen, 60)
+        eventually(lambda: first.metric("kedge_commits_pending") == SESSIONS, 60)
+        frozen = first.metric("kedge_commit_retries_total") + 8 * SESSIONS
+        eventually(lambda: first.metric("kedge_commit_retries_total") > frozen, 60)
         assert not any(turn.done() for turn in [*turns, opening])
         assert len(generate_once(client, [500, 501], 8)) == 8, "what needs no log goes on"
-        assert len(cluster.sessions()) == SESSIONS, "the controller answers"
+        assert len(first.sessions()) == SESSIONS, "the controller answers"
         server.go_on()
         for turn in turns:
             assert len(turn.result(60)) == 40
         for talk in [*talks, opening.result(60)]:
             talk.exact_turn([600])  # which finds all of the history's KV
-        eventually(lambda: cluster.metric("kedge_commits_pending") == 0)
+            talk.close()
+        eventually(lambda: first.metric("kedge_commits_pending") == 0)
         for outcome in ("store_failed", "stale", "error", "unavailable"):
-            assert cluster.metric("kedge_turns_total", outcome=outcome) == 0
+            assert first.metric("kedge_turns_total", outcome=outcome) == 0
+
+
+def test_a_second_cluster_takes_over_session_by_session(first: ServedCluster, server: RedisServer) -> None:
+    """As a RayService upgrade starts it beside the first. It fenced the first as soon as it opened the log. Sessions
+    outlive a cluster that ends."""
+    with first.client() as client:
+        moving, staying = Conversation.open(client), Conversation.open(client)
+        for session in (moving, staying):
+            session.exact_turn([400, 401, 402])
+        with served(server) as second, second.client() as second_client:
+            later = Conversation.open(client)
+            for session in (moving, staying, later):
+                session.exact_turn([403])  # with the KV that it had
+            assert second.sessions() == {}
+            for session in (moving, later):
+                session.client = second_client
+                session.turn([404], resumed=True)
+                session.exact_turn([405])
+            assert second.sessions().keys() == {moving.session_id, later.session_id}
+            eventually(lambda: first.sessions().keys() == {staying.session_id})
+            staying.exact_turn([406])
+            # Until their next heartbeats the former replicas hold what was claimed: a turn that came would be in vain.
+            eventually(lambda: sum(replica["sessions"] for replica in first.replicas().values()) == 1)
+            moving.client = client
+            moving.turn([407], resumed=True)
+            moving.exact_turn([408])
+            moving.close()
+            assert later.session_id in second.sessions()
+            opened_there = Conversation.open(second_client)
+            opened_there.exact_turn([400])
+        staying.exact_turn([409])
+        for session in (later, opened_there):
+            session.client = client
+            session.turn([410], resumed=True)
+            session.exact_turn([411])
+        assert first.metric("kedge_controller_sessions_taken_over_total") == 2

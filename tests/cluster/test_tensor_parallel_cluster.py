@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -20,7 +19,7 @@ RANKS = "ray::RankActor"
 LENGTH = 400
 
 
-def edit(document: dict[str, Any]) -> None:
+def two_ranks(document: dict[str, Any]) -> None:
     (application,) = document["applications"]
     application["args"]["execution"] = {"tensor_parallel": 2}
     application["args"]["replicas"] |= {"count": 1, "num_cpus": 0.4}
@@ -29,13 +28,9 @@ def edit(document: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[ServedCluster]:
-    served = ServedCluster(ROOT / "configs" / "cluster.yaml", edit)
-    served.start()
-    try:
-        yield served
-    finally:
-        served.stop()
+def cluster(shared_cluster: ServedCluster) -> ServedCluster:
+    shared_cluster.use(two_ranks)
+    return shared_cluster
 
 
 def alone(prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -55,13 +50,13 @@ def alone(prompts: list[list[int]], count: int) -> list[list[int]]:
     ]
 
 
-def test_two_ranks_answer_as_one(pair: ServedCluster) -> None:
-    (replica,) = pair.replicas().values()
+def test_two_ranks_answer_as_one(cluster: ServedCluster) -> None:
+    (replica,) = cluster.replicas().values()
     assert replica["execution"]["tensor_parallel"] == 2
-    assert len(pair.pids(RANKS)) == 1
+    assert len(cluster.pids(RANKS)) == 1
     rng = random.Random(4)
     prompts = [random_tokens(rng, 30) for _ in range(3)]
-    with pair.client() as client:
+    with cluster.client() as client:
         sessions = [Conversation.open(client) for _ in prompts]
         for session, prompt in zip(sessions, prompts, strict=True):
             session.turn(prompt[:20], 4)
@@ -74,37 +69,37 @@ def test_two_ranks_answer_as_one(pair: ServedCluster) -> None:
         assert reply.json()["choices"][0]["message"]["content"]
 
 
-def test_a_lost_rank_takes_its_replica_along_and_its_turn_goes_on(pair: ServedCluster) -> None:
+def test_a_lost_rank_takes_its_replica_along_and_its_turn_goes_on(cluster: ServedCluster) -> None:
     """At the replica that comes in its place."""
     rng = random.Random(5)
-    (before,) = pair.replicas()
-    (rank,) = pair.pids(RANKS)
-    with pair.client() as client:
+    (before,) = cluster.replicas()
+    (rank,) = cluster.pids(RANKS)
+    with cluster.client() as client:
         session = Conversation.open(client)
         session.turn(random_tokens(rng, 20), 6)
         new = random_tokens(rng, 10)
         expected = session.history + new
-        session.told_turn(new, LENGTH, lambda number: pair.kill(rank) if number == 0 else None)
+        session.told_turn(new, LENGTH, lambda number: cluster.kill(rank) if number == 0 else None)
         assert session.history == expected + alone([expected], LENGTH)[0]
-        (after,) = eventually(pair.replicas)
+        (after,) = eventually(cluster.replicas)
         assert after != before
-        (other_rank,) = pair.pids(RANKS)
+        (other_rank,) = cluster.pids(RANKS)
         assert other_rank != rank
         session.turn(random_tokens(rng, 3))
-    assert pair.pages()["leaked"] == 0
+    assert cluster.pages()["leaked"] == 0
 
 
-def test_no_rank_outlives_its_replica(pair: ServedCluster) -> None:
-    (replica,) = pair.replicas().values()
-    (rank,) = pair.pids(RANKS)
-    pair.kill(replica["pid"])
-    eventually(lambda: rank not in pair.pids(RANKS), 10.0)
-    eventually(lambda: _one_replica(pair), 60.0, 0.5)
-    assert len(pair.pids(RANKS)) == 1
+def test_no_rank_outlives_its_replica(cluster: ServedCluster) -> None:
+    (replica,) = cluster.replicas().values()
+    (rank,) = cluster.pids(RANKS)
+    cluster.kill(replica["pid"])
+    eventually(lambda: rank not in cluster.pids(RANKS), 10.0)
+    eventually(lambda: _one_replica(cluster), 60.0, 0.5)
+    assert len(cluster.pids(RANKS)) == 1
 
 
-def _one_replica(pair: ServedCluster) -> bool:
+def _one_replica(cluster: ServedCluster) -> bool:
     try:
-        return len(pair.replicas()) == 1
+        return len(cluster.replicas()) == 1
     except (httpx.HTTPError, ValueError, KeyError):
         return False

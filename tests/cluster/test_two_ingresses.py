@@ -15,7 +15,7 @@ import httpx
 import pytest
 from null_app import HOLD
 from prometheus_client.parser import text_string_to_metric_families
-from served_cluster import ROOT, ServedCluster, eventually
+from served_cluster import ServedCluster, eventually
 from session_client import Conversation, generate_once
 
 INGRESS = "ray::ServeReplica:kedge:Ingress"
@@ -38,13 +38,9 @@ def two_ingresses_one_replica(document: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[ServedCluster]:
-    served = ServedCluster(ROOT / "configs" / "cluster.yaml", two_ingresses_one_replica)
-    served.start()
-    try:
-        yield served
-    finally:
-        served.stop()
+def cluster(shared_cluster: ServedCluster) -> ServedCluster:
+    shared_cluster.use(two_ingresses_one_replica)
+    return shared_cluster
 
 
 @pytest.fixture
@@ -126,7 +122,7 @@ def test_an_abort_holds_while_there_is_no_replica(cluster: ServedCluster, client
         streams = [pool.submit(last_line, number) for number in range(NUM_CALLS)]
         assert all(event.wait(60) for event in begun)
         failovers = cluster.metric("kedge_failovers_total")
-        hold = cluster.directory / "state" / HOLD
+        hold = cluster.state_dir / HOLD
         hold.touch()
         try:
             cluster.kill(pid)
