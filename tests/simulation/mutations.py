@@ -7,6 +7,7 @@ place.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,17 +37,29 @@ from tests.simulation.planned_mutations import PLANNED_MUTATIONS
 
 Patches = list[Any]
 
+FREED_LATE_S = 20.0
+
 
 def _slots_are_trusted() -> Patches:
-    """KV that a session left here once is not freed when it comes back, and used as far as it is long, whatever
-    tokens it is of."""
+    """The engine frees the KV of a session that has left late, as while it is stalled. If the session comes back
+    meanwhile, its KV is used as far as it is long, whatever tokens it is of."""
 
     async def load(self: SessionHost, session_id: str, epoch: int) -> None:
         self._sessions.adopt(await self._controller.load_session(session_id, epoch, self._replica_id))
 
+    async def free_late(self: SessionHost, session_id: str) -> None:
+        await asyncio.sleep(FREED_LATE_S)
+        if self._sessions.epoch(session_id) is None:
+            await self._free_kv(session_id)
+
+    async def release(self: SessionHost, session_id: str) -> None:
+        self._sessions.drop(session_id)
+        self._tasks.start(free_late(self, session_id))
+
     return [
         patch.object(History, "agreed_len", lambda self, kv: min(self.length, len(kv))),
         patch.object(SessionHost, "_load", load),
+        patch.object(SessionHost, "release", release),
     ]
 
 

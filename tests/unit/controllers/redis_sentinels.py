@@ -19,8 +19,9 @@ from controllers.settings import RedisLogSettings
 
 SERVER, SENTINEL = shutil.which("redis-server"), shutil.which("redis-sentinel")
 SERVICE = "kedge-master"
-SILENCE_MS = 500
-"""After which the Sentinel takes the master for dead."""
+SILENCE_MS = 2000
+"""After which the Sentinel takes the master for dead. With half a second, on a busy machine, it changed masters while
+another replica was still copying, and made that one the next: everything was lost."""
 LONGEST_S = 60.0
 """For servers to find each other, or to agree on a master."""
 
