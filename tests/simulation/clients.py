@@ -209,7 +209,7 @@ class Clients:
         finished = answer.tokens and answer.tokens == self._truth.right(asked, life, answer.turn_index)
         if answer.error.status == 500 or answer.error.code in NEVER_TOLD:
             self._truth.wrong(f"number {asked.number}: {answer.error}")
-        elif finished and answer.error.code in LOG_AWAY and not self._store.away_long:
+        elif finished and answer.error.code in LOG_AWAY:
             self._truth.wrong(f"number {asked.number}: all of it was told, then {answer.error}")
 
     async def _fork(self, session_id: str, op: Fork) -> None:

@@ -25,12 +25,10 @@ Mend = Callable[[], None]
 
 
 class Records(Protocol):
-    """What the log has taken: all sessions' lives, those that are open, and whether the log was ever away for longer
-    than a turn waits for it. `listeners` are its owner's to add."""
+    """What the log has taken: all sessions' lives, and those that are open. `listeners` are its owner's to add."""
 
     lives: list[Life]
     living: dict[str, Life]
-    away_long: bool
     listeners: list[LogListener]
 
 

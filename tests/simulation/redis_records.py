@@ -40,7 +40,6 @@ class RedisRecords:
     ) -> None:
         self.lives: list[Life] = []
         self.living: dict[str, Life] = {}
-        self.away_long = False
         self._model = model
         self._prefix = f"kedge:{{{name}}}:"
         self.listeners: list[LogListener] = []
