@@ -75,7 +75,6 @@ class RecordedStore:
         self.living: dict[str, Life] = {}
         self.away = 0
         """How many outages there are at the moment."""
-        """Whether the log was ever away for longer than a turn waits for it."""
         self._store = store
         self._clock = clock
 
