@@ -32,8 +32,13 @@ class ReplicaState(Enum):
 SUSPECT_BEATS = 2
 """A suspect that misses so many heartbeats is gone; after so many more it is trusted again."""
 
-BY_PREFERENCE = (ReplicaState.LIVE, ReplicaState.JOINING, ReplicaState.SUSPECT)
-"""Who gets a session: a suspect one, or one that no router lists yet, only where there is no better."""
+BY_PREFERENCE = (
+    ReplicaState.LIVE,
+    ReplicaState.JOINING,
+    ReplicaState.SUSPECT,
+    ReplicaState.DRAINING,
+)
+"""Who gets a session: the later ones only where there is no better. One that drains serves until another can."""
 
 
 @dataclass(slots=True, eq=False)

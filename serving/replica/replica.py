@@ -16,7 +16,7 @@ from typing import Any
 from ray import serve
 
 from cache.audit import PageAccounts
-from controllers.errors import ControllerError
+from controllers.errors import ControllerError, NoAnswer
 from controllers.records import ForkOrder
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
@@ -61,7 +61,7 @@ ENGINE_STOP_TIMEOUT_S = 5.0
 GAUGE_INTERVAL_S = 5.0
 HAND_OVER_INTERVAL_S = 0.1
 HAND_OVER_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 900.0
 
 EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
 
@@ -257,9 +257,7 @@ class LLMReplica:
         await asyncio.to_thread(_warm, self._text)
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await self._controller.announce()
-            await self._controller.register_replica(self._host.status())
+        await self._join()
         controller, sessions = self._args.controller, self._args.sessions
         self._tasks.every(
             controller.heartbeat_interval_s, self._host.heartbeat, timeout_s=controller.replica_timeout_s
@@ -268,6 +266,19 @@ class LLMReplica:
         self._tasks.every(HAND_OVER_INTERVAL_S, self._hand_over, timeout_s=HAND_OVER_TIMEOUT_S)
         self._tasks.every(WATCH_INTERVAL_S, self._watch.look, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
+
+    async def _join(self) -> None:
+        """A controller that is away, or has no log, costs the wait for it, not the model that is loaded. Raises
+        SettingsRefused."""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                try:
+                    await self._controller.announce()
+                    await self._controller.register_replica(self._host.status())
+                except NoAnswer as error:
+                    logger.warning("still waiting for the cluster controller: %s", error)
+                else:
+                    return
 
     async def _hand_over(self) -> None:
         await self._host.hand_over()

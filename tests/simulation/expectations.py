@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controllers.replicas import BY_PREFERENCE, ReplicaState
 from tests.simulation.network import Party
 from tests.simulation.parties import Cluster
 from tests.simulation.troubles import Troubles
@@ -48,6 +49,15 @@ class Expectations:
             return True
         enough_s = UNREACHABLE_SHARE * self._cluster.args.controller.replica_timeout_s
         return self._troubles.lasted_s(UNREACHABLE, replica.name, REMEMBERED_S) > enough_s
+
+    def has_others(self, replica: Party) -> bool:
+        """Whether the controller knows of another that could have its sessions."""
+        controller = self._cluster.serve.controller
+        if controller is None:
+            return False
+        directory = controller.actor._cluster._replicas
+        staying = (state for state in BY_PREFERENCE if state is not ReplicaState.DRAINING)
+        return any(status.replica_id != replica.name for status in directory.in_state(*staying))
 
     def must_be_known_to_go(self, replica: Party) -> bool:
         """Whether nothing keeps the controller from knowing that it is about to go."""

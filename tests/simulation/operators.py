@@ -17,7 +17,8 @@ LONGEST_ANSWER_S = 60.0
 
 
 class Operator:
-    """A party that never fails. `drained` are the replicas whose drain was accepted: each of them ends."""
+    """A party that never fails. `drained` are the replicas whose drain was accepted: each of them ends, unless it
+    is the last one and has sessions."""
 
     def __init__(self, cluster: Cluster, truth: Truth) -> None:
         self.drained: list[Party] = []

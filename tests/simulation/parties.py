@@ -84,7 +84,8 @@ class Cluster:
     def ready(self) -> bool:
         serve = self.serve
         count = len(serve.replicas), len(serve.ingresses)
-        return count == (self.args.replicas.count, self.args.ingress.count) and serve.controller is not None
+        wanted = self.args.replicas.count, self.args.ingress.count
+        return count == wanted and serve.controller is not None and not any(p.dead for p in serve.replicas)
 
     def start_controller(self) -> None:
         party = Party("controller", self.world, loop_type=self._log.controller_loop)

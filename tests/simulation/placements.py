@@ -1,6 +1,6 @@
 """Where the log has each session, and whether it had to move: pauses and planned changes move no more than they must.
 
-A session leaves its replica only for a cause, and goes to none that is known to go.
+A session leaves its replica only for a cause, and goes to none that is known to go while there is another.
 """
 
 from __future__ import annotations
@@ -47,5 +47,7 @@ class Placements(LogListener):
 
     def _check_taker(self, session_id: str, replica_id: str) -> None:
         taker = self._expectations.replica(replica_id)
-        if taker is not None and self._expectations.must_be_known_to_go(taker):
+        if taker is None or not self._expectations.has_others(taker):
+            return
+        if self._expectations.must_be_known_to_go(taker):
             self._truth.wrong(f"{session_id} was given to {replica_id}, which is to go")

@@ -20,7 +20,7 @@ from tests.simulation.expectations import Expectations
 from tests.simulation.faults import Faults
 from tests.simulation.logs import Log, RedisLog, SqliteLog
 from tests.simulation.loop import Spinning, World
-from tests.simulation.network import Network
+from tests.simulation.network import Network, Party
 from tests.simulation.operators import Operator
 from tests.simulation.parties import Cluster
 from tests.simulation.placements import Placements
@@ -132,6 +132,8 @@ class Simulation:
         if not world.run(lambda: closing.done() and cluster.ready(), world.now_s + CLOSE_S):
             self.truth.wrong(f"sessions that cannot be closed: {list(self.store.living)}")
             return
+        if not self._drained_are_replaced(but=None):
+            return
         if not world.run(lambda: not leftovers(cluster), world.now_s + SETTLE_S):
             for what in leftovers(cluster):
                 self.truth.wrong(f"left over: {what}")
@@ -143,12 +145,8 @@ class Simulation:
     def _calm(self) -> bool:
         """False if something does not come to rest."""
         cluster, world = self.cluster, self.world
-        drained = self.operator.drained
-        if not world.run(
-            lambda: all(each.dead for each in drained) and cluster.ready(), world.now_s + CLOSE_S
-        ):
-            names = [party.name for party in drained if not party.dead]
-            self.truth.wrong(f"told as drained, and not replaced: {names}")
+        replicas = cluster.serve.replicas
+        if not self._drained_are_replaced(but=replicas[0] if len(replicas) == 1 else None):
             return False
         if not world.run(lambda: not wrong_views(cluster), world.now_s + SETTLE_S):
             for what in wrong_views(cluster):
@@ -159,6 +157,17 @@ class Simulation:
         if self._no_stream_is_cut and takeovers(cluster):
             self.truth.wrong("a turn went on elsewhere in mid-stream, and all changes were planned")
         return True
+
+    def _drained_are_replaced(self, *, but: Party | None) -> bool:
+        """Waits for it. `but` has sessions that nobody else can take."""
+
+        def staying() -> list[str]:
+            return [each.name for each in self.operator.drained if not each.dead and each is not but]
+
+        if self.world.run(lambda: not staying() and self.cluster.ready(), self.world.now_s + CLOSE_S):
+            return True
+        self.truth.wrong(f"told as drained, and not replaced: {staying()}")
+        return False
 
     def _played(self) -> bool:
         return not self.clients.busy and not self.faults.under_way and self.cluster.ready()

@@ -47,13 +47,16 @@ class DetectorWatch:
 
 
 def wrong_views(cluster: Cluster) -> list[str]:
-    """Nothing is wrong with anybody, and nobody is about to go."""
+    """Nothing is wrong with anybody, and nobody is about to go, but for one that no other can follow."""
     controller = cluster.serve.controller
     if controller is None:
         return ["no controller"]
     known = controller.actor._cluster
-    states = {party.name: known._replicas.state(party.name) for party in cluster.serve.replicas}
-    wrong = [f"{name} is {state.value}" for name, state in states.items() if state is not ReplicaState.LIVE]
+    states = {party: known._replicas.state(party.name) for party in cluster.serve.replicas}
+    calm = {ReplicaState.LIVE}
+    if [party.asked_to_go for party in states] == [True]:
+        calm.add(ReplicaState.DRAINING)
+    wrong = [f"{party.name} is {state.value}" for party, state in states.items() if state not in calm]
     epochs = {entry.session_id: (entry.epoch, entry.replica_id) for entry in known.sessions()}
     for party in cluster.live_ingresses:
         wrong += _of_ingress(party, epochs)

@@ -246,8 +246,7 @@ def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> N
     world.beat("a", "b", draining=True)
     assert world.cluster.resolve("s", False, "t").epoch == 1
     assert not world.cluster.offer_session("s", 1, opened.replica_id)
-    with pytest.raises(NoReplica):
-        _open(world, "new")
+    assert _open(world, "new").replica_id in ("a", "b"), "better than none"
     # A newcomer that no router lists yet could not be reached.
     world.cluster.register_replica(ReplicaStatus("c", 1000, 1000))
     assert not world.cluster.offer_session("s", 1, opened.replica_id)
