@@ -197,9 +197,10 @@ class Clients:
 
     def _check(self, asked: Asked, before: Life | None, answer: Answer) -> None:
         life = None if asked.session_id is None else self._store.living.get(asked.session_id)
+        done = answer.finish in ("stop", "length")
         if before is None or before is life:
-            self._truth.told(asked, life, answer.turn_index, answer.tokens)
-        if answer.finish in ("stop", "length"):
+            self._truth.told(asked, life, answer.turn_index, answer.tokens, done=done)
+        if done:
             self._truth.finished(asked, answer.tokens, answer.turn_index)
         failed = answer.lost or (answer.error is not None and answer.error.status >= 500)
         if self._undisturbed and failed and not self._truth.closed_beside(asked):

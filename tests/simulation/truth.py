@@ -44,6 +44,7 @@ class Truth(LogListener):
         self.violations: list[str] = []
         self._clock = clock
         self._closes: list[AskedToClose] = []
+        self._closed: dict[str | None, list[Life]] = {}
         self._asked: dict[int, Asked] = {}
         self.turns = 0
 
@@ -84,6 +85,7 @@ class Truth(LogListener):
 
     def closed(self, life: Life) -> None:
         """No session is idle for so long here that it would end by itself."""
+        self._closed.setdefault(life.session_id, []).append(life)
         asked = (
             each.session_id == life.session_id
             and (each.answered_s is None or each.answered_s >= life.opened_s)
@@ -115,18 +117,34 @@ class Truth(LogListener):
     def right(self, asked: Asked, life: Life | None, turn_index: int | None) -> tuple[int, ...] | None:
         """The turn's whole output, if it is that turn of the session's life; None if that is not known."""
         if asked.session_id is None:
-            before: tuple[int, ...] = ()
-        elif life is None or turn_index is None or turn_index > len(life.turns):
+            return expected(asked.tokens, asked.most)
+        if life is None or turn_index is None or turn_index > len(life.turns):
             return None  # closed meanwhile: which life it was is not known
-        else:
-            before = life.history(turn_index)
-            before = before if asked.rewind_to is None else before[: asked.rewind_to]
+        return self._answer(asked, life, turn_index)
+
+    def _answer(self, asked: Asked, life: Life, turn_index: int | None) -> tuple[int, ...]:
+        before = life.history(turn_index)[: asked.rewind_to]
         return expected((*before, *asked.tokens), asked.most)
 
-    def told(self, asked: Asked, life: Life | None, turn_index: int | None, output: tuple[int, ...]) -> None:
-        """A client has read these tokens of a turn, whether or not it came to its end."""
+    def told(
+        self,
+        asked: Asked,
+        life: Life | None,
+        turn_index: int | None,
+        output: tuple[int, ...],
+        *,
+        done: bool,
+    ) -> None:
+        """A client has read these tokens of a turn, whether or not it came to its end.
+
+        An owner may not have heard yet that its session was closed, and one of that name opened. What it tells is the
+        beginning of that session's answer, and never comes to an end: the log refuses it.
+        """
         right = self.right(asked, life, turn_index)
-        if right is not None and output != right[: len(output)]:
+        if right is None or output == right[: len(output)]:
+            return
+        earlier = () if done else self._closed.get(asked.session_id, ())
+        if not any(output == self._answer(asked, each, turn_index)[: len(output)] for each in earlier):
             self.wrong(f"number {asked.number}: told {output}, not {right}")
 
     def finished(self, asked: Asked, output: tuple[int, ...], turn_index: int | None) -> None:
