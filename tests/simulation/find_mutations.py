@@ -12,22 +12,28 @@ import gc
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.mutations import MUTATIONS, mutated
-from tests.simulation.schedule import make_schedule
+from tests.simulation import returning_sessions
+from tests.simulation.mutations import MUTATIONS, TRUSTED_SLOTS, mutated
+from tests.simulation.schedule import Schedule, make_schedule
 from tests.simulation.simulation import run, undisturbed
 
 COLLECT_EVERY = 50
 
 
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {TRUSTED_SLOTS: returning_sessions.schedule_of}
+"""Of mutations that need more than the schedules of all."""
+
+
 def find(name: str, seeds: Iterable[int]) -> dict[str, Any]:
     """The first of the seeds that fails under the mutation, and how. None: none did."""
+    schedule_of = SCHEDULES.get(name, make_schedule)
     with undisturbed(), mutated(name):
         for played, seed in enumerate(seeds):
-            violations = run(make_schedule(seed)).violations
+            violations = run(schedule_of(seed)).violations
             if violations:
                 return {"mutation": name, "seed": seed, "violation": violations[0][:200]}
             if played % COLLECT_EVERY == 0:

@@ -38,6 +38,7 @@ from tests.simulation.planned_mutations import PLANNED_MUTATIONS
 Patches = list[Any]
 
 FREED_LATE_S = 20.0
+TRUSTED_SLOTS = "a slot's KV is trusted (point 1)"
 
 
 def _slots_are_trusted() -> Patches:
@@ -278,7 +279,7 @@ def _closes_that_wait_are_not_in_the_log() -> Patches:
 
 MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
     {
-        "a slot's KV is trusted (point 1)": _slots_are_trusted,
+        TRUSTED_SLOTS: _slots_are_trusted,
         "a commit gives up at its first error (point 2)": _commits_give_up,
         "a commit without an answer counts as made": _commits_are_believed,
         "nobody looks at who commits": _ledger_fences_nothing,

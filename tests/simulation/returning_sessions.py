@@ -1,0 +1,34 @@
+"""Schedules in which sessions leave a replica, are rewound and go on elsewhere, and come back."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tests.simulation.schedule import UNDISTURBED, Fault, Schedule, Turn
+
+FROZEN_S = 11.0
+"""Longer than a replica may be silent, shorter than Serve waits for its health check."""
+
+
+def schedule_of(seed: int) -> Schedule:
+    """One replica is frozen, so that its sessions move. Once it is back the other one dies, and they return."""
+    random = Random(f"return {seed}")
+    ops = tuple(
+        tuple(
+            Turn(
+                random.expovariate(2.0),
+                random.randint(1, 6),
+                random.randint(1, 8),
+                rewind=random.random() if random.random() < 0.4 else None,
+            )
+            for _ in range(40)
+        )
+        for _ in range(4)
+    )
+    frozen, frozen_s = random.randrange(2), random.uniform(1.0, 3.0)
+    killed_s = frozen_s + FROZEN_S + random.uniform(2.5, 4.0)
+    faults = (
+        Fault(frozen_s, "freeze replica", frozen, FROZEN_S, 0, 0.0),
+        Fault(killed_s, "kill replica", 1 - frozen, 0.0, 0, 0.0),
+    )
+    return Schedule(seed, UNDISTURBED, ops, faults)
