@@ -158,6 +158,7 @@ class Clients:
 
     async def _try(self, asked: Asked, call: TurnCall, op: Turn) -> Answer:
         ingress = await self._ingress()
+        self._truth.try_now(asked)
         if op.abort_s is not None:
             self.party.loop.call_later(op.abort_s, self._abort, call.request_id)
         before = None if asked.session_id is None else self._store.living.get(asked.session_id)

@@ -39,7 +39,11 @@ class Life:
     opened_s: float = 0.0
     inherited: tuple[int, ...] = ()
     turns: list[Committed] = field(default_factory=list)
-    closed: bool = False
+    closed_s: float | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self.closed_s is not None
 
     def history(self, turns: int | None = None) -> tuple[int, ...]:
         """After so many turns (None: all)."""
@@ -111,7 +115,7 @@ class RecordedStore:
         known: bool = self._change(self._store.close, session_id)
         if known:
             life = self.living.pop(session_id)
-            life.closed = True
+            life.closed_s = self._clock()
             for listener in self.listeners:
                 listener.closed(life)
         return known

@@ -81,7 +81,7 @@ class RedisRecords:
             if before is not None:
                 self._former_epochs[session_id] = before.epoch
                 life = self.living.pop(session_id)
-                life.closed = True
+                life.closed_s = self._clock()
                 for listener in self.listeners:
                     listener.closed(life)
             return

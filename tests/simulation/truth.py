@@ -15,7 +15,8 @@ LEAVING_HEARD_S = 0.05
 
 @dataclass(slots=True)
 class Asked:
-    """A turn that a client wants, however often it asks for it. Its first token is in no other turn."""
+    """A turn that a client wants, however often it asks for it, last at `tried_s`. Its first token is in no other turn.
+    `lives` are the sessions in which it was committed."""
 
     number: int
     session_id: str | None
@@ -25,8 +26,16 @@ class Asked:
     life: Life | None
     asked_s: float
     given_up_s: float | None = None
+    tried_s: float = 0.0
     committed: list[Committed] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
     done: bool = False
+
+    @property
+    def asked_anew(self) -> bool:
+        """Whether its client has asked for it again since the sessions in which it was committed were closed: a key is
+        known as long as its session."""
+        return all(life.closed_s is not None and life.closed_s < self.tried_s for life in self.lives)
 
 
 @dataclass(slots=True)
@@ -79,6 +88,10 @@ class Truth(LogListener):
             for each in self._closes
         )
 
+    def try_now(self, asked: Asked) -> None:
+        """Its client asks for it, for the first time or again."""
+        asked.tried_s = self._clock()
+
     def give_up(self, asked: Asked) -> None:
         """Its client asks for it no more."""
         asked.given_up_s = self._clock()
@@ -101,12 +114,13 @@ class Truth(LogListener):
         if asked is None or asked.session_id != life.session_id or asked.tokens != turn.input:
             self.wrong(f"{name}: nobody asked for it")
             return
-        if asked.committed:
+        if not asked.asked_anew:
             self.wrong(f"{name}: asked for once (number {asked.number}), committed twice")
         of_another = asked.life is not None and asked.life is not life
         if of_another and asked.given_up_s is not None and asked.given_up_s + LEAVING_HEARD_S < life.opened_s:
             self.wrong(f"{name}: asked for in an earlier session of that name (number {asked.number})")
         asked.committed.append(turn)
+        asked.lives.append(life)
         if asked.rewind_to is None and turn.rewound:
             self.wrong(f"{name}: rewound, and nobody asked for it")
         if asked.rewind_to is not None and len(turn.before) != asked.rewind_to:
@@ -157,9 +171,9 @@ class Truth(LogListener):
             return
         if not asked.committed:
             self.wrong(f"number {asked.number}: told as done, and not in the log")
-        elif output != asked.committed[0].output:
-            self.wrong(f"number {asked.number}: told {output}, committed {asked.committed[0].output}")
-        elif turn_index != asked.committed[0].turn_index:
+        elif output != asked.committed[-1].output:
+            self.wrong(f"number {asked.number}: told {output}, committed {asked.committed[-1].output}")
+        elif turn_index != asked.committed[-1].turn_index:
             self.wrong(f"number {asked.number}: told as turn {turn_index}, committed as another")
 
 
