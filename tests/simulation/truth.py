@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+from controllers.records import KEPT_RESULTS
 from engine.runner.null import null_generate
 from tests.simulation.engine_loop import EOS_PROBABILITY, VOCAB_SIZE
 from tests.simulation.records import Committed, Life, LogListener
@@ -16,7 +18,7 @@ LEAVING_HEARD_S = 0.05
 @dataclass(slots=True)
 class Asked:
     """A turn that a client wants, however often it asks for it, last at `tried_s`. Its first token is in no other turn.
-    `lives` are the sessions in which it was committed."""
+    `lives` are those of its session in which it was committed."""
 
     number: int
     session_id: str | None
@@ -30,12 +32,6 @@ class Asked:
     committed: list[Committed] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
     done: bool = False
-
-    @property
-    def asked_anew(self) -> bool:
-        """Whether its client has asked for it again since the sessions in which it was committed were closed: a key is
-        known as long as its session."""
-        return all(life.closed_s is not None and life.closed_s < self.tried_s for life in self.lives)
 
 
 @dataclass(slots=True)
@@ -114,7 +110,7 @@ class Truth(LogListener):
         if asked is None or asked.session_id != life.session_id or asked.tokens != turn.input:
             self.wrong(f"{name}: nobody asked for it")
             return
-        if not asked.asked_anew:
+        if not all(map(partial(self._key_is_forgotten, asked), asked.lives, asked.committed)):
             self.wrong(f"{name}: asked for once (number {asked.number}), committed twice")
         of_another = asked.life is not None and asked.life is not life
         if of_another and asked.given_up_s is not None and asked.given_up_s + LEAVING_HEARD_S < life.opened_s:
@@ -127,6 +123,12 @@ class Truth(LogListener):
             self.wrong(f"{name}: rewound to {len(turn.before)}, not to {asked.rewind_to}")
         if turn.output != expected((*turn.before, *turn.input), asked.most):
             self.wrong(f"{name}: committed {turn.output}, which does not follow from its history")
+
+    def _key_is_forgotten(self, asked: Asked, life: Life, turn: Committed) -> bool:
+        """A key is known as long as its session, and that of its last turns. Who asks again later asks anew."""
+        later = [each for each in life.turns[turn.turn_index + 1 :] if each.input != asked.tokens]
+        closed = life.closed_s is not None and life.closed_s < asked.tried_s
+        return closed or len(later) >= KEPT_RESULTS
 
     def right(self, asked: Asked, life: Life | None, turn_index: int | None) -> tuple[int, ...] | None:
         """The turn's whole output, if it is that turn of the session's life; None if that is not known."""
