@@ -5,7 +5,8 @@ node that is drained. Does a turn fail, how long does a turn wait for its first 
     python benchmarks/planned_changes.py --config my.yaml --rounds 3 --json planned_changes.json
 
 A node is drained only where `--ray-address` says which cluster that is. The replicas must be on other nodes than the
-head; a new node is started before one of theirs is drained.
+head. A new node is started before one of theirs is drained, and that is not measured: where nodes are machines it takes
+nothing from those that serve.
 
 The changes go to Ray Serve as `serve deploy` sends them. A turn's wait is its time to the first token less that of its
 own prefill: what an idle server, measured at the beginning, takes for the tokens that had no KV. So it contains the KV
@@ -21,6 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -76,10 +78,16 @@ class Deployment:
         (await self._client.post(f"/v1/kedge/replicas/{replica_id}/drain")).raise_for_status()
 
 
-def changes_of(
-    deployment: Deployment, count: int, nodes: RayNodes | None
-) -> dict[str, Callable[[], Awaitable[None]]]:
-    """By name. Each returns once it is carried out."""
+@dataclass(frozen=True)
+class Change:
+    """`carry_out` returns once it is done; `prepare`, if there is something to, comes before it."""
+
+    carry_out: Callable[[], Awaitable[None]]
+    prepare: Callable[[], Awaitable[None]] | None = None
+
+
+def changes_of(deployment: Deployment, count: int, nodes: RayNodes | None) -> dict[str, Change]:
+    """By name."""
 
     async def update() -> None:
         before = await deployment.replicas()
@@ -97,18 +105,17 @@ def changes_of(
 
     async def drain_node(nodes: RayNodes) -> None:
         victim, node_id = await nodes.replica_to_drain()
-        await nodes.add(NODE_CPUS)
         await nodes.drain(node_id)
         await deployment.settled(count, {victim})
 
-    changes: dict[str, Callable[[], Awaitable[None]]] = {
-        "rolling update": update,
-        f"{count} to 1": lambda: scale(1),
-        f"1 to {count}": lambda: scale(count),
-        "kedge drain": drain,
+    changes = {
+        "rolling update": Change(update),
+        f"{count} to 1": Change(lambda: scale(1)),
+        f"1 to {count}": Change(lambda: scale(count)),
+        "kedge drain": Change(drain),
     }
     if nodes is not None:
-        changes["node drain"] = lambda: drain_node(nodes)
+        changes["node drain"] = Change(lambda: drain_node(nodes), lambda: nodes.add(NODE_CPUS))
     return changes
 
 
@@ -127,8 +134,11 @@ async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, A
             await asyncio.sleep(args.pause_s)
             for number in range(args.rounds):
                 for name in args.changes or changes:
+                    if prepare := changes[name].prepare:
+                        await prepare()
+                        await asyncio.sleep(args.pause_s)
                     began_s = time.monotonic()
-                    await changes[name]()
+                    await changes[name].carry_out()
                     ended_s = time.monotonic()
                     await asyncio.sleep(args.pause_s)
                     span = span_figures(talkers, prefill, began_s, ended_s)

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 
 COMMAND_TIMEOUT_S = 60.0
-DRAINED_BY_S = 60
-"""The deadline that Ray is told. Serve stops what is there before."""
+DRAINED_BY_S = 120
+"""The deadline that Ray is told. Serve stops a replica of a deployment as long before it as its graceful shutdown may
+take, whether its successor is there or not: 60 s for a front end."""
 
 
 class RayNodes:
