@@ -91,4 +91,5 @@ def _number_of(replicas: ReplicaArgs) -> dict[str, Any]:
     bounds = autoscaling.model_dump(
         include={"min_replicas", "max_replicas", "upscale_delay_s", "downscale_delay_s"}
     )
-    return {"autoscaling_config": AutoscalingConfig(**bounds, policy=policy)}
+    look_back = {"look_back_period_s": autoscaling.look_back_s}
+    return {"autoscaling_config": AutoscalingConfig(**bounds, **look_back, policy=policy)}

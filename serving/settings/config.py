@@ -48,13 +48,14 @@ HEARTBEATS_PER_TIMEOUT = 3
 
 class AutoscalingArgs(StrictModel):
     """The number of replicas follows their load, see serving/replica/autoscaling_policy.py. The targets are what one
-    replica should have: turns that run and wait, and the share of its KV pool that these take and lack. A load above
-    or below them must last for the delays."""
+    replica should have: turns that run and wait, and the share of its KV pool that these take and lack. Load is an
+    average over the last `look_back_s`; one above or below the targets must last for the delays."""
 
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt
     target_turns_in_flight: Annotated[float, Field(gt=0)] = 16.0
     target_kv_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
+    look_back_s: Seconds = 30.0
     upscale_delay_s: Annotated[float, Field(ge=0)] = 30.0
     downscale_delay_s: Annotated[float, Field(ge=0)] = 600.0
 

@@ -100,6 +100,7 @@ class ServedCluster:
                 "RAY_AUTH_MODE": "disabled",
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",  # as `make serve`
+                "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
                 "RAY_worker_niceness": "0",  # Ray's workers give way to all else on the machine, to the tests among it
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
             }

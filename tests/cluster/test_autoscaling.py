@@ -17,14 +17,14 @@ AUTOSCALING = {
     "min_replicas": 1,
     "max_replicas": 2,
     "target_turns_in_flight": 2,
+    "look_back_s": 4,
     "upscale_delay_s": 1,
     "downscale_delay_s": 3,
 }
 STEP_S = 0.03
 """So slow that turns are in the engine most of their time, also on a busy machine."""
 DRAINED = "kedge_ownership_drained_total"
-SCALED_S = 180.0
-"""Replicas report every 10 s what counts as an average over 30 s."""
+SCALED_S = 120.0
 
 
 def autoscaled(document: dict[str, Any]) -> None:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray import cloudpickle
 from ray.serve.deployment import Application
 
 from serving.app import build
 from serving.front.router import PinnedRequestRouter
 
-ARGS = {"model": {"path": "assets/models/kedge-chat"}}
+
+def replicas_config(**replicas: Any) -> Any:
+    """Serve's configuration of the replicas' deployment."""
+    application = build({"model": {"path": "assets/models/kedge-chat"}, "replicas": replicas})
+    (bound,) = (arg for arg in application._bound_deployment.init_args if isinstance(arg, Application))
+    return bound._bound_deployment._deployment_config
 
 
 def test_each_process_loads_its_own_router() -> None:
     """Pickled by value it named what a front end of the version before does not have. Serve's callback raised there,
     and that front end heard of no replica any more."""
-    (replicas,) = (arg for arg in build(ARGS)._bound_deployment.init_args if isinstance(arg, Application))
-    config = replicas._bound_deployment._deployment_config.request_router_config
-    pickled = config.get_serialized_request_router_cls()
+    pickled = replicas_config().request_router_config.get_serialized_request_router_cls()
     assert cloudpickle.loads(pickled) is PinnedRequestRouter
     assert len(pickled) < 100, "more than the class's module and name"
+
+
+def test_the_number_of_replicas_is_as_set() -> None:
+    fixed = replicas_config(count=3)
+    assert (fixed.num_replicas, fixed.autoscaling_config) == (3, None)
+    delays = {"look_back_s": 7.0, "upscale_delay_s": 8.0, "downscale_delay_s": 9.0}
+    found = replicas_config(autoscaling={"min_replicas": 2, "max_replicas": 4, **delays}).autoscaling_config
+    assert (found.min_replicas, found.max_replicas) == (2, 4)
+    assert (found.look_back_period_s, found.upscale_delay_s, found.downscale_delay_s) == (7.0, 8.0, 9.0)

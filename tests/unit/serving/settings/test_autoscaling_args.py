@@ -21,6 +21,7 @@ def test_defaults() -> None:
         max_replicas=4,
         target_turns_in_flight=16,
         target_kv_utilization=0.8,
+        look_back_s=30,
         upscale_delay_s=30,
         downscale_delay_s=600,
     )
@@ -36,6 +37,7 @@ def test_defaults() -> None:
         ("target_turns_in_flight", 0),
         ("target_kv_utilization", 0),
         ("target_kv_utilization", 1.1),
+        ("look_back_s", 0),
         ("upscale_delay_s", -1),
         ("downscale_delay_s", float("inf")),
     ],
