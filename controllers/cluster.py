@@ -442,4 +442,4 @@ class Cluster:
 
 
 def _assignment(entry: LedgerEntry, *, fresh: bool) -> Assignment:
-    return Assignment(entry.session_id, entry.replica_id, entry.epoch, fresh)
+    return Assignment(entry.session_id, entry.replica_id, entry.epoch, fresh, entry.open_key)

@@ -121,12 +121,14 @@ class ForkOrder:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who owns a session. `fresh`: created or moved by this very call, so the owner has not loaded it yet."""
+    """Who owns a session. `fresh`: created or moved by this very call, so the owner has not loaded it yet. `open_key`
+    tells it from earlier and later ones of its name."""
 
     session_id: str
     replica_id: str
     epoch: int
     fresh: bool
+    open_key: str | None = None
 
 
 @wire_record

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A session's owner as last heard."""
+    """A session's owner as last heard. `open_key` as in Assignment."""
 
     replica_id: str
     epoch: int
+    open_key: str | None = field(default=None, compare=False)
 
 
 class OwnershipCache:

@@ -124,7 +124,7 @@ class TurnDispatcher:
             except ControllerError as error:
                 raise ServiceError(error_info(error)) from error
             else:
-                owner = Owner(assignment.replica_id, assignment.epoch)
+                owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
                 self._owners.put(tenant, assignment.session_id, owner)
                 return assignment.session_id
 
@@ -173,7 +173,7 @@ class TurnDispatcher:
         if owner is None:
             self._metrics.looked_up()
             assignment = await self._controller.resolve(session_id, create, tenant)
-            owner = Owner(assignment.replica_id, assignment.epoch)
+            owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
             self._owners.put(tenant, session_id, owner)
         return owner
 
@@ -229,7 +229,7 @@ class TurnDispatcher:
             if not _retried(refusal, failed, in_mid_stream=call.resumed is not None):
                 raise ServiceError(refusal)
             if refusal.code == CALL_REPEATED:
-                failed, call = True, _for_living_session(call)
+                failed, call = True, _for_living_session(call, owner)
             if call.session is not None:
                 self._owners.forget(call.tenant, call.session.session_id)
             self._metrics.failed_over()
@@ -344,9 +344,14 @@ def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -
     return failed and refusal.code in RETRIED_AFTER_FAILURE
 
 
-def _for_living_session(call: TurnCall) -> TurnCall:
-    """The call was begun, and may have been committed: if its session was closed since, it is not to begin anew."""
-    return call if call.session is None else replace(call, session=replace(call.session, create=False))
+def _for_living_session(call: TurnCall, owner: Owner | None = None) -> TurnCall:
+    """The call was begun, and may have been committed: if its session was closed since, it is not to begin anew, nor in
+    another one of that name."""
+    session = call.session
+    if session is None:
+        return call
+    open_key = session.open_key or (None if owner is None else owner.open_key)
+    return replace(call, session=replace(session, create=False, open_key=open_key))
 
 
 def _with_key(call: TurnCall) -> TurnCall:

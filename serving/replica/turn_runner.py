@@ -14,7 +14,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from controllers.errors import ControllerError, SessionMoved, StaleEpoch, StoreError, TurnInFlight
+from controllers.errors import (
+    ControllerError,
+    SessionMoved,
+    SessionNotFound,
+    StaleEpoch,
+    StoreError,
+    TurnInFlight,
+)
 from controllers.session import Replay, SessionController, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
 from serving.background import BackgroundTasks
@@ -143,6 +150,8 @@ class TurnRunner:
             return begun
         self._overlaps.has_turn(session.session_id, left)
         try:
+            if session.open_key not in (None, begun.open_key):
+                raise SessionNotFound(f"session {session.session_id!r} was closed, and another has its name")
             if call.resumed is None:
                 await self._host.offer(session.session_id, epoch)
             elif not _is_same(begun, call.resumed):

@@ -69,7 +69,8 @@ class SessionTurn:
     """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens.
 
     `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404). `retries`:
-    how often the client has sent this turn before, where it counts that (None: it does not).
+    how often the client has sent this turn before, where it counts that (None: it does not). `open_key`: the session
+    that was opened with it, and none that has its name later (None: any).
     """
 
     session_id: str
@@ -77,6 +78,7 @@ class SessionTurn:
     idempotency_key: str | None = None
     create: bool = True
     retries: int | None = None
+    open_key: str | None = None
 
 
 @wire_record

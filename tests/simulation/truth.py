@@ -18,7 +18,7 @@ LEAVING_HEARD_S = 0.05
 @dataclass(slots=True)
 class Asked:
     """A turn that a client wants, however often it asks for it, last at `tried_s`. Its first token is in no other turn.
-    `lives` are those of its session in which it was committed."""
+    `lives` are those of its session in which it was committed, at `committed_s`."""
 
     number: int
     session_id: str | None
@@ -31,6 +31,7 @@ class Asked:
     tried_s: float = 0.0
     committed: list[Committed] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
+    committed_s: list[float] = field(default_factory=list)
     done: bool = False
 
 
@@ -110,25 +111,20 @@ class Truth(LogListener):
         if asked is None or asked.session_id != life.session_id or asked.tokens != turn.input:
             self.wrong(f"{name}: nobody asked for it")
             return
-        if not all(map(partial(self._key_is_forgotten, asked), asked.lives, asked.committed)):
+        if not all(map(partial(_asks_anew, asked), asked.lives, asked.committed, asked.committed_s)):
             self.wrong(f"{name}: asked for once (number {asked.number}), committed twice")
         of_another = asked.life is not None and asked.life is not life
         if of_another and asked.given_up_s is not None and asked.given_up_s + LEAVING_HEARD_S < life.opened_s:
             self.wrong(f"{name}: asked for in an earlier session of that name (number {asked.number})")
         asked.committed.append(turn)
         asked.lives.append(life)
+        asked.committed_s.append(self._clock())
         if asked.rewind_to is None and turn.rewound:
             self.wrong(f"{name}: rewound, and nobody asked for it")
         if asked.rewind_to is not None and len(turn.before) != asked.rewind_to:
             self.wrong(f"{name}: rewound to {len(turn.before)}, not to {asked.rewind_to}")
         if turn.output != expected((*turn.before, *turn.input), asked.most):
             self.wrong(f"{name}: committed {turn.output}, which does not follow from its history")
-
-    def _key_is_forgotten(self, asked: Asked, life: Life, turn: Committed) -> bool:
-        """A key is known as long as its session, and that of its last turns. Who asks again later asks anew."""
-        later = [each for each in life.turns[turn.turn_index + 1 :] if each.input != asked.tokens]
-        closed = life.closed_s is not None and life.closed_s < asked.tried_s
-        return closed or len(later) >= KEPT_RESULTS
 
     def right(self, asked: Asked, life: Life | None, turn_index: int | None) -> tuple[int, ...] | None:
         """The turn's whole output, if it is that turn of the session's life; None if that is not known."""
@@ -177,6 +173,14 @@ class Truth(LogListener):
             self.wrong(f"number {asked.number}: told {output}, committed {asked.committed[-1].output}")
         elif turn_index != asked.committed[-1].turn_index:
             self.wrong(f"number {asked.number}: told as turn {turn_index}, committed as another")
+
+
+def _asks_anew(asked: Asked, life: Life, turn: Committed, committed_s: float) -> bool:
+    """Whether its client has asked again since the turn was committed, and the key of that is forgotten: it is known as
+    long as its session, and that of its last turns."""
+    later = [each for each in life.turns[turn.turn_index + 1 :] if each.input != asked.tokens]
+    forgotten = life.closed_s is not None or len(later) >= KEPT_RESULTS
+    return forgotten and committed_s < asked.tried_s
 
 
 def expected(history: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -252,10 +252,12 @@ async def test_a_session_closed_meanwhile_ends_the_turn_and_does_not_begin_anew(
     assert served.cluster.sessions() == []
 
 
-async def test_a_repeated_call_does_not_open_a_closed_session_anew(
-    served: Failover, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("opened_anew", [False, True])
+async def test_a_repeated_call_is_committed_in_no_later_session(
+    served: Failover, monkeypatch: pytest.MonkeyPatch, opened_anew: bool
 ) -> None:
-    """Serve delivered it twice. The first copy was committed, the session closed: it was committed in another one."""
+    """Serve delivered it twice. The first copy was committed, the session closed: it was committed in another, which
+    it opened itself, or which another turn had opened (simulated seed 1000697 of 1,000 turns)."""
     deliver = served.replicas.turn
 
     async def refused() -> AsyncIterator[TurnEvent]:
@@ -267,6 +269,8 @@ async def test_a_repeated_call_does_not_open_a_closed_session_anew(
         async with deliver(*args) as events:
             assert [event.finish for event in [event async for event in events]][-1] is not None
         served.cluster.close_session("s")
+        if opened_anew:
+            served.cluster.open_session("s", "", None, None)
         yield refused()
 
     monkeypatch.setattr(served.replicas, "turn", deliver_twice)
@@ -276,7 +280,7 @@ async def test_a_repeated_call_does_not_open_a_closed_session_anew(
     with pytest.raises(ServiceError) as caught:
         await served.turn(replace(turn, session=replace(turn.session, create=True)))
     assert caught.value.info.code == "session_not_found"
-    assert served.cluster.sessions() == []
+    assert [entry.turns for entry in served.cluster.sessions()] == [0] * opened_anew
 
 
 @pytest.mark.parametrize("by_its_first_turn", [True, False])
