@@ -61,6 +61,8 @@ ENGINE_STOP_TIMEOUT_S = 5.0
 GAUGE_INTERVAL_S = 5.0
 HAND_OVER_INTERVAL_S = 0.1
 HAND_OVER_TIMEOUT_S = 60.0
+LAST_ANSWERS_S = 1.0
+"""So long its last answers may be on their way: ingresses leave a replica that has said farewell."""
 START_TIMEOUT_S = 900.0
 
 EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
@@ -136,6 +138,8 @@ class LLMReplica:
         )
         self._watch = EngineWatch(self._engine, self._host, step_timeout_s=args.replicas.step_timeout_s)
         self._drained = False
+        self._clock = place.clock
+        self._answered_s = place.clock()
         self._calls = 0  # of `turn`, that have not been answered
         self._created = int(place.unix_clock())
         await self._start()
@@ -282,7 +286,11 @@ class LLMReplica:
 
     async def _hand_over(self) -> None:
         await self._host.hand_over()
-        if self._host.emptied and not self._calls and not self._drained:
+        if self._drained:
+            return
+        if self._calls or not self._host.emptied:
+            self._answered_s = self._clock()
+        elif self._clock() - self._answered_s > LAST_ANSWERS_S:
             self._drained = True
             await self._host.farewell()
 

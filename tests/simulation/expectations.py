@@ -64,6 +64,8 @@ class Expectations:
         controller = self._cluster.serve.controller
         if replica.dead or replica.goes_since_s is None or controller is None:
             return False
+        if not self._cluster.serve.ever_listed(replica):
+            return False  # a router that has never listed it does not know that it goes
         if self._cluster.world.now_s <= max(replica.goes_since_s, controller.ready_s) + TOLD_S:
             return False
         return not self._troubles.any_since(UNTOLD, replica.goes_since_s - TOLD_S)

@@ -33,6 +33,8 @@ from tests.simulation.web import Web
 NOTICED_S = (0.05, 3.0)
 """After this time Serve knows that a replica is dead."""
 SERVE_LOOKS_S = 0.1
+SERVE_WAITS_S = 2.0
+"""How often, and before what, Serve looks whether a replica that it stops has calls left. Routers hear of it first."""
 STARTS_S = (0.3, 2.5)
 
 
@@ -187,7 +189,8 @@ class Cluster:
                 return
             self.serve.unlist_replica(party)
             party.asked_to_go, party.goes_since_s = True, self.world.now_s
-            self._stop_when_idle(party, self.world.now_s + self.args.replicas.graceful_shutdown_timeout_s)
+            deadline_s = self.world.now_s + self.args.replicas.graceful_shutdown_timeout_s
+            self.world.after(SERVE_WAITS_S, lambda: self._stop_when_idle(party, deadline_s))
 
         once_listed()
 
@@ -200,7 +203,7 @@ class Cluster:
         if party.dead:
             return
         if self.world.now_s < deadline_s and any(call.is_answered_there(party) for call in party.calls):
-            self.world.after(SERVE_LOOKS_S, lambda: self._stop_when_idle(party, deadline_s))
+            self.world.after(SERVE_WAITS_S, lambda: self._stop_when_idle(party, deadline_s))
         else:
             party.loop.create_task(self._stop(party))
 

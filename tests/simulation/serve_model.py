@@ -81,6 +81,10 @@ class ServeModel:
             self.replicas.remove(replica)
             self._spread()
 
+    def ever_listed(self, replica: Party) -> bool:
+        """Whether the router of an ingress that is there has listed it."""
+        return any(replica.name in routes.ever_listed for routes in self._routes.values())
+
     def routes_of(self, ingress: Party) -> Routes:
         return self._routes.get(ingress) or Routes([])
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tests.simulation.schedule import UNDISTURBED, Fault, Schedule, Turn
+from tests.simulation.schedule import UNDISTURBED, Fault, Schedule, Turn, make_schedule
 from tests.simulation.simulation import Simulation, run, undisturbed
 
 
@@ -38,6 +38,11 @@ def test_a_drained_replica_takes_no_turn_that_it_could_not_end(seed: int) -> Non
     outcome = run(schedule_of(seed))
     assert outcome.violations == ()
     assert outcome.turns == 4 * 10
+
+
+def test_the_last_answer_of_a_drained_replica_is_heard() -> None:
+    """Word that the replica had gone overtook it, and its turn went on elsewhere."""
+    assert run(make_schedule(13442, 10)).violations == ()
 
 
 @pytest.mark.parametrize("seed", [2])
