@@ -207,7 +207,7 @@ class SessionHost:
         epochs = {status.session_id: status.epoch for status in held}
         for session_id in reply.stale_sessions:
             if self._sessions.epoch(session_id) == epochs[session_id]:
-                await self._drop_stale(session_id)
+                self._drop_stale(session_id)
 
     async def drain(self) -> None:
         """This replica is to go: it gets no more sessions, and hands over those that it has. For good.
@@ -381,11 +381,14 @@ class SessionHost:
         except ControllerError as error:
             logger.warning("session %s: not closed in the ledger: %s", session_id, error)
 
-    async def _drop_stale(self, session_id: str) -> None:
+    def _drop_stale(self, session_id: str) -> None:
+        """Nobody waits for its KV, least of all a heartbeat: the engine frees it between two steps."""
         try:
-            await self.release(session_id)
+            self._sessions.drop(session_id)
         except TurnInFlight:
             logger.warning("session %s moved during a turn; the turn will fail to commit", session_id)
+        else:
+            self._tasks.start(self._free_kv(session_id))
 
     async def _free_kv(self, session_id: str) -> None:
         """For the memory alone: KV from an earlier ownership is used as far as it is of the history, no further."""

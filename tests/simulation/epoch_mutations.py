@@ -62,7 +62,7 @@ def _replicas_compare_no_epochs() -> Patches:
 def _stale_sessions_stay() -> Patches:
     """A replica keeps the sessions of which it is told that others own them."""
 
-    async def drop_stale(_self: SessionHost, _session_id: str) -> None:
+    def drop_stale(_self: SessionHost, _session_id: str) -> None:
         return
 
     return [patch.object(SessionHost, "_drop_stale", drop_stale)]
