@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import stat
 from pathlib import Path
 
 from controllers.errors import StoreError
@@ -13,6 +15,8 @@ _READABLE = (1, 2, 3, _SCHEMA_VERSION)
 """Older ones are brought up to the newest when they are opened."""
 _LOCK_TIMEOUT_S = 20.0
 """How long a restarted controller waits for its former process to be gone: if it gives up, it stays down."""
+
+_IN_MEMORY = ":memory:"
 
 _TABLES = """
 BEGIN IMMEDIATE;
@@ -87,7 +91,8 @@ COMMIT;
 
 
 def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
-    """Opens the log for one exclusive writer, creating file and folders as needed.
+    """Opens the log for one exclusive writer, creating file and folders as needed. Only its user may read it, also one
+    that was there: it has what was said.
 
     Write-ahead log. `synchronous=NORMAL` keeps every commit through the death of the process, but the last ones
     may be lost with the machine's power; `full_sync` keeps those too. The exclusive lock ends with the process.
@@ -96,7 +101,8 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
     """
     connection: sqlite3.Connection | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(path)
         # The owner serializes calls but may make them from another thread than the one that opened the log.
         connection = sqlite3.connect(
             path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -122,6 +128,15 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             connection.close()
         raise
     return connection
+
+
+def _make_private(path: Path) -> None:
+    """The files that SQLite makes beside it have its mode. Raises OSError for a file of another user."""
+    if str(path) == _IN_MEMORY:
+        return
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)) as file:
+        if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+            os.fchmod(file.fileno(), 0o600)
 
 
 def _layout(connection: sqlite3.Connection, path: Path) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,11 +37,11 @@ class DiskFolder:
     def __init__(self, root: Path) -> None:
         """Makes `root` if need be, and clears away what dead processes left in it. Raises DiskUnavailable."""
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(root):
                 _clear_leftovers(root)
                 self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-                self._lock = (self.path / LOCK).open("w")
+                self._lock = _open_lock(self.path / LOCK)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise DiskUnavailable(f"cannot keep KV on disk in {root} (cache.disk_path): {error}") from error
@@ -57,7 +59,7 @@ class DiskFolder:
 def _locked(root: Path) -> Iterator[None]:
     """Holds the lock of the shared folder. Raises TimeoutError, an OSError."""
     deadline_s = time.monotonic() + LOCK_WAIT_S
-    with (root / f"{PREFIX}{LOCK}").open("w") as lock:
+    with _open_lock(root / f"{PREFIX}{LOCK}") as lock:
         while not _try_lock(lock):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"another process has been making its folder there for {LOCK_WAIT_S} s")
@@ -65,10 +67,20 @@ def _locked(root: Path) -> Iterator[None]:
         yield
 
 
+def _open_lock(path: Path, flags: int = os.O_CREAT) -> IO[str]:
+    """Neither through a link nor emptied: where others may write to the shared folder, the name may be of a file that
+    is not ours. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600), "r+")
+
+
 def _clear_leftovers(root: Path) -> None:
-    for folder in root.glob(f"{PREFIX}*/"):
+    """Those of this user: others' folders, and links to any, are left alone."""
+    for folder in root.glob(f"{PREFIX}*"):
         try:
-            with (folder / LOCK).open("r+") as lock:
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            with _open_lock(folder / LOCK, flags=0) as lock:
                 if not _try_lock(lock):
                     continue  # its owner lives
                 _remove(folder)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
+import stat
 import statistics
 import subprocess
 import sys
@@ -47,6 +49,23 @@ def _edit(path: Path) -> Iterator[sqlite3.Connection]:
     """The file itself, behind the store's back."""
     with closing(sqlite3.connect(path)) as connection, connection:
         yield connection
+
+
+def test_nobody_else_can_read_what_was_said(path: Path) -> None:
+    """The file was made with 0644, its folder with 0755."""
+    former = os.umask(0o022)
+    try:
+        for _ in range(2):
+            with closing(SqliteSessionStore(path)._connection):
+                found = {
+                    file: stat.S_IMODE(file.stat().st_mode) for file in (path.parent, *path.parent.iterdir())
+                }
+            assert found.pop(path.parent) == 0o700
+            assert len(found) == 2, "the log and its write-ahead log"
+            assert set(found.values()) == {0o600}
+            path.chmod(0o644)  # as a version before left it
+    finally:
+        os.umask(former)
 
 
 def test_rewound_turns_are_deleted(store: SqliteSessionStore, path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 import threading
@@ -132,3 +134,32 @@ def test_a_start_that_hangs_holds_up_no_other_for_ever(
     with disk_folder._locked(tmp_path), pytest.raises(DiskUnavailable, match="another process"):
         DiskFolder(tmp_path)
     DiskFolder(tmp_path).close()
+
+
+def test_a_link_that_another_user_left_is_not_followed(tmp_path: Path) -> None:
+    """Where others may write to the shared folder. The lock was opened through a link, and what it led to emptied; a
+    linked folder's files were taken for leftovers and removed."""
+    root, theirs = tmp_path / "shared", tmp_path / "theirs"
+    root.mkdir()
+    theirs.mkdir()
+    kept = [theirs / "precious", theirs / f"1{disk_folder.SUFFIX}"]
+    for file in kept:
+        file.write_text("kept")
+    (root / f"{disk_folder.PREFIX}linked").symlink_to(theirs)
+    (root / f"{disk_folder.PREFIX}{disk_folder.LOCK}").symlink_to(kept[0])
+    with pytest.raises(DiskUnavailable, match="disk_path"):
+        DiskFolder(root)
+    (root / f"{disk_folder.PREFIX}{disk_folder.LOCK}").unlink()
+    DiskFolder(root).close()
+    assert [file.read_text() for file in kept] == ["kept", "kept"]
+
+
+def test_the_shared_folder_and_its_lock_are_private(tmp_path: Path) -> None:
+    former = os.umask(0o022)
+    try:
+        root = tmp_path / "made"
+        DiskFolder(root).close()
+    finally:
+        os.umask(former)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert stat.S_IMODE((root / f"{disk_folder.PREFIX}{disk_folder.LOCK}").stat().st_mode) == 0o600
