@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from serving.front.api import admin, openai_chat, openai_completions, openai_models, session_protocol
 from serving.front.api.access import KeysRequired
+from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
 from serving.front.api.errors import install_error_handlers
+from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.wire.turns import TurnService
 
 MAX_BODY_SIZE_BYTES = 32 * 1024 * 1024
@@ -21,6 +24,7 @@ def create_http_app(
     api_keys: tuple[str, ...] = (),
     max_body_size_bytes: int = MAX_BODY_SIZE_BYTES,
     keep_alive_s: float = KEEP_ALIVE_S,
+    browser_rules: BrowserRules = NO_RULES,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
     `api_keys` calls need one of them. A stream is silent for `keep_alive_s` at most."""
@@ -33,4 +37,13 @@ def create_http_app(
         app.include_router(protocol.routes())
     if api_keys:
         app.add_middleware(KeysRequired, keys=api_keys)
+    app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=not api_keys)
+    if browser_rules.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=browser_rules.origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=(TURN_INDEX, REPLAYED, "retry-after"),
+        )
     return app

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from controllers.settings import Deployment
 from serving.background import BackgroundTasks
 from serving.front.api.access import keys_in
+from serving.front.api.browsers import BrowserRules
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.http import create_http_app
 from serving.front.membership import WATCH_INTERVAL_S, Membership
@@ -65,6 +66,7 @@ class Ingress:
     ) -> None:
         self._api_keys = keys_in(os.environ)
         self._keep_alive_s = args.ingress.keep_alive_s
+        self._browser_rules = BrowserRules(args.ingress.allowed_hosts, args.ingress.allowed_origins)
         place = place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
@@ -121,7 +123,10 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app: FastAPI = create_http_app(
-            lambda: self.service, api_keys=self._api_keys, keep_alive_s=self._keep_alive_s
+            lambda: self.service,
+            api_keys=self._api_keys,
+            keep_alive_s=self._keep_alive_s,
+            browser_rules=self._browser_rules,
         )
         return app
 

@@ -37,6 +37,11 @@ from serving.settings.strict_settings import (
     faults,
 )
 
+HostName = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+"""A name without a port, in lower case; `*.example.com` is all below that one."""
+Origin = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^/\s*]+$")]
+"""As browsers send it: scheme, host, and port if it is not the scheme's own."""
+
 REBALANCING = RebalancingSettings()
 
 MOST_WAIT_MS = 900
@@ -102,7 +107,8 @@ class ReplicaArgs(StrictModel):
 
 class IngressArgs(StrictModel):
     """HTTP front ends; any number of them agree, because ownership lives in the controller. One that is to go is listed
-    out first, and its streams have `graceful_shutdown_timeout_s` to end."""
+    out first, and its streams have `graceful_shutdown_timeout_s` to end. `allowed_hosts` and `allowed_origins` are for
+    browsers, see serving/front/api/browsers.py."""
 
     count: PositiveInt = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
@@ -110,6 +116,8 @@ class IngressArgs(StrictModel):
     failover_timeout_s: Seconds = 30.0
     keep_alive_s: Seconds = 5.0
     graceful_shutdown_timeout_s: Seconds = 60.0
+    allowed_hosts: tuple[HostName, ...] = Field(default=(), strict=False)
+    allowed_origins: tuple[Origin, ...] = Field(default=(), strict=False)
 
 
 class SessionArgs(StrictModel):

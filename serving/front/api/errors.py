@@ -21,7 +21,7 @@ CLIENT_CLOSED_REQUEST = 499
 NAME_PATTERN = r"^[!-~]+$"
 """Ids given by clients: visible ASCII, so that they can travel in a header."""
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
-_ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED})
+_ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 _MAX_NAME_LEN = 120
 _NOT_THE_BODY = frozenset({"model_type", "model_attributes_type", "dict_type", "missing"})
 

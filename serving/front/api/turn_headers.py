@@ -5,12 +5,15 @@ from __future__ import annotations
 from serving.front.api.turn_streams import TurnResult
 from serving.wire.turns import TurnEvent
 
+TURN_INDEX = "x-session-turn"
+REPLAYED = "idempotent-replayed"
+
 
 def turn_headers(news: TurnEvent | TurnResult) -> dict[str, str]:
     """Known from a turn's first event on: which of its session's turns it is, and whether it ran before."""
     headers = {}
     if news.turn_index is not None:
-        headers["x-session-turn"] = str(news.turn_index)
+        headers[TURN_INDEX] = str(news.turn_index)
     if news.replayed:
-        headers["idempotent-replayed"] = "true"
+        headers[REPLAYED] = "true"
     return headers

@@ -155,7 +155,7 @@ async def local_service(directory: Path) -> AsyncIterator[LocalService]:
 
 def client_of(app: FastAPI) -> httpx.AsyncClient:
     """Talks to the application without a network; replies arrive whole."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30.0)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=30.0)
 
 
 @asynccontextmanager

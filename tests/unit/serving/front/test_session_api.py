@@ -184,7 +184,7 @@ async def test_aborting_a_turn(tmp_path: Path) -> None:
             running = await busy_turn(client, service, rid="r-1", session_params={"id": session})
             error = await refused(client, "/generate", input_ids=[1], session_params={"id": session})
             assert (error["code"], error["param"]) == ("turn_in_flight", "session_params.id")
-            assert (await client.get("/flush_cache")).status_code == 400
+            assert (await client.post("/flush_cache")).status_code == 400
             assert (await client.post("/abort_request", json=body)).status_code == 200
             assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
         service.rig.runner.step_s = 0.0

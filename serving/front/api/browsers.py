@@ -1,0 +1,91 @@
+"""Calls that a browser sends for a page: whose pages may call, and by which names of the server.
+
+A page of any site can send calls to a server on the same machine or network as its reader. It cannot read the answers,
+but what a call does is done; and a site whose name leads to the server's address (DNS rebinding) can read them, too. So
+where no key keeps strangers out, a call is taken only by a name that is known to be the server's, and from a page only
+if that is of the same host, or named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.front.api.errors import error_response
+from serving.wire.turns import ErrorInfo
+
+LOCALHOST = "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class BrowserRules:
+    """`hosts`: names of the server, beside addresses and localhost, or `*.example.com` for all below that one;
+    `origins`: sites whose pages may call."""
+
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+
+NO_RULES = BrowserRules()
+
+
+class BrowserCallsChecked:
+    """ASGI middleware. With `keyless` strangers can call, so pages must not in their name; with keys hosts are checked
+    only where some are named, and a page needs a key as everybody."""
+
+    def __init__(self, app: ASGIApp, rules: BrowserRules, *, keyless: bool) -> None:
+        self._app = app
+        self._rules = rules
+        self._checks_hosts = keyless or bool(rules.hosts)
+        self._checks_origins = keyless
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = self._refused(Headers(scope=scope)) if scope["type"] == "http" else None
+        if refused is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(scope["path"], refused)(scope, receive, send)
+
+    def _refused(self, headers: Headers) -> ErrorInfo | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._checks_hosts and not _is_known(_name_in(host), self._rules.hosts):
+            return _refusal(
+                "host", "This name of the server is not known here. Name it in ingress.allowed_hosts."
+            )
+        if origin is None or not self._checks_origins or origin in self._rules.origins:
+            return None
+        if origin.partition("://")[2] == host:
+            return None
+        return _refusal("origin", "Pages of this site may not call. Name it in ingress.allowed_origins.")
+
+
+def _refusal(header: str, message: str) -> ErrorInfo:
+    return ErrorInfo(HTTPStatus.FORBIDDEN, f"{header}_not_allowed", message, header)
+
+
+def _name_in(host: str) -> str:
+    """Of a Host header, without the port; empty if it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_known(name: str, hosts: Sequence[str]) -> bool:
+    if name == LOCALHOST or name.endswith(f".{LOCALHOST}") or _is_address(name):
+        return True
+    return any(name == host or (host.startswith("*.") and name.endswith(host[1:])) for host in hosts)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
