@@ -172,7 +172,7 @@ def load_bridge(
 def read_config(directory: Path) -> Any:
     """Raises UnsupportedModel if transformers does not know the model."""
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise UnsupportedModel(
             f"{directory}: transformers cannot read its config.json: {brief(error)}"
@@ -203,6 +203,8 @@ def _load(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> Any:
             dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # what torch has written may be a program
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are named below
         )

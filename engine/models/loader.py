@@ -153,11 +153,7 @@ def _fingerprint(directory: Path, settings: ModelSettings, device: torch.device)
     config = read_config(directory)
     if settings.load_format == "dummy":
         return dummy_fingerprint(config, settings.seed, device.type)
-    try:
-        files = weight_files(directory)
-    except ModelNotFound:  # transformers also reads what torch has written
-        files = sorted(directory.glob("*.bin"))
-    return checkpoint_fingerprint(config, files)
+    return checkpoint_fingerprint(config, weight_files(directory))
 
 
 def find_model(path: str) -> Path:

@@ -24,7 +24,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
     directory = Path(path)
     if directory.is_dir() and not any((directory / name).exists() for name in _FILES):
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, config=_small_config(path))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, config=_small_config(path), trust_remote_code=False
+    )
     return tokenizer
 
 

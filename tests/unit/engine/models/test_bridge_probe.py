@@ -170,6 +170,17 @@ def test_two_models_do_not_meet(tmp_path: Path) -> None:
     assert torch.equal(run_logits(one), expected)
 
 
+def test_what_torch_has_written_is_not_read(tmp_path: Path) -> None:
+    """A pickle may be a program."""
+    config = transformers.Olmo2Config(**SMALL)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(BadCheckpoint, match="safetensors"):
+        load(config, tmp_path, load_format="auto")
+
+
 def test_damaged_checkpoints(tmp_path: Path) -> None:
     config = transformers.Olmo2Config(**SMALL)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
