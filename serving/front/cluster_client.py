@@ -17,8 +17,10 @@ from typing import Any
 
 from controllers.errors import ControllerError, NoReplica, SessionNotFound, StoreError
 from controllers.records import ForkOrder, LedgerEntry
+from serving.background import BackgroundTasks
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ReplicaCalls
+from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import LOG_AWAY, RETRY_PAUSE_S, TurnDispatcher
 from serving.watch.audit_reply import cluster_audit
@@ -47,6 +49,8 @@ NEWCOMER_GRACE_S = 5.0
 """A replica makes itself known to the controller a moment before this ingress's router hears of it."""
 FIGURES_TIMEOUT_S = 3.0
 """For figures and the health check: those who ask wait no longer than some seconds for all of them."""
+FIGURES_KEPT_S = 1.0
+"""Both need no key, and each asks every process: so they are asked once a second, however many want to know."""
 
 
 class ClusterClient:
@@ -65,6 +69,7 @@ class ClusterClient:
         dispatcher: TurnDispatcher,
         metrics: IngressMetrics,
         settings: dict[str, Any],
+        tasks: BackgroundTasks,
         newcomer_grace_s: float = NEWCOMER_GRACE_S,
     ) -> None:
         self._model = model
@@ -75,6 +80,8 @@ class ClusterClient:
         self._metrics = metrics
         self._settings = settings
         self._newcomer_grace_s = newcomer_grace_s
+        self._metrics_page = SharedAnswer(self._gather_metrics, tasks, kept_s=FIGURES_KEPT_S)
+        self._health = SharedAnswer(self._look_for_health, tasks, kept_s=FIGURES_KEPT_S)
 
     @property
     def model(self) -> ModelInfo:
@@ -164,6 +171,12 @@ class ClusterClient:
         }
 
     async def metrics_text(self) -> str:
+        return await self._metrics_page.get()
+
+    async def healthy(self) -> bool:
+        return await self._health.get()
+
+    async def _gather_metrics(self) -> str:
         replicas, ingresses, stats = await asyncio.gather(
             self._replicas.broadcast("metrics_text", timeout_s=FIGURES_TIMEOUT_S),
             self._siblings.ask("metrics_text"),
@@ -177,7 +190,7 @@ class ClusterClient:
         by_ingress = dict(ingresses) | {self._metrics.ingress_id: self._metrics.render()}
         return merge_expositions([*replicas, render_gauges(figures), *by_ingress.values()])
 
-    async def healthy(self) -> bool:
+    async def _look_for_health(self) -> bool:
         return await self._replicas.any_answers(FIGURES_TIMEOUT_S)
 
     async def _audit_of(self, replica_id: str) -> dict[str, Any] | None:

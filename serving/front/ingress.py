@@ -93,6 +93,7 @@ class Ingress:
             dispatcher=dispatcher,
             metrics=metrics,
             settings=args.model_dump(mode="json"),
+            tasks=self._tasks,
         )
 
         async def expire_idle() -> None:

@@ -41,6 +41,7 @@ def other_ingress(served: Failover) -> ClusterClient:
         "dispatcher": TurnDispatcher(*parts, failover_timeout_s=30.0),
         "metrics": parts[3],
         "settings": {},
+        "tasks": None,
     }
     return ClusterClient(**fields)
 

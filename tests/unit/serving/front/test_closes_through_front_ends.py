@@ -55,6 +55,7 @@ class OtherIngress:
             "dispatcher": TurnDispatcher(*parts, failover_timeout_s=5.0),
             "metrics": metrics,
             "settings": {},
+            "tasks": None,
         }
         self.client = ClusterClient(**fields)
 

@@ -31,7 +31,9 @@ class Replicas:
 
 
 def client_of(replicas: Replicas) -> ClusterClient:
-    unused: dict[str, Any] = dict.fromkeys(("model", "siblings", "controller", "dispatcher", "metrics"))
+    unused: dict[str, Any] = dict.fromkeys(
+        ("model", "siblings", "controller", "dispatcher", "metrics", "tasks")
+    )
     parts: dict[str, Any] = {"replicas": replicas}
     return ClusterClient(settings={}, **parts, **unused)
 
