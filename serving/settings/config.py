@@ -47,6 +47,9 @@ REBALANCING = RebalancingSettings()
 MOST_WAIT_MS = 900
 """Less than the second that the controller waits for any answer of Redis."""
 
+MOST_SECONDS_BETWEEN_REPORTS = 10
+"""Ray Serve's default: load is to be averaged over more than one report, as it warns."""
+
 HEARTBEATS_PER_TIMEOUT = 3
 """One that is late, or lost, does not make a replica dead."""
 
@@ -60,7 +63,7 @@ class AutoscalingArgs(StrictModel):
     max_replicas: PositiveInt
     target_turns_in_flight: Annotated[float, Field(gt=0)] = 16.0
     target_kv_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
-    look_back_s: Seconds = 30.0
+    look_back_s: Annotated[float, Field(gt=MOST_SECONDS_BETWEEN_REPORTS)] = 30.0
     upscale_delay_s: Annotated[float, Field(ge=0)] = 30.0
     downscale_delay_s: Annotated[float, Field(ge=0)] = 600.0
 

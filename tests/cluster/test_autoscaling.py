@@ -17,7 +17,7 @@ AUTOSCALING = {
     "min_replicas": 1,
     "max_replicas": 2,
     "target_turns_in_flight": 2,
-    "look_back_s": 4,
+    "look_back_s": 11,
     "upscale_delay_s": 1,
     "downscale_delay_s": 3,
 }

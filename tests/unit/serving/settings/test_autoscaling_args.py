@@ -37,7 +37,7 @@ def test_defaults() -> None:
         ("target_turns_in_flight", 0),
         ("target_kv_utilization", 0),
         ("target_kv_utilization", 1.1),
-        ("look_back_s", 0),
+        ("look_back_s", 10),
         ("upscale_delay_s", -1),
         ("downscale_delay_s", float("inf")),
     ],
