@@ -45,22 +45,28 @@ def _slots_are_trusted() -> Patches:
     """The engine frees the KV of a session that has left late, as while it is stalled. If the session comes back
     meanwhile, its KV is used as far as it is long, whatever tokens it is of."""
 
+    free = SessionHost._free_kv
+
     async def load(self: SessionHost, session_id: str, epoch: int) -> None:
         self._sessions.adopt(await self._controller.load_session(session_id, epoch, self._replica_id))
 
     async def free_late(self: SessionHost, session_id: str) -> None:
         await asyncio.sleep(FREED_LATE_S)
         if self._sessions.epoch(session_id) is None:
-            await self._free_kv(session_id)
+            await free(self, session_id)
 
-    async def release(self: SessionHost, session_id: str) -> None:
-        self._sessions.drop(session_id)
+    async def begin_to_free(self: SessionHost, session_id: str) -> None:
         self._tasks.start(free_late(self, session_id))
+
+    async def end_dropped(self: SessionHost, session_id: str, epoch: int) -> None:
+        await free(self, session_id)
+        await self._controller.close_session(session_id, None, epoch)
 
     return [
         patch.object(History, "agreed_len", lambda self, kv: min(self.length, len(kv))),
         patch.object(SessionHost, "_load", load),
-        patch.object(SessionHost, "release", release),
+        patch.object(SessionHost, "_free_kv", begin_to_free),
+        patch.object(SessionHost, "_end_dropped", end_dropped),
     ]
 
 

@@ -41,7 +41,9 @@ async def talked(directory: Path, edit: Edit) -> AsyncIterator[tuple[Findings, T
     """A talker after two turns of one session."""
     async with local_service(directory) as service:
         transport = Meddler(httpx.ASGITransport(create_http_app(lambda: service)), edit)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30.0) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=30.0
+        ) as client:
             findings = Findings()
             talker = Talker(client, findings, "seed")
             for _ in range(2):
