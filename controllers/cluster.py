@@ -262,24 +262,33 @@ class Cluster:
             self._stats.count("turns_committed")
         self._ledger.committed(record.session_id, tokens=record.end_len, turns=record.turn_index + 1)
 
-    def close_session(self, session_id: str, tenant: str | None = None, epoch: int | None = None) -> bool:
+    def close_session(
+        self,
+        session_id: str,
+        tenant: str | None = None,
+        epoch: int | None = None,
+        open_key: str | None = None,
+    ) -> bool:
         """Ends a session and deletes its log. False if it was unknown (to `tenant`, if given).
 
-        An owner gives its `epoch`, so that a former one cannot close a session that moved on: raises StaleEpoch.
+        An owner gives its `epoch`, so that a former one cannot close a session that moved on: raises StaleEpoch. Others
+        give its `open_key`: the call may be repeated late, when another session has its name.
         """
         try:
             if epoch is not None:
                 self._claims.fence(session_id, epoch)
             elif self._claims.claimable(session_id, tenant):
                 self._claims.claim(session_id, replica_id="")
-            self._ledger.get(session_id, tenant)
+            entry = self._ledger.get(session_id, tenant)
+            if open_key not in (None, entry.open_key):
+                return False
             closed = self._forget(session_id)
         except SessionNotFound:
             return False
         except SessionTakenOver:
             if epoch is not None:
                 raise
-            return self.close_session(session_id, tenant)
+            return self.close_session(session_id, tenant, open_key=open_key)
         self._stats.count("sessions_closed", closed)
         return closed
 

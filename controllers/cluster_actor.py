@@ -132,9 +132,13 @@ class ClusterController:
         self._cluster.commit_turn(record)
 
     async def close_session(
-        self, session_id: str, tenant: str | None = None, epoch: int | None = None
+        self,
+        session_id: str,
+        tenant: str | None = None,
+        epoch: int | None = None,
+        open_key: str | None = None,
     ) -> bool:
-        return self._cluster.close_session(session_id, tenant, epoch)
+        return self._cluster.close_session(session_id, tenant, epoch, open_key)
 
     async def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:
         self._cluster.close_after(session_id, epoch, turn_key)

@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -217,10 +217,12 @@ class ClusterClient:
     async def _close(self, session_id: str, tenant: str) -> bool:
         """The owner closes, so that nothing of the session outlives it there and its turn comes to its end; without an
         owner, the controller."""
+        owner = None
         try:
             remembered = await self._dispatcher.owner_of(session_id, tenant)
-            if await self._close_at(remembered, session_id, tenant):
-                return True
+            with suppress(ReplicaGone):
+                if await self._close_at(remembered, session_id, tenant):
+                    return True
             owner = await self._dispatcher.owner_of(session_id, tenant)
             if owner != remembered and await self._close_at(owner, session_id, tenant):
                 return True
@@ -230,7 +232,8 @@ class ClusterClient:
             pass
         finally:
             self._dispatcher.forget(session_id, tenant)
-        return await self._controller.close_session(session_id, tenant)
+        opened = None if owner is None else owner.open_key
+        return await self._controller.close_session(session_id, tenant, None, opened)
 
     async def _close_at(self, owner: Owner, session_id: str, tenant: str) -> bool:
         """False if it does not hold the session, or does not own it any more. Raises StoreError if the log could not be

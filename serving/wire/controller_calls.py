@@ -110,9 +110,13 @@ class ControllerCalls:
         await self._call("commit_turn", record)
 
     async def close_session(
-        self, session_id: str, tenant: str | None = None, epoch: int | None = None
+        self,
+        session_id: str,
+        tenant: str | None = None,
+        epoch: int | None = None,
+        open_key: str | None = None,
     ) -> bool:
-        return bool(await self._call("close_session", session_id, tenant, epoch))
+        return bool(await self._call("close_session", session_id, tenant, epoch, open_key))
 
     async def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:
         await self._call("close_after", session_id, epoch, turn_key)

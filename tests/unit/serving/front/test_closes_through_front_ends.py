@@ -106,6 +106,27 @@ async def test_a_session_whose_owner_has_not_loaded_it_is_closed_in_the_log(serv
     assert not await other.client.close_session("s", tenant="")
 
 
+async def test_a_close_that_comes_twice_closes_no_later_session(
+    served: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second copy came when another session had the name, and closed that (simulated seed 1000236 of 1,000
+    turns)."""
+    await served.rigs[0].host.release("s")
+    asked: list[tuple[Any, ...]] = []
+    close = served.cluster.close_session
+
+    def noted(*args: Any) -> bool:
+        asked.append(args)
+        return close(*args)
+
+    monkeypatch.setattr(served.cluster, "close_session", noted)
+    assert await OtherIngress(served).client.close_session("s", tenant="")
+    served.cluster.open_session("s", "", None, None, "another")
+    assert not close(*asked[0])
+    assert [entry.open_key for entry in served.cluster.sessions()] == ["another"]
+    close("s")
+
+
 async def test_a_session_without_an_owner_is_closed_in_the_log(served: Failover) -> None:
     await served.rigs[0].host.release("s")
     served.replicas.dead.update("ab")
