@@ -49,8 +49,9 @@ NEWCOMER_GRACE_S = 5.0
 """A replica makes itself known to the controller a moment before this ingress's router hears of it."""
 FIGURES_TIMEOUT_S = 3.0
 """For figures and the health check: those who ask wait no longer than some seconds for all of them."""
-FIGURES_KEPT_S = 1.0
-"""Both need no key, and each asks every process: so they are asked once a second, however many want to know."""
+FIGURES_KEPT_S = 0.0
+"""Both need no key, and each asks every process: so that is done once at a time, however many want to know. The answer
+is not kept: another ingress may have told a newer one, and counters must not go back."""
 
 
 class ClusterClient:
