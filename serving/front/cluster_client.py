@@ -49,9 +49,6 @@ NEWCOMER_GRACE_S = 5.0
 """A replica makes itself known to the controller a moment before this ingress's router hears of it."""
 FIGURES_TIMEOUT_S = 3.0
 """For figures and the health check: those who ask wait no longer than some seconds for all of them."""
-FIGURES_KEPT_S = 0.0
-"""Both need no key, and each asks every process: so that is done once at a time, however many want to know. The answer
-is not kept: another ingress may have told a newer one, and counters must not go back."""
 
 
 class ClusterClient:
@@ -81,8 +78,10 @@ class ClusterClient:
         self._metrics = metrics
         self._settings = settings
         self._newcomer_grace_s = newcomer_grace_s
-        self._metrics_page = SharedAnswer(self._gather_metrics, tasks, kept_s=FIGURES_KEPT_S)
-        self._health = SharedAnswer(self._look_for_health, tasks, kept_s=FIGURES_KEPT_S)
+        # Both need no key, and each asks every process: once at a time, however many want to know. Nothing is kept:
+        # another ingress may have told newer figures, and counters must not go back.
+        self._metrics_page = SharedAnswer(self._gather_metrics, tasks)
+        self._health = SharedAnswer(self._look_for_health, tasks)
 
     @property
     def model(self) -> ModelInfo:
