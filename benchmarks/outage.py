@@ -22,8 +22,10 @@ from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
 
+import httpx
 import redis
 from processes import siblings
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 from session_talkers import Findings
@@ -71,6 +73,18 @@ async def _kill_on(replica_pid: int) -> None:
         await asyncio.sleep(KILL_AGAIN_S)
 
 
+async def turns_moved(client: httpx.AsyncClient) -> float:
+    """Calls that a busy replica passed on: the session moved, and its KV is computed again. Its replica counts them,
+    which outlives the controller."""
+    families = text_string_to_metric_families((await client.get("/metrics")).text)
+    samples = chain.from_iterable(family.samples for family in families)
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == "kedge_turns_total" and sample.labels["outcome"] == "moved"
+    )
+
+
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, Any]]:
     """What was found, whether the audit at the end is clean, and figures that can be written as JSON."""
     findings = Findings()
@@ -79,6 +93,7 @@ async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, A
             StreamingTalker(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)
         ]
         info = (await client.get("/get_server_info")).json()
+        moved_before = await turns_moved(client)
         async with talking(talkers):
             await asyncio.sleep(args.before_s)
             async with away(args.away, info):
@@ -88,6 +103,7 @@ async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, A
             await asyncio.sleep(args.after_s)
             over_s = time.monotonic()
         audit_clean = await check_ends(client, talkers)
+        moved = await turns_moved(client) - moved_before
     turns = list(chain.from_iterable(talker.turns for talker in talkers))
     computed_again = [turn.computed_again for turn in turns if turn.asked_s > began_s and turn.computed_again]
     went_on_s = [next(at_s for at_s in talker.heard_s if at_s > back_s) - back_s for talker in talkers]
@@ -100,6 +116,7 @@ async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, A
         "longest_silences_after_s": [round(silence_s, 3) for silence_s in sorted(silences_s)],
         "turns_that_computed_history_again": len(computed_again),
         "tokens_computed_again": sum(computed_again),
+        "turns_moved_to_less_busy_replicas": moved,
     }
     return findings, audit_clean, figures
 
@@ -115,6 +132,7 @@ def show(findings: Findings, audit_clean: bool, figures: dict[str, Any]) -> None
         "a session's longest silence since then": median_and_last(figures["longest_silences_after_s"]),
         "turns that computed history again": f"{figures['turns_that_computed_history_again']:,}"
         f" ({figures['tokens_computed_again']:,} tokens)",
+        "turns moved to a less busy replica, all the time": f"{figures['turns_moved_to_less_busy_replicas']:,.0f}",
         "turns found in the log": f"{findings.logged:,}",
         "turns whose answer is the model's": f"{findings.checked:,}",
         "lost, doubled or wrong": f"{len(findings.wrong):,}",

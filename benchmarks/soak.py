@@ -1,11 +1,12 @@
 """Lets a cluster live for hours under load, with kills, pauses, drains and rolling updates, and watches what grows.
 
     make serve
-    python benchmarks/soak.py --hours 3 --config configs/cluster.yaml --json soak.json     # on the same machine
+    RAY_AUTH_MODE=token python benchmarks/soak.py --hours 3 --config configs/cluster.yaml     # on the same machine
 
-`--config` is what `make serve` was started with: a rolling update deploys it with another size of the KV pool. Every
-turn is checked, in the ways that benchmarks/session_talkers.py lists. What the processes take is sampled all the time;
-the table compares the first with the last third of what was sampled of each kind.
+`--config` is what `make serve` was started with: a rolling update deploys it with another size of the KV pool. Ray asks
+for its token then (docs/operations.md, "Ray notes"). Every turn is checked, in the ways that
+benchmarks/session_talkers.py lists. What the processes take is sampled all the time; the table compares the first with
+the last third of what was sampled of each kind.
 """
 
 from __future__ import annotations

@@ -73,7 +73,6 @@ class Cluster:
         self._ledger = OwnershipLedger(clock, attended, store.load_all_entries())
         self._claims = SessionClaims(self._ledger, store, self._stats)
         self._replicas = ReplicaDirectory(attended, settings.replica_timeout_s, settings.heartbeat_interval_s)
-        self._timer = timer
         self._rebalancing = self._rebalancing_by(settings)
         self._started_s = attended()
         self._next_expiry_s = 0.0
@@ -425,7 +424,7 @@ class Cluster:
 
     def _rebalancing_by(self, settings: ClusterSettings) -> Rebalancing | None:
         rebalancing = settings.rebalancing
-        return None if rebalancing is None else Rebalancing(rebalancing, self._timer)
+        return None if rebalancing is None else Rebalancing(rebalancing, self._attended)
 
     def _expires_at_s(self, entry: LedgerEntry) -> float:
         return expires_at_s(entry, self._settings.session_timeout_s)

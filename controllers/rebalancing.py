@@ -36,7 +36,8 @@ class _Load:
 
 
 class Rebalancing:
-    """Loads by replica id. `timer` returns monotonic seconds. `takers` are the replicas that may take a session now."""
+    """Loads by replica id. `timer` returns monotonic seconds, less those in which nobody could report: no load lasted
+    in them. `takers` are the replicas that may take a session now."""
 
     def __init__(self, settings: RebalancingSettings, timer: Callable[[], float]) -> None:
         self._settings = settings

@@ -108,6 +108,21 @@ def test_only_the_owner_offers(world: World) -> None:
     assert world.owner() == ("a", 1)
 
 
+def test_what_came_after_an_outage_does_not_count_as_a_load_that_lasted(world: World) -> None:
+    """The time in which the controller stood still was credited to the one who was the busier one right after it."""
+    for _ in range(SETTLED_S):
+        world.clock.advance(1.0)
+        world.cluster.tick()
+        world.beat("b", running=1)
+        world.beat("a", running=1)
+    world.clock.advance(30.0)
+    world.cluster.tick()
+    world.beat("b", running=1)
+    world.beat("a", running=8)
+    assert not world.cluster.offer_session("s", 1, "a")
+    assert world.owner() == ("a", 1)
+
+
 def test_a_session_stays_where_nobody_is_crowded(world: World) -> None:
     for _ in range(SETTLED_S):
         world.clock.advance(1.0)
