@@ -37,6 +37,7 @@ from controllers.records import (
 from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.retention import expires_at_s
 from controllers.session_claims import SessionClaims
+from controllers.session_keys import named, session_key
 from controllers.settings import ClusterSettings
 from controllers.store import SessionStore
 
@@ -151,16 +152,15 @@ class Cluster:
         Repeating an open with the same `open_key` gives the same assignment.
         Raises SessionExists, NoReplica and Overloaded.
         """
-        if session_id is None:
-            session_id = secrets.token_urlsafe(_SESSION_ID_BYTES)
-        if self._claims.still_held(session_id):
-            entry = self._ledger.get(session_id)
-            if open_key is None or (entry.open_key, entry.tenant) != (open_key, tenant):
-                raise SessionExists(f"session {session_id!r} is open already", "session_id")
+        key = session_key(tenant, session_id or secrets.token_urlsafe(_SESSION_ID_BYTES))
+        if self._claims.still_held(key):
+            entry = self._ledger.get(key)
+            if open_key is None or entry.open_key != open_key:
+                raise SessionExists(f"{named(key)} is open already", "session_id")
             return _assignment(entry, fresh=False)
         self._make_room()
         record = SessionRecord(
-            session_id=session_id,
+            session_id=key,
             tenant=tenant,
             epoch=FIRST_EPOCH,
             replica_id=self._place(),
@@ -182,6 +182,7 @@ class Cluster:
         brought to the parent's replica. Raises SessionNotFound, StaleEpoch, SessionExists, InvalidFork, Overloaded.
         """
         parent = self._claims.fence(parent_id, epoch, replica_id)
+        order = replace(order, child_id=session_key(parent.tenant, order.child_id))
         length = parent.tokens if order.length is None else order.length
         if self._claims.still_held(order.child_id):
             return self._repeated_fork(parent, length, order)
@@ -206,12 +207,13 @@ class Cluster:
         """The session's owner; a session whose owner is gone, or is another cluster's, is moved first, at the next
         epoch. An owner that drains hands its sessions over itself, since it alone knows of turns in flight.
 
-        Raises SessionNotFound for unknown ids (unless `create`) and for other tenants' sessions; NoReplica.
+        Raises SessionNotFound for ids that the tenant has not (unless `create`); NoReplica.
         """
+        key = session_key(tenant, session_id)
         try:
-            return self._resolve(session_id, create, tenant)
+            return self._resolve(key, create, tenant)
         except SessionTakenOver:  # between two turns of which this is the second: it comes back
-            return self._resolve(session_id, create, tenant)
+            return self._resolve(key, create, tenant)
 
     def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         """The session with its committed history, for its owner. Raises SessionNotFound, StaleEpoch."""
@@ -268,20 +270,20 @@ class Cluster:
         epoch: int | None = None,
         open_key: str | None = None,
     ) -> bool:
-        """Ends a session and deletes its log. False if it was unknown (to `tenant`, if given).
+        """Ends a session and deletes its log. False if it was unknown. Without `tenant` it is named by its key.
 
         An owner gives its `epoch`, so that a former one cannot close a session that moved on: raises StaleEpoch. Others
         give its `open_key`: the call may be repeated late, when another session has its name.
         """
+        key = session_key(tenant or "", session_id)
         try:
             if epoch is not None:
-                self._claims.fence(session_id, epoch)
-            elif self._claims.claimable(session_id, tenant):
-                self._claims.claim(session_id, replica_id="")
-            entry = self._ledger.get(session_id, tenant)
-            if open_key not in (None, entry.open_key):
+                self._claims.fence(key, epoch)
+            elif self._claims.claimable(key):
+                self._claims.claim(key, replica_id="")
+            if open_key not in (None, self._ledger.get(key).open_key):
                 return False
-            closed = self._forget(session_id)
+            closed = self._forget(key)
         except SessionNotFound:
             return False
         except SessionTakenOver:
@@ -351,13 +353,13 @@ class Cluster:
         }
 
     def _resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
-        claimed = self._claims.claimable(session_id, tenant)
+        claimed = self._claims.claimable(session_id)
         if claimed:
             entry = self._claims.claim(session_id, self._place())
             self._replicas.assign_tokens(entry.replica_id, entry.tokens + self._settings.placement_tokens)
         elif session_id not in self._ledger and create:
             return self.open_session(session_id, tenant, None, None, secrets.token_urlsafe(_OPEN_KEY_BYTES))
-        entry = self._ledger.get(session_id, tenant)
+        entry = self._ledger.get(session_id)
         with self._claims.changing(session_id):
             if self._must_move(entry):
                 return self._move(entry)
@@ -391,9 +393,8 @@ class Cluster:
 
     def _repeated_fork(self, parent: LedgerEntry, length: int, order: ForkOrder) -> SessionRecord:
         child = self._ledger.get(order.child_id)
-        same = (child.open_key, child.tenant, child.tokens) == (order.fork_key, parent.tenant, length)
-        if not same or child.turns:
-            raise SessionExists(f"session {order.child_id!r} is open already", "new_session_id")
+        if (child.open_key, child.tokens, child.turns) != (order.fork_key, length, 0):
+            raise SessionExists(f"{named(order.child_id)} is open already", "new_session_id")
         if child.replica_id != parent.replica_id:
             self._move_to(child, parent.replica_id)
         return self._ledger.get(order.child_id).record()

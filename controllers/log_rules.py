@@ -6,14 +6,15 @@ from collections.abc import Callable, Collection
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import LedgerEntry, ModelFingerprint, TurnRecord
+from controllers.session_keys import named
 
 
 def not_found(session_id: str) -> SessionNotFound:
-    return SessionNotFound(f"no session {session_id!r}", "session_id")
+    return SessionNotFound(f"no {named(session_id)}", "session_id")
 
 
 def exists(session_id: str) -> SessionExists:
-    return SessionExists(f"session {session_id!r} is open already", "session_id")
+    return SessionExists(f"{named(session_id)} is open already", "session_id")
 
 
 def check_fork(parent: LedgerEntry, length: int) -> None:
@@ -27,18 +28,18 @@ def changes_owner(entry: LedgerEntry, replica_id: str, epoch: int) -> bool:
     if (entry.epoch, entry.replica_id) == (epoch, replica_id):
         return False
     if entry.epoch + 1 != epoch:
-        raise StaleEpoch(f"session {entry.session_id!r} is at epoch {entry.epoch}; cannot go to {epoch}")
+        raise StaleEpoch(f"{named(entry.session_id)} is at epoch {entry.epoch}; cannot go to {epoch}")
     return True
 
 
 def adds_turn(entry: LedgerEntry, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
     """False if it is the last turn that the log has, told again. Raises StaleEpoch."""
     if record.epoch != entry.epoch:
-        raise StaleEpoch(f"session {record.session_id!r} is at epoch {entry.epoch}, not {record.epoch}")
+        raise StaleEpoch(f"{named(record.session_id)} is at epoch {entry.epoch}, not {record.epoch}")
     if record.turn_index == entry.turns - 1 and is_last():
         return False
     if record.turn_index != entry.turns or not 0 <= record.start_len <= entry.tokens:
-        raise StaleEpoch(f"session {record.session_id!r} has gone on to turn {entry.turns}")
+        raise StaleEpoch(f"{named(record.session_id)} has gone on to turn {entry.turns}")
     return True
 
 

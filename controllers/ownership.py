@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from controllers.errors import SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import LedgerEntry, SessionRecord, SessionStatus
+from controllers.session_keys import named
 
 
 class OwnershipLedger:
@@ -42,16 +43,16 @@ class OwnershipLedger:
     def add(self, entry: LedgerEntry) -> LedgerEntry:
         """Adds a session as the log has it. Raises SessionExists."""
         if entry.session_id in self._entries:
-            raise SessionExists(f"session {entry.session_id!r} is open already", "session_id")
+            raise SessionExists(f"{named(entry.session_id)} is open already", "session_id")
         self._entries[entry.session_id] = entry
         self._by_replica.setdefault(entry.replica_id, set()).add(entry.session_id)
         return entry
 
-    def get(self, session_id: str, tenant: str | None = None) -> LedgerEntry:
-        """The session's entry. Raises SessionNotFound, also for another tenant's; None is any tenant."""
+    def get(self, session_id: str) -> LedgerEntry:
+        """The session's entry. Raises SessionNotFound."""
         entry = self._entries.get(session_id)
-        if entry is None or (tenant is not None and entry.tenant != tenant):
-            raise SessionNotFound(f"no session {session_id!r}", "session_id")
+        if entry is None:
+            raise SessionNotFound(f"no {named(session_id)}", "session_id")
         return entry
 
     def fence(self, session_id: str, epoch: int, replica_id: str | None = None) -> LedgerEntry:
@@ -61,9 +62,9 @@ class OwnershipLedger:
         """
         entry = self.get(session_id)
         if entry.epoch != epoch:
-            raise StaleEpoch(f"session {session_id!r} is at epoch {entry.epoch}, not {epoch}")
+            raise StaleEpoch(f"{named(session_id)} is at epoch {entry.epoch}, not {epoch}")
         if replica_id is not None and entry.replica_id != replica_id:
-            raise StaleEpoch(f"session {session_id!r} is owned by {entry.replica_id!r}, not {replica_id!r}")
+            raise StaleEpoch(f"{named(session_id)} is owned by {entry.replica_id!r}, not {replica_id!r}")
         return entry
 
     def transfer(self, session_id: str, replica_id: str) -> LedgerEntry:

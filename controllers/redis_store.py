@@ -33,6 +33,7 @@ from controllers.records import (
 )
 from controllers.redis_connection import Connect, connect_redis
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
+from controllers.session_keys import id_in, named, session_key, tenant_in
 from controllers.settings import RedisLogSettings
 from controllers.store import LogNews
 from controllers.tokens import TOKEN_BYTES, count_tokens
@@ -193,8 +194,10 @@ class RedisSessionStore:
     def load_all_entries(self) -> list[LedgerEntry]:
         (members,) = self._log.read(("SMEMBERS", self._log.key("sessions")))
         session_ids = sorted(member.decode() for member in members)
+        entries = [s.entry for s in self._sessions(session_ids) if s.writer == self._log.cluster]
         return [
-            session.entry for session in self._sessions(session_ids) if session.writer == self._log.cluster
+            entry if tenant_in(entry.session_id) == entry.tenant else self.find(_key_of(entry))
+            for entry in entries
         ]
 
     def epoch_floor(self) -> int:
@@ -259,6 +262,8 @@ class RedisSessionStore:
         """The session, whoever writes it, and the text that it has in the log."""
         (found,) = self._log.read(("GET", self._key(session_id)))
         if found is None:
+            found = self._brought_under_its_key(session_id)
+        if found is None:
             raise not_found(session_id)
         return self._parsed(found), found
 
@@ -272,7 +277,7 @@ class RedisSessionStore:
             raise not_found(session_id)
         session = self._parsed(found)
         if session.writer != self._log.cluster:
-            raise SessionTakenOver(f"session {session_id!r} has been taken over by another cluster")
+            raise SessionTakenOver(f"{named(session_id)} has been taken over by another cluster")
         return session
 
     def _change(self, session_id: str, changed: Callable[[_Session], list[Command]]) -> None:
@@ -287,7 +292,7 @@ class RedisSessionStore:
         raise self._busy(session_id)
 
     def _busy(self, session_id: str) -> StoreError:
-        return self._log.error(f"session {session_id!r} was changed by others at each of {MOST_TRIES} tries")
+        return self._log.error(f"{named(session_id)} was changed by others at each of {MOST_TRIES} tries")
 
     def _add(self, made: Callable[[], tuple[SessionRecord, list[Command], Guards]]) -> SessionRecord:
         """Adds the session that `made` gives, with what else is to be done and what it derives from, above the epochs
@@ -344,7 +349,26 @@ class RedisSessionStore:
                 if text is not None:
                     yield self._parsed(text)
                 elif self._log.read(("SISMEMBER", self._log.key("sessions"), session_id))[0]:
-                    raise self._log.error(f"session {session_id!r} is missing")
+                    raise self._log.error(f"{named(session_id)} is missing")
+
+    def _brought_under_its_key(self, key: str) -> bytes | None:
+        """Versions before kept a tenant's session under the client's id. None: they have kept none of that name."""
+        former = id_in(key)
+        (found,) = self._log.read(("GET", self._key(former))) if former != key else (None,)
+        session = None if found is None else self._parsed(found)
+        if session is None or session.entry.tenant != tenant_in(key):
+            return None
+        renamed = replace(session, entry=replace(session.entry, session_id=key))
+        members = self._log.key("sessions")
+        commands: list[Command] = [
+            ("COPY", self._history(former), self._history(key)),
+            ("COPY", self._results(former), self._results(key)),
+            self._set(renamed),
+            ("SADD", members, key),
+            ("DEL", *self._keys(former)),
+            ("SREM", members, former),
+        ]
+        return renamed.text() if self._log.change(commands, {self._key(former): found}) else None
 
     def _abandoned(self, session_ids: list[str]) -> tuple[LedgerEntry, ...]:
         """Those of them whose writer is not there any more, or that never had one."""
@@ -385,7 +409,7 @@ class RedisSessionStore:
 
     def _check_whole(self, session_id: str, tokens: bytes, expected: int) -> None:
         if len(tokens) != expected * TOKEN_BYTES:
-            raise self._log.error(f"tokens of session {session_id!r} are missing")
+            raise self._log.error(f"tokens of {named(session_id)} are missing")
 
     def _is_last(self, session: _Session, record: TurnRecord) -> bool:
         """True if the last turn is just this record, results aside: they are no part of the history."""
@@ -393,6 +417,10 @@ class RedisSessionStore:
             session.last == _identity(record)
             and self._tokens(record.session_id, record.start_len, record.end_len) == record.tokens
         )
+
+
+def _key_of(entry: LedgerEntry) -> str:
+    return session_key(entry.tenant, entry.session_id)
 
 
 def _identity(record: TurnRecord) -> list[int | str | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from controllers.errors import ModelChanged
 from controllers.records import ModelFingerprint
+from controllers.session_keys import named
 
 _SHOWN = 12
 _WHAT_TO_DO = "Open another session, or deploy the model that the session was begun with."
@@ -27,13 +28,13 @@ class ServedModel:
         """
         if history and made_by is not None and made_by.tokenizer != self.fingerprint.tokenizer:
             raise ModelChanged(
-                f"session {session_id!r} was made with another tokenizer ({made_by.tokenizer[:_SHOWN]}) than that of "
+                f"{named(session_id)} was made with another tokenizer ({made_by.tokenizer[:_SHOWN]}) than that of "
                 f"the model served now ({self.fingerprint.tokenizer[:_SHOWN]}): its tokens stand for something else. "
                 f"{_WHAT_TO_DO}"
             )
         highest = max(history, default=-1)
         if highest >= self.vocab_size:
             raise ModelChanged(
-                f"session {session_id!r} has token id {highest} in its history, and the model served now has "
+                f"{named(session_id)} has token id {highest} in its history, and the model served now has "
                 f"{self.vocab_size} tokens. {_WHAT_TO_DO}"
             )

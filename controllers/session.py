@@ -33,6 +33,7 @@ from controllers.records import (
 )
 from controllers.retention import idle_timeout_s
 from controllers.served_model import ServedModel
+from controllers.session_keys import named
 from controllers.tokens import decode_tokens, encode_tokens
 
 TRIED_AGAIN_WITHIN_S = 60.0
@@ -138,9 +139,9 @@ class SessionController:
             if held.epoch == record.epoch:
                 return
             if held.epoch > record.epoch:
-                raise StaleEpoch(f"session {record.session_id!r} is held at epoch {held.epoch}")
+                raise StaleEpoch(f"{named(record.session_id)} is held at epoch {held.epoch}")
             if held.turn is not None:
-                raise TurnInFlight(f"session {record.session_id!r} has a turn in flight at an older epoch")
+                raise TurnInFlight(f"{named(record.session_id)} has a turn in flight at an older epoch")
         history = decode_tokens(record.history)
         if self._model is not None:
             self._model.check(record.session_id, record.model, history)
@@ -350,7 +351,7 @@ class SessionController:
         if session is None:
             return
         if session.turn is not None:
-            raise TurnInFlight(f"session {session_id!r} has a turn in flight")
+            raise TurnInFlight(f"{named(session_id)} has a turn in flight")
         del self._sessions[session_id]
 
     def snapshot(self) -> list[SessionStatus]:
@@ -376,13 +377,13 @@ class SessionController:
     def _get(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)
         if session is None:
-            raise SessionNotFound(f"session {session_id!r} is not held here")
+            raise SessionNotFound(f"{named(session_id)} is not held here")
         return session
 
     def _at_epoch(self, session_id: str, epoch: int) -> _Session:
         session = self._get(session_id)
         if session.epoch != epoch:
-            raise StaleEpoch(f"session {session_id!r} is held at epoch {session.epoch}, not {epoch}")
+            raise StaleEpoch(f"{named(session_id)} is held at epoch {session.epoch}, not {epoch}")
         return session
 
     def _hold(self, record: SessionRecord, history: list[int], chain: HistoryChain | None) -> None:
@@ -404,7 +405,7 @@ class SessionController:
     def _in_flight(self, turn: Turn | Fork) -> _Session:
         session = self._sessions.get(turn.session_id)
         if session is None or session.turn is not turn:
-            raise TurnNotInFlight(f"the turn or fork of session {turn.session_id!r} has ended")
+            raise TurnNotInFlight(f"the turn or fork of {named(turn.session_id)} has ended")
         return session
 
     def _end_turn(self, session: _Session) -> None:
@@ -414,10 +415,10 @@ class SessionController:
 
 def _check_free(session_id: str, session: _Session, turn_key: str | None = None) -> None:
     if session.closing and (turn_key is None or turn_key != session.awaited):
-        raise SessionClosing(f"session {session_id!r} is closing")
+        raise SessionClosing(f"{named(session_id)} is closing")
     if session.turn is not None:
         what = "is being forked" if isinstance(session.turn, Fork) else "has a turn in flight"
-        raise TurnInFlight(f"session {session_id!r} {what}")
+        raise TurnInFlight(f"{named(session_id)} {what}")
 
 
 def _replay(session_id: str, stored: StoredResult, digest: str | None) -> Replay:
@@ -436,12 +437,12 @@ def _kept_len(committed_len: int, rewind_to: int | None) -> int:
 def _tools_error(session_id: str, tools: str | None) -> ToolsDiffer:
     began = "no tools" if tools is None else "others"
     return ToolsDiffer(
-        f"tools: session {session_id!r} began with {began}. Its turns name the tools of the first one, or none; "
+        f"tools: {named(session_id)} began with {began}. Its turns name the tools of the first one, or none; "
         "open another session for these."
     )
 
 
 def _capacity_error(session_id: str, capacity_tokens: int | None, needed_tokens: int) -> CapacityExceeded:
     return CapacityExceeded(
-        f"session {session_id!r} was opened for {capacity_tokens} tokens; this turn needs {needed_tokens}"
+        f"{named(session_id)} was opened for {capacity_tokens} tokens; this turn needs {needed_tokens}"
     )

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from controllers.cluster_stats import ClusterStats
 from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch
-from controllers.log_rules import not_found
 from controllers.ownership import OwnershipLedger
 from controllers.records import LedgerEntry
+from controllers.session_keys import named, tenant_in
 from controllers.store import SessionStore
 
 ABANDONED_GRACE_S = 60.0
@@ -35,19 +35,16 @@ class SessionClaims:
             return self._ledger.fence(session_id, epoch, replica_id)
         except SessionNotFound:
             self._find(session_id)
-        raise SessionTakenOver(f"session {session_id!r} has been taken over by another cluster")
+        raise SessionTakenOver(f"{named(session_id)} has been taken over by another cluster")
 
-    def claimable(self, session_id: str, tenant: str | None) -> bool:
-        """True if the log has a session that the ledger does not. Raises SessionNotFound if it is another tenant's."""
+    def claimable(self, session_id: str) -> bool:
+        """True if the log has a session that the ledger does not."""
         if session_id in self._ledger:
             return False
         try:
-            found = self._find(session_id)
+            return self._find(session_id).tenant == tenant_in(session_id)
         except SessionNotFound:
             return False
-        if tenant is not None and found.tenant != tenant:
-            raise not_found(session_id)
-        return True
 
     def claim(self, session_id: str, replica_id: str) -> LedgerEntry:
         """Takes a claimable session, for the replica. Raises SessionNotFound."""

@@ -90,6 +90,19 @@ COMMIT;
 """
 
 
+_UNDER_THEIR_KEYS = """
+BEGIN IMMEDIATE;
+CREATE TEMP TABLE renamed AS SELECT session_id AS former, tenant || ' ' || session_id AS key FROM sessions
+    WHERE tenant != '' AND instr(session_id, ' ') = 0;
+UPDATE turns SET session_id = key FROM renamed WHERE session_id = former;
+UPDATE results SET session_id = key FROM renamed WHERE session_id = former;
+UPDATE sessions SET session_id = key FROM renamed WHERE session_id = former;
+DROP TABLE renamed;
+COMMIT;
+"""
+"""Versions before kept a tenant's session under the client's id. Those of no tenant they still read."""
+
+
 def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
     """Opens the log for one exclusive writer, creating file and folders as needed. Only its user may read it, also one
     that was there: it has what was said.
@@ -119,6 +132,7 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             connection.executescript(_FROM_LAYOUT_3)
         # Writing takes the lock, so that a second writer is refused here and not at its first commit.
         connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))
+        connection.executescript(_UNDER_THEIR_KEYS)
     except (sqlite3.Error, OSError) as exc:
         if connection is not None:
             connection.close()

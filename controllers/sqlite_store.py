@@ -26,6 +26,7 @@ from controllers.records import (
     StoredResult,
     TurnRecord,
 )
+from controllers.session_keys import named
 from controllers.sqlite_schema import open_session_log
 from controllers.store import LogNews
 from controllers.tokens import TOKEN_BYTES
@@ -218,7 +219,7 @@ class SqliteSessionStore:
             del history[start_len * TOKEN_BYTES :]
             history += tokens
         if len(history) != entry.tokens * TOKEN_BYTES:
-            raise StoreError(f"session log {self._path}: turns of session {entry.session_id!r} are missing")
+            raise StoreError(f"session log {self._path}: turns of {named(entry.session_id)} are missing")
         return bytes(history)
 
     @contextmanager

@@ -11,12 +11,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from controllers.errors import ControllerError, NoReplica, SessionNotFound, StoreError
 from controllers.records import ForkOrder, LedgerEntry
+from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ReplicaCalls
@@ -89,13 +91,13 @@ class ClusterClient:
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        async with self._dispatcher.dispatch(call) as events:
+        async with self._dispatcher.dispatch(_with_session_key(call)) as events:
             yield events
 
     async def open_session(
         self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
     ) -> str:
-        return await self._dispatcher.open_session(session_id, tenant, timeout_s, capacity_tokens)
+        return id_in(await self._dispatcher.open_session(session_id, tenant, timeout_s, capacity_tokens))
 
     async def fork_session(
         self,
@@ -106,14 +108,17 @@ class ClusterClient:
         timeout_s: float | None,
         tenant: str,
     ) -> ForkedSession:
-        order = ForkOrder(new_session_id or uuid.uuid4().hex, uuid.uuid4().hex, length, timeout_s)
-        answer = await self._dispatcher.ask_owner(session_id, tenant, "fork_session", order)
+        child_id = new_session_id or uuid.uuid4().hex
+        order = ForkOrder(session_key(tenant, child_id), uuid.uuid4().hex, length, timeout_s)
+        answer = await self._dispatcher.ask_owner(session_key(tenant, session_id), "fork_session", order)
         assert isinstance(answer, ForkedSession)
-        return answer
+        return replace(answer, session_id=child_id)
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
         try:
-            return await self._dispatcher.once_log_answers(partial(self._close, session_id, tenant))
+            return await self._dispatcher.once_log_answers(
+                partial(self._close, session_key(tenant, session_id))
+            )
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
@@ -214,32 +219,32 @@ class ClusterClient:
         except (ControllerError, TimeoutError):
             return {}
 
-    async def _close(self, session_id: str, tenant: str) -> bool:
+    async def _close(self, key: str) -> bool:
         """The owner closes, so that nothing of the session outlives it there and its turn comes to its end; without an
         owner, the controller."""
         owner = None
         try:
-            remembered = await self._dispatcher.owner_of(session_id, tenant)
+            remembered = await self._dispatcher.owner_of(key)
             with suppress(ReplicaGone):
-                if await self._close_at(remembered, session_id, tenant):
+                if await self._close_at(remembered, key):
                     return True
-            owner = await self._dispatcher.owner_of(session_id, tenant)
-            if owner != remembered and await self._close_at(owner, session_id, tenant):
+            owner = await self._dispatcher.owner_of(key)
+            if owner != remembered and await self._close_at(owner, key):
                 return True
         except SessionNotFound:
             return False
         except (NoReplica, ReplicaGone):
             pass
         finally:
-            self._dispatcher.forget(session_id, tenant)
+            self._dispatcher.forget(key)
         opened = None if owner is None else owner.open_key
-        return await self._controller.close_session(session_id, tenant, None, opened)
+        return await self._controller.close_session(key, None, None, opened)
 
-    async def _close_at(self, owner: Owner, session_id: str, tenant: str) -> bool:
-        """False if it does not hold the session, or does not own it any more. Raises StoreError if the log could not be
-        told: only the owner knows whether a turn is in flight, so it is to be asked again."""
-        self._dispatcher.forget(session_id, tenant)
-        answer = await self._replicas.call(owner.replica_id, "close_session", session_id)
+    async def _close_at(self, owner: Owner, key: str) -> bool:
+        """False if it does not hold the session at that epoch, or does not own it any more. Raises StoreError if the
+        log could not be told: only the owner knows whether a turn is in flight, so it is to be asked again."""
+        self._dispatcher.forget(key)
+        answer = await self._replicas.call(owner.replica_id, "close_session", key, owner.epoch)
         if not isinstance(answer, ErrorInfo):
             return answer is True
         if answer.code in LOG_AWAY:
@@ -249,9 +254,16 @@ class ClusterClient:
         return False
 
 
+def _with_session_key(call: TurnCall) -> TurnCall:
+    session = call.session
+    if session is None or not call.tenant:
+        return call
+    return replace(call, session=replace(session, session_id=session_key(call.tenant, session.session_id)))
+
+
 def _session_info(entry: LedgerEntry, now_s: float) -> SessionInfo:
     return SessionInfo(
-        session_id=entry.session_id,
+        session_id=id_in(entry.session_id),
         replica_id=entry.replica_id,
         epoch=entry.epoch,
         tokens=entry.tokens,

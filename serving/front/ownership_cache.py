@@ -16,26 +16,27 @@ class Owner:
 
 
 class OwnershipCache:
-    """The `capacity` sessions used last. A wrong entry costs one extra round, never a wrong answer."""
+    """Owners by session key, of the `capacity` sessions used last. A wrong entry costs one extra round, never a wrong
+    answer."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._owners: OrderedDict[tuple[str, str], Owner] = OrderedDict()
+        self._owners: OrderedDict[str, Owner] = OrderedDict()
 
-    def get(self, tenant: str, session_id: str) -> Owner | None:
-        owner = self._owners.get((tenant, session_id))
+    def get(self, key: str) -> Owner | None:
+        owner = self._owners.get(key)
         if owner is not None:
-            self._owners.move_to_end((tenant, session_id))
+            self._owners.move_to_end(key)
         return owner
 
-    def put(self, tenant: str, session_id: str, owner: Owner) -> None:
-        self._owners[tenant, session_id] = owner
-        self._owners.move_to_end((tenant, session_id))
+    def put(self, key: str, owner: Owner) -> None:
+        self._owners[key] = owner
+        self._owners.move_to_end(key)
         while len(self._owners) > self._capacity:
             self._owners.popitem(last=False)
 
-    def forget(self, tenant: str, session_id: str) -> None:
-        self._owners.pop((tenant, session_id), None)
+    def forget(self, key: str) -> None:
+        self._owners.pop(key, None)
 
     def forget_replica(self, replica_id: str) -> None:
         """Drops every session of a replica that is lost."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from controllers.errors import ControllerError, NoAnswer, NoReplica, StoreError
 from controllers.records import COUNTED_KEY
+from controllers.session_keys import tenant_in
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
@@ -89,7 +90,8 @@ class TurnDispatcher:
 
     @asynccontextmanager
     async def dispatch(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        """The turn's events; the first is there. Raises ServiceError if the turn was refused."""
+        """The turn's events; the first is there. `call` names its session by the key. Raises ServiceError if the turn
+        was refused."""
         turn = DispatchedTurn(_with_key(call))
         self._turns.add(turn)
         try:
@@ -110,8 +112,8 @@ class TurnDispatcher:
     async def open_session(
         self, session_id: str | None, tenant: str, timeout_s: float | None, capacity_tokens: int | None
     ) -> str:
-        """Registers and places a session. Waits while there is no replica, and for a log that is away. Raises
-        ServiceError."""
+        """Registers and places a session; returns its key. Waits while there is no replica, and for a log that is
+        away. Raises ServiceError."""
         open_key = uuid.uuid4().hex
         deadline_s = _now_s() + self._failover_timeout_s
         while True:
@@ -125,20 +127,20 @@ class TurnDispatcher:
                 raise ServiceError(error_info(error)) from error
             else:
                 owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
-                self._owners.put(tenant, assignment.session_id, owner)
+                self._owners.put(assignment.session_id, owner)
                 return assignment.session_id
 
-    async def ask_owner(self, session_id: str, tenant: str, method: str, *args: Any) -> Any:
-        """`method(session_id, epoch, *args)` of the session's owner, wherever that is by then. Must bear repetition.
+    async def ask_owner(self, key: str, method: str, *args: Any) -> Any:
+        """`method(key, epoch, *args)` of the session's owner, wherever that is by then. Must bear repetition.
 
         Raises ServiceError, also for the ErrorInfo that it answers with.
         """
         deadline_s = _now_s() + self._failover_timeout_s
         failed = asked_anew = False
         while True:
-            owner = await self._find(session_id, tenant, deadline_s, create=False)
+            owner = await self._find(key, deadline_s, create=False)
             try:
-                answer = await self._replicas.call(owner.replica_id, method, session_id, owner.epoch, *args)
+                answer = await self._replicas.call(owner.replica_id, method, key, owner.epoch, *args)
             except ReplicaGone as gone:
                 answer = GONE
                 await self._report(gone)
@@ -148,7 +150,7 @@ class TurnDispatcher:
             if answer.code in LOG_AWAY:
                 await self._pause(deadline_s, answer)
                 continue
-            self.forget(session_id, tenant)
+            self.forget(key)
             if answer.code in LET_GO and not asked_anew:
                 asked_anew = True
                 continue
@@ -167,18 +169,18 @@ class TurnDispatcher:
             except StoreError as error:
                 await self._pause(deadline_s, error_info(error))
 
-    async def owner_of(self, session_id: str, tenant: str = "", *, create: bool = False) -> Owner:
+    async def owner_of(self, key: str, *, create: bool = False) -> Owner:
         """From the cache or the controller. Raises ControllerError."""
-        owner = self._owners.get(tenant, session_id)
+        owner = self._owners.get(key)
         if owner is None:
             self._metrics.looked_up()
-            assignment = await self._controller.resolve(session_id, create, tenant)
+            assignment = await self._controller.resolve(key, create, tenant_in(key))
             owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
-            self._owners.put(tenant, session_id, owner)
+            self._owners.put(key, owner)
         return owner
 
-    def forget(self, session_id: str, tenant: str = "") -> None:
-        self._owners.forget(tenant, session_id)
+    def forget(self, key: str) -> None:
+        self._owners.forget(key)
 
     async def _start(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt | None:
         """The first replica that answers `call`; None if the turn was aborted before. Raises ServiceError."""
@@ -223,7 +225,7 @@ class TurnDispatcher:
                 continue
             if refusal.code in LET_GO and call.session is not None and not asked_anew:
                 # The remembered owner let it go (moved, timed out, closed elsewhere): the controller has the last word.
-                self._owners.forget(call.tenant, call.session.session_id)
+                self._owners.forget(call.session.session_id)
                 asked_anew = True
                 continue
             if not _retried(refusal, failed, in_mid_stream=call.resumed is not None):
@@ -231,7 +233,7 @@ class TurnDispatcher:
             if refusal.code == CALL_REPEATED:
                 failed, call = True, _for_living_session(call, owner)
             if call.session is not None:
-                self._owners.forget(call.tenant, call.session.session_id)
+                self._owners.forget(call.session.session_id)
             self._metrics.failed_over()
             await self._pause(deadline_s, refusal)
 
@@ -240,13 +242,13 @@ class TurnDispatcher:
         session = call.session
         if session is None:
             return None
-        return await self._find(session.session_id, call.tenant, deadline_s, create=session.create)
+        return await self._find(session.session_id, deadline_s, create=session.create)
 
-    async def _find(self, session_id: str, tenant: str, deadline_s: float, *, create: bool) -> Owner:
+    async def _find(self, key: str, deadline_s: float, *, create: bool) -> Owner:
         """The session's owner; waits while no replica can take it, and for a log that is away."""
         while True:
             try:
-                return await self.owner_of(session_id, tenant, create=create)
+                return await self.owner_of(key, create=create)
             except (NoReplica, StoreError) as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:
@@ -290,7 +292,7 @@ class TurnDispatcher:
         self._metrics.failed_over()
         call = turn.call
         if call.session is not None:
-            self.forget(call.session.session_id, call.tenant)
+            self.forget(call.session.session_id)
         resumed = replace(_for_living_session(call), resumed=turn.told.begin_again())
         try:
             attempt = await self._start(turn, resumed, stack)

@@ -170,10 +170,11 @@ class LLMReplica:
         async for batch in self._feeds.stream(feed_id, taken):
             yield batch
 
-    async def close_session(self, session_id: str) -> bool | ErrorInfo:
-        """True if the session was held here; it is closed now or when its turn ends."""
+    async def close_session(self, session_id: str, epoch: int | None = None) -> bool | ErrorInfo:
+        """True if the session was held here at that epoch; it is closed now or when its turn ends. Front ends of the
+        version before name no epoch."""
         try:
-            return await self._host.close(session_id)
+            return await self._host.close(session_id, epoch)
         except ControllerError as error:
             return error_info(error)
 

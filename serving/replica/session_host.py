@@ -22,6 +22,7 @@ from controllers.errors import (
 )
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import Fork, SessionController, Turn
+from controllers.session_keys import named
 from engine.api import Engine, EngineError, SessionBusy
 from serving.background import BackgroundTasks
 from serving.replica.hand_over_pace import HandOverPace
@@ -88,7 +89,7 @@ class SessionHost:
                 return
             held = self._sessions.epoch(session_id)
             if held is not None and held > epoch:
-                raise StaleEpoch(f"session {session_id!r} is held at epoch {held}, not {epoch}")
+                raise StaleEpoch(f"{named(session_id)} is held at epoch {held}, not {epoch}")
             loading = self._loading.get(key)
             if loading is None:
                 loading = self._loading[key] = self._tasks.start(self._load(session_id, epoch))
@@ -128,7 +129,7 @@ class SessionHost:
             self._crowded = False  # until the controller says so again: no other turn waits for it in vain
             moved = False
         if moved:
-            raise SessionMoved(f"session {session_id!r} has moved to another replica")
+            raise SessionMoved(f"{named(session_id)} has moved to another replica")
         self._pace.stayed()
 
     async def let_go(self, turn: Turn | Fork) -> None:
@@ -146,22 +147,22 @@ class SessionHost:
         self._sessions.drop(session_id)
         await self._free_kv(session_id)
 
-    async def close(self, session_id: str) -> bool:
-        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here, or owned
-        by another by now.
+    async def close(self, session_id: str, epoch: int | None = None) -> bool:
+        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here (at that
+        epoch, if given: a call that is repeated late closes no later session of its name), or owned by another by now.
 
         A close that waits is in the log before this returns: whoever owns the session then carries it out. Raises
         ControllerError if the ledger could not be told.
         """
-        epoch = self._sessions.epoch(session_id)
-        if epoch is None:
+        held = self._sessions.epoch(session_id)
+        if held is None or epoch not in (None, held):
             return False
         turn_key = self._sessions.close(session_id)
         try:
             if turn_key is None:
-                await self._end(session_id, epoch)
+                await self._end(session_id, held)
             else:
-                await self._controller.close_after(session_id, epoch, turn_key)
+                await self._controller.close_after(session_id, held, turn_key)
         except StaleEpoch:
             return False
         except SessionNotFound:  # the turn has ended meanwhile, and the session with it

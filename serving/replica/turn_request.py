@@ -13,6 +13,7 @@ from typing import Any, cast
 from cache.token_chain import TokenChain
 from controllers.errors import CapacityExceeded, ModelChanged
 from controllers.session import Fork, Turn
+from controllers.session_keys import named
 from engine.api import Engine, GenerateRequest, SamplingParams, TokenConstraint
 from serving.grammars.constraints import ConstraintCompiler
 from serving.text.text import OutputText, TextProcessor
@@ -106,7 +107,7 @@ class RequestBuilder:
             capacity_room = turn.history_len + turn.room_tokens - prompt_len
             if capacity_room < 1:
                 raise CapacityExceeded(
-                    f"session {turn.session_id!r} has room for {turn.room_tokens} more tokens; the turn needs more"
+                    f"{named(turn.session_id)} has room for {turn.room_tokens} more tokens; the turn needs more"
                 )
             room = min(room, capacity_room)
         asked = call.max_new_tokens

@@ -23,6 +23,7 @@ from controllers.errors import (
     TurnInFlight,
 )
 from controllers.session import Replay, SessionController, Turn
+from controllers.session_keys import named
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
 from serving.background import BackgroundTasks
 from serving.replica.live_turn import NOTHING, LiveTurn, TurnTeller
@@ -151,7 +152,7 @@ class TurnRunner:
         self._overlaps.has_turn(session.session_id, left)
         try:
             if session.open_key not in (None, begun.open_key):
-                raise SessionNotFound(f"session {session.session_id!r} was closed, and another has its name")
+                raise SessionNotFound(f"{named(session.session_id)} was closed, and another has its name")
             if call.resumed is None:
                 await self._host.offer(session.session_id, epoch)
             elif not _is_same(begun, call.resumed):

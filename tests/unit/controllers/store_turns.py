@@ -8,9 +8,7 @@ from controllers.records import SessionRecord, TurnRecord
 from controllers.store import SessionStore
 from controllers.tokens import decode_tokens, encode_tokens
 
-SESSION = SessionRecord(
-    "s", "tenant", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0, open_key="o"
-)
+SESSION = SessionRecord("s", "", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0, open_key="o")
 
 
 def turn_of(index: int, start_len: int, tokens: list[int], **changes: object) -> TurnRecord:
@@ -19,5 +17,5 @@ def turn_of(index: int, start_len: int, tokens: list[int], **changes: object) ->
     return replace(record, **changes)
 
 
-def history_of(store: SessionStore) -> list[int]:
-    return decode_tokens(store.load("s").history)
+def history_of(store: SessionStore, session_id: str = "s") -> list[int]:
+    return decode_tokens(store.load(session_id).history)

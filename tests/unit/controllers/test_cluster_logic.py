@@ -85,7 +85,7 @@ def world(tmp_path: Path, clock: ManualClock) -> Iterator[World]:
     world.store.disconnect()
 
 
-def _open(world: World, session_id: str | None = "s", tenant: str = "t") -> Assignment:
+def _open(world: World, session_id: str | None = "s", tenant: str = "") -> Assignment:
     return world.cluster.open_session(session_id, tenant, None, None)
 
 
@@ -113,12 +113,12 @@ def test_opens_without_an_id_get_one(world: World) -> None:
 
 
 def test_duplicates_are_refused_but_not_retries(world: World) -> None:
-    first = world.cluster.open_session("s", "t", None, None, open_key="k")
-    retried = world.cluster.open_session("s", "t", None, None, open_key="k")
+    first = world.cluster.open_session("s", "", None, None, open_key="k")
+    retried = world.cluster.open_session("s", "", None, None, open_key="k")
     assert (retried.replica_id, retried.epoch, retried.fresh) == (first.replica_id, 1, False)
-    for tenant, open_key in (("t", None), ("t", "other"), ("u", "k")):
+    for open_key in (None, "other"):
         with pytest.raises(SessionExists):
-            world.cluster.open_session("s", tenant, None, None, open_key=open_key)
+            world.cluster.open_session("s", "", None, None, open_key=open_key)
 
 
 def test_no_replica_leaves_no_session(tmp_path: Path, clock: ManualClock) -> None:
@@ -131,24 +131,31 @@ def test_no_replica_leaves_no_session(tmp_path: Path, clock: ManualClock) -> Non
 
 def test_resolve_keeps_the_owner(world: World) -> None:
     opened = _open(world)
-    resolved = world.cluster.resolve("s", False, "t")
+    resolved = world.cluster.resolve("s", False, "")
     assert (resolved.replica_id, resolved.epoch, resolved.fresh) == (opened.replica_id, 1, False)
 
 
 def test_resolve_creates_on_request(world: World) -> None:
     with pytest.raises(SessionNotFound):
-        world.cluster.resolve("s", False, "t")
-    assert world.cluster.resolve("s", True, "t").fresh
-    assert not world.cluster.resolve("s", True, "t").fresh
+        world.cluster.resolve("s", False, "")
+    assert world.cluster.resolve("s", True, "").fresh
+    assert not world.cluster.resolve("s", True, "").fresh
 
 
-def test_tenants_are_kept_apart(world: World) -> None:
-    _open(world)
-    for create in (True, False):
+def test_an_id_is_each_tenants_own(world: World) -> None:
+    """A tenant was told that an id exists which another had taken, and could not have it."""
+    _open(world, tenant="acme")
+    for tenant in ("", "other"):
         with pytest.raises(SessionNotFound):
-            world.cluster.resolve("s", create, "other")
-    assert not world.cluster.close_session("s", "other")
-    assert world.cluster.close_session("s", "t")
+            world.cluster.resolve("s", False, tenant)
+        assert not world.cluster.close_session("s", tenant)
+    opened = [_open(world, tenant=tenant).session_id for tenant in ("", "other")]
+    assert len({world.cluster.resolve("s", True, tenant).session_id for tenant in ("", "acme", "other")}) == 3
+    assert world.cluster.close_session("s", "acme")
+    assert [entry.session_id for entry in world.cluster.sessions()] == opened
+    assert [entry.tenant for entry in world.cluster.sessions()] == ["", "other"]
+    with pytest.raises(SessionNotFound):
+        world.cluster.resolve("s", False, "acme")
 
 
 def test_commits_reach_log_and_ledger(world: World) -> None:
@@ -175,7 +182,7 @@ def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
     opened = _open(world)
     world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
     assert world.cluster.report_unreachable(opened.replica_id, True)
-    moved = world.cluster.resolve("s", False, "t")
+    moved = world.cluster.resolve("s", False, "")
     assert (moved.epoch, moved.fresh) == (2, True)
     assert moved.replica_id != opened.replica_id
     with pytest.raises(StaleEpoch):
@@ -191,13 +198,13 @@ def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
     opened = _open(world)
     status = ReplicaStatus(opened.replica_id, 5000, 5000)
     world.cluster.report_unreachable(opened.replica_id, True)
-    moved = world.cluster.resolve("s", False, "t")
+    moved = world.cluster.resolve("s", False, "")
     held = SessionStatus("s", opened.epoch, 0, 0, 0.0, False)
     reply = world.cluster.heartbeat(status, [held])
     assert (reply.known, reply.stale_sessions) == (False, ("s",))
     world.cluster.register_replica(status)
     assert world.cluster.heartbeat(status, [held]).known
-    assert world.cluster.resolve("s", False, "t").replica_id == moved.replica_id
+    assert world.cluster.resolve("s", False, "").replica_id == moved.replica_id
     world.cluster.report_members("i", [opened.replica_id], ())
     assert _open(world, "new").replica_id == opened.replica_id
 
@@ -206,16 +213,16 @@ def test_a_false_alarm_before_the_next_use_moves_nothing(world: World) -> None:
     opened = _open(world)
     world.cluster.report_unreachable(opened.replica_id, True)
     world.cluster.register_replica(ReplicaStatus(opened.replica_id, 1000, 1000))
-    assert world.cluster.resolve("s", False, "t").epoch == 1
+    assert world.cluster.resolve("s", False, "").epoch == 1
 
 
 def test_a_silent_owner_is_replaced(world: World) -> None:
     opened = _open(world)
     world.clock.advance(SILENCE_S + 1)
-    assert world.cluster.resolve("s", False, "t").epoch == 1, "it may only be slow, and nobody else is there"
+    assert world.cluster.resolve("s", False, "").epoch == 1, "it may only be slow, and nobody else is there"
     other = "b" if opened.replica_id == "a" else "a"
     world.beat(other)
-    assert world.cluster.resolve("s", False, "t").replica_id == other
+    assert world.cluster.resolve("s", False, "").replica_id == other
 
 
 def test_a_lost_owner_is_not_asked_even_if_nobody_else_is_there(world: World) -> None:
@@ -223,7 +230,7 @@ def test_a_lost_owner_is_not_asked_even_if_nobody_else_is_there(world: World) ->
     for replica_id in ("a", "b"):
         world.cluster.report_unreachable(replica_id, True)
     with pytest.raises(NoReplica):
-        world.cluster.resolve("s", False, "t")
+        world.cluster.resolve("s", False, "")
 
 
 def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
@@ -233,9 +240,9 @@ def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
     world.cluster.drain_replica(opened.replica_id)
     held = SessionStatus("s", 1, 0, 0, 0.0, False)
     assert world.cluster.heartbeat(status, [held]).draining
-    assert world.cluster.resolve("s", False, "t").epoch == 1
+    assert world.cluster.resolve("s", False, "").epoch == 1
     assert world.cluster.offer_session("s", 1, opened.replica_id)
-    moved = world.cluster.resolve("s", False, "t")
+    moved = world.cluster.resolve("s", False, "")
     assert moved.epoch == 2
     assert moved.replica_id != opened.replica_id
     assert world.cluster.stats()["drained_total"] == 1
@@ -244,7 +251,7 @@ def test_a_draining_owner_hands_its_sessions_over_itself(world: World) -> None:
 def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> None:
     opened = _open(world)
     world.beat("a", "b", draining=True)
-    assert world.cluster.resolve("s", False, "t").epoch == 1
+    assert world.cluster.resolve("s", False, "").epoch == 1
     assert not world.cluster.offer_session("s", 1, opened.replica_id)
     assert _open(world, "new").replica_id in ("a", "b"), "better than none"
     # A newcomer that no router lists yet could not be reached.
@@ -252,7 +259,7 @@ def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> N
     assert not world.cluster.offer_session("s", 1, opened.replica_id)
     world.cluster.report_members("i", ["c"], ["a", "b"])
     assert world.cluster.offer_session("s", 1, opened.replica_id)
-    assert world.cluster.resolve("s", False, "t").replica_id == "c"
+    assert world.cluster.resolve("s", False, "").replica_id == "c"
 
 
 def test_a_replica_that_routers_drop_gets_no_session_whatever_it_says(world: World) -> None:
@@ -267,7 +274,7 @@ def test_a_replica_that_routers_drop_gets_no_session_whatever_it_says(world: Wor
 def test_sessions_of_one_that_said_farewell_move(world: World) -> None:
     opened = _open(world)
     assert world.cluster.deregister_replica(opened.replica_id) == 1
-    assert world.cluster.resolve("s", False, "t").epoch == 2
+    assert world.cluster.resolve("s", False, "").epoch == 2
 
 
 def test_a_step_of_the_wall_clock_moves_nothing(world: World) -> None:
@@ -276,10 +283,10 @@ def test_a_step_of_the_wall_clock_moves_nothing(world: World) -> None:
     world.wall.advance(11.0)
     world.beat("b")  # who reports first would get what the others have
     for opened in before:
-        resolved = world.cluster.resolve(opened.session_id, False, "t")
+        resolved = world.cluster.resolve(opened.session_id, False, "")
         assert (resolved.replica_id, resolved.epoch) == (opened.replica_id, 1)
     world.wall.advance(-3600.0)
-    assert {world.cluster.resolve(each.session_id, False, "t").epoch for each in before} == {1}
+    assert {world.cluster.resolve(each.session_id, False, "").epoch for each in before} == {1}
 
 
 def test_a_pause_of_the_controller_is_held_against_nobody(world: World) -> None:
@@ -289,15 +296,15 @@ def test_a_pause_of_the_controller_is_held_against_nobody(world: World) -> None:
     world.clock.advance(60.0)
     world.beat("b")  # who reports first would get what the others have
     for opened in before:
-        assert world.cluster.resolve(opened.session_id, False, "t").epoch == 1
+        assert world.cluster.resolve(opened.session_id, False, "").epoch == 1
     world.cluster.tick()
-    assert {world.cluster.resolve(each.session_id, False, "t").epoch for each in before} == {1}
+    assert {world.cluster.resolve(each.session_id, False, "").epoch for each in before} == {1}
     # From here on it is there to hear them.
     for _ in range(int(SILENCE_S) * 4 + 1):
         world.clock.advance(0.25)
         world.cluster.tick()
         world.beat_only("b")
-    assert {world.cluster.resolve(each.session_id, False, "t").replica_id for each in before} == {"b"}
+    assert {world.cluster.resolve(each.session_id, False, "").replica_id for each in before} == {"b"}
 
 
 def test_a_restart_keeps_ownership(world: World) -> None:
@@ -306,7 +313,7 @@ def test_a_restart_keeps_ownership(world: World) -> None:
     before = world.cluster.sessions()
     cluster = world.restart()
     assert cluster.sessions() == before
-    assert cluster.resolve("s", False, "t") == Assignment("s", opened.replica_id, 1, fresh=False)
+    assert cluster.resolve("s", False, "") == Assignment("s", opened.replica_id, 1, fresh=False)
     cluster.commit_turn(_turn(opened, 0, 0, [1, 2]))
     cluster.commit_turn(_turn(opened, 1, 2, [3]))
 
@@ -317,7 +324,7 @@ def test_after_a_restart_owners_that_stay_away_are_replaced(world: World) -> Non
     other = "b" if opened.replica_id == "a" else "a"
     world.clock.advance(SILENCE_S + 1)
     world.beat(other)
-    assert world.cluster.resolve("s", False, "t").replica_id == other
+    assert world.cluster.resolve("s", False, "").replica_id == other
 
 
 def test_close(world: World) -> None:
@@ -411,7 +418,7 @@ def test_use_after_a_pause_is_noted_durably(world: World) -> None:
     _open(world)
     world.clock.advance(60)
     world.beat("a", "b")
-    world.cluster.resolve("s", False, "t")
+    world.cluster.resolve("s", False, "")
     (entry,) = world.restart().sessions()
     assert entry.last_used_s == world.clock.now_s
 
@@ -450,7 +457,7 @@ def test_an_owner_that_is_known_is_told_without_the_log(world: World) -> None:
     world.clock.advance(60)
     world.beat("a", "b")
     world.store.disconnect()
-    assert world.cluster.resolve("s", False, "t").replica_id == opened.replica_id
+    assert world.cluster.resolve("s", False, "").replica_id == opened.replica_id
     (entry,) = world.cluster.sessions()
     assert entry.last_used_s == world.clock.now_s
 

@@ -112,7 +112,7 @@ def _cluster(store: SqliteSessionStore, clock: ManualClock) -> Cluster:
 
 def _opened(cluster: Cluster) -> str:
     """A parent of six tokens; gives its owner."""
-    owner = cluster.open_session("p", "t", 30.0, 99).replica_id
+    owner = cluster.open_session("p", "", 30.0, 99).replica_id
     cluster.commit_turn(TurnRecord("p", 1, 0, 0, encode_tokens(range(6)), 6))
     return owner
 
@@ -122,7 +122,7 @@ def test_the_child_is_placed_beside_its_parent(
 ) -> None:
     owner = _opened(cluster)
     child = cluster.fork_session("p", 1, owner, ForkOrder("c", "k", 4))
-    assert (child.replica_id, child.tenant, child.timeout_s, child.capacity_tokens) == (owner, "t", 30.0, 99)
+    assert (child.replica_id, child.tenant, child.timeout_s, child.capacity_tokens) == (owner, "", 30.0, 99)
     assert child.history == b""
     other = cluster.fork_session("p", 1, owner, ForkOrder("d", "l", timeout_s=7.0))
     assert (other.replica_id, other.timeout_s) == (owner, 7.0)
@@ -154,7 +154,7 @@ def test_a_child_whose_replica_died_follows_its_parent(cluster: Cluster) -> None
     order = ForkOrder("c", "k", 4)
     cluster.fork_session("p", 1, owner, order)
     cluster.report_unreachable(owner, True)
-    moved = cluster.resolve("p", False, "t")
+    moved = cluster.resolve("p", False, "")
     child = cluster.fork_session("p", moved.epoch, moved.replica_id, order)
     assert (child.replica_id, child.epoch) == (moved.replica_id, 2)
     assert decode_tokens(cluster.load_session("c", 2, moved.replica_id).history) == [0, 1, 2, 3]

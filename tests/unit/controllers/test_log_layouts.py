@@ -17,7 +17,7 @@ import pytest
 from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, history_of, turn_of
 
-from controllers.errors import StoreError
+from controllers.errors import SessionNotFound, StoreError
 from controllers.records import ModelFingerprint, StoredResult
 from controllers.redis_store import RedisSessionStore
 from controllers.sqlite_store import SqliteSessionStore
@@ -25,6 +25,8 @@ from controllers.store import SessionStore
 from controllers.tokens import encode_tokens
 
 RECORDED = Path(__file__).parent / "recorded"
+KEY = "tenant s"
+"""What versions before named "s", as its client does."""
 MODEL = ModelFingerprint("tokenizer", "weights", "template")
 
 Place = Callable[[], SessionStore]
@@ -64,27 +66,53 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return lambda: RedisSessionStore(log, CLUSTER)
 
 
+@pytest.fixture(params=["sqlite", "redis"])
+def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Opens one log, which is empty at first, again and again."""
+    if request.param == "sqlite":
+        return lambda: SqliteSessionStore(tmp_path / "new.db")
+    log = request.getfixturevalue("redis_server").log()
+    return lambda: RedisSessionStore(log, CLUSTER)
+
+
 def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> None:
     store = place()
     record = replace(
         SESSION,
+        session_id=KEY,
+        tenant="tenant",
         history=encode_tokens([1, 2, 3, 4]),
         turns=2,
         results=(StoredResult("k", 0, b"r", "d"),),
         tools="tools",
     )
     assert store.epoch_floor() == 1
-    assert store.find("s").last_used_s == 1000.0
-    epoch = store.claim("s", "a").epoch  # in Redis it had no writer, and is no cluster's yet
-    assert store.load("s") == replace(record, epoch=epoch)
+    assert store.find(KEY).last_used_s == 1000.0
+    epoch = store.claim(KEY, "a").epoch  # in Redis it had no writer, and is no cluster's yet
+    assert store.load(KEY) == replace(record, epoch=epoch)
     (entry,) = store.load_all_entries()
-    assert (entry.session_id, entry.tokens, entry.turns) == ("s", 4, 2)
-    store.append_turn(turn_of(1, 3, [4], input_len=1, epoch=epoch))  # told again: it is there
-    store.append_turn(turn_of(2, 4, [5], model=MODEL, epoch=epoch))
+    assert (entry.session_id, entry.tokens, entry.turns) == (KEY, 4, 2)
+    told_again = turn_of(1, 3, [4], input_len=1, epoch=epoch)
+    for turn in (told_again, turn_of(2, 4, [5], model=MODEL, epoch=epoch)):
+        store.append_turn(replace(turn, session_id=KEY))
     store.disconnect()
     again = place()  # raised to this version's layout: one before would not know what it reads
-    assert (history_of(again), again.load("s").model) == ([1, 2, 3, 4, 5], MODEL)
+    assert (history_of(again, KEY), again.load(KEY).model) == ([1, 2, 3, 4, 5], MODEL)
+    with pytest.raises(SessionNotFound):
+        again.load("s")
     again.disconnect()
+
+
+def test_a_cluster_finds_its_tenants_sessions_of_the_version_before(reopened: Place) -> None:
+    store = reopened()
+    store.open(replace(SESSION, tenant="tenant"))
+    store.append_turn(turn_of(0, 0, [1, 2]))
+    store.disconnect()
+    for _ in range(2):
+        store = reopened()
+        assert [entry.session_id for entry in store.load_all_entries()] == [KEY]
+        assert history_of(store, KEY) == [1, 2]
+        store.disconnect()
 
 
 def test_a_file_of_the_first_layout_gains_what_is_new(tmp_path: Path) -> None:
@@ -94,8 +122,8 @@ def test_a_file_of_the_first_layout_gains_what_is_new(tmp_path: Path) -> None:
         connection.execute("PRAGMA user_version = 1")
     for _ in range(2):
         store = SqliteSessionStore(path)
-        record = store.load("s")
-        assert (history_of(store), record.tools, record.model) == ([1, 2, 3, 4], None, None)
+        record = store.load(KEY)
+        assert (history_of(store, KEY), record.tools, record.model) == ([1, 2, 3, 4], None, None)
         store.disconnect()
 
 
@@ -118,11 +146,9 @@ def test_a_newer_layout_is_refused_by_name_and_left_alone(tmp_path: Path, redis_
         assert client.get(f"kedge:{{{log.name}}}:layout") == b"3"
 
 
-@pytest.fixture(params=["sqlite", "redis"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> SessionStore:
-    if request.param == "sqlite":
-        return SqliteSessionStore(tmp_path / "new.db")
-    return RedisSessionStore(request.getfixturevalue("redis_server").log(), CLUSTER)
+@pytest.fixture
+def store(reopened: Place) -> SessionStore:
+    return reopened()
 
 
 def test_the_model_of_a_session_is_that_of_its_last_turn(store: SessionStore) -> None:

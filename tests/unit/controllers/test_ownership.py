@@ -24,17 +24,15 @@ def ledger(clock: ManualClock) -> OwnershipLedger:
 def test_open_and_get(ledger: OwnershipLedger) -> None:
     entry = ledger.open(_record())
     assert (entry.replica_id, entry.epoch, entry.tenant, entry.last_used_s) == ("a", 1, "t", 1000.0)
-    assert ledger.get("s") == ledger.get("s", "t") == entry
+    assert ledger.get("s") == entry
     assert "s" in ledger
     assert len(ledger) == 1
     with pytest.raises(SessionExists):
         ledger.open(_record())
 
 
-def test_other_tenants_see_nothing(ledger: OwnershipLedger) -> None:
+def test_what_was_not_opened_is_not_found(ledger: OwnershipLedger) -> None:
     ledger.open(_record())
-    with pytest.raises(SessionNotFound):
-        ledger.get("s", "other")
     with pytest.raises(SessionNotFound):
         ledger.get("unknown")
 

@@ -14,6 +14,7 @@ from store_turns import SESSION, history_of, turn_of
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import KEPT_RESULTS, LedgerEntry, StoredResult, TurnRecord
 from controllers.redis_store import RedisSessionStore
+from controllers.session_keys import tenant_in
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import LogNews, SessionStore
 from controllers.tokens import decode_tokens, encode_tokens
@@ -42,9 +43,7 @@ def test_open_and_load(store: SessionStore, clock: ManualClock) -> None:
     store.open(SESSION)
     assert store.load("s") == SESSION
     assert store.load_all_entries() == [
-        LedgerEntry(
-            "s", "tenant", "a", 1, 0, 0, 5.0, clock.now_s, timeout_s=30.0, capacity_tokens=99, open_key="o"
-        )
+        LedgerEntry("s", "", "a", 1, 0, 0, 5.0, clock.now_s, timeout_s=30.0, capacity_tokens=99, open_key="o")
     ]
     with pytest.raises(SessionExists):
         store.open(SESSION)
@@ -245,16 +244,16 @@ def test_what_is_kept_outlives_the_store(place: Place, clock: ManualClock) -> No
 
 
 def test_texts_and_bytes_of_every_kind(store: SessionStore) -> None:
-    names = ["täglich", "a:b", "{x}", " ", "\n", "\0", "*", "日本", "-1"]
+    names = ["täglich", "a:b", "{x}", "a b", "\n", "\0", "*", "日本", "-1"]
     results = [b"", b"\n", b"\0\xff", bytes(range(256))]
     for name in names:
-        store.open(replace(SESSION, session_id=name, tenant=name, open_key=name))
+        store.open(replace(SESSION, session_id=name, tenant=tenant_in(name), open_key=name))
         for index, result in enumerate(results):
             record = turn_of(index, 0, [2**32 - 1], idempotency_key=f"{name}{index}", result=result)
             store.append_turn(replace(record, session_id=name, digest=name, tools=name))
     for name in names:
         record = store.load(name)
-        assert (record.tenant, record.open_key, record.tools) == (name, name, name)
+        assert (record.tenant, record.open_key, record.tools) == (tenant_in(name), name, name)
         assert [kept.result for kept in record.results] == results
         assert {kept.digest for kept in record.results} == {name}
     assert {entry.session_id for entry in store.load_all_entries()} == set(names)

@@ -56,7 +56,7 @@ def upgrade(redis_server: RedisServer, clock: ManualClock) -> Iterator[Upgrade]:
 
 
 def open_session(side: Side, session_id: str = "s") -> None:
-    side.cluster.open_session(session_id, "t", None, None)
+    side.cluster.open_session(session_id, "", None, None)
 
 
 def test_a_newcomer_takes_nothing_before_traffic_moves(upgrade: Upgrade) -> None:
@@ -80,7 +80,7 @@ def test_the_first_turn_at_the_newcomer_takes_the_session_and_no_other(upgrade: 
     upgrade.old.turn("s", [2])
     owner, held = upgrade.new.begin("s")
     assert (owner.epoch, owner.fresh, decode_tokens(held.history)) == (2, True, [1, 2])
-    assert upgrade.new.cluster.resolve("s", False, "t").epoch == 2, "it is claimed once"
+    assert upgrade.new.cluster.resolve("s", False, "").epoch == 2, "it is claimed once"
     upgrade.new.cluster.commit_turn(next_turn(owner, held, [3]))
     upgrade.old.turn("stays", [2])
     assert upgrade.new.session_ids() == ["s"]
@@ -153,7 +153,7 @@ def test_a_restarted_controller_keeps_its_claims_at_once(upgrade: Upgrade) -> No
 FORMER_OWNERS_CALLS: dict[str, Callable[[Side, Assignment, SessionRecord], object]] = {
     "load": lambda side, owner, _: side.cluster.load_session("s", owner.epoch, owner.replica_id),
     "commit": lambda side, owner, held: side.cluster.commit_turn(next_turn(owner, held, [2])),
-    "close": lambda side, owner, _: side.cluster.close_session("s", "t", owner.epoch),
+    "close": lambda side, owner, _: side.cluster.close_session("s", "", owner.epoch),
     "fork": lambda side, owner, _: side.cluster.fork_session(
         "s", owner.epoch, owner.replica_id, ForkOrder("child", "key")
     ),
@@ -177,29 +177,29 @@ def test_the_former_cluster_changes_nothing(upgrade: Upgrade, call: str) -> None
 
 def test_tenants_and_namesakes_are_kept_apart_across_clusters(upgrade: Upgrade) -> None:
     open_session(upgrade.old)
-    for create in (False, True):
-        with pytest.raises(SessionNotFound):
-            upgrade.new.cluster.resolve("s", create, "other")
+    with pytest.raises(SessionNotFound):
+        upgrade.new.cluster.resolve("s", False, "other")
     assert not upgrade.new.cluster.close_session("s", "other")
+    assert upgrade.new.cluster.resolve("s", True, "other").epoch == 1
     with pytest.raises(SessionExists):
         open_session(upgrade.new)
     with pytest.raises(SessionExists):
         upgrade.old.cluster.fork_session("s", 1, upgrade.old.begin("s")[0].replica_id, ForkOrder("s", "key"))
-    assert not upgrade.new.cluster.resolve("new", True, "t").epoch > 1
-    assert upgrade.new.cluster.resolve("s", True, "t").epoch == 2
+    assert not upgrade.new.cluster.resolve("new", True, "").epoch > 1
+    assert upgrade.new.cluster.resolve("s", True, "").epoch == 2
 
 
 def test_a_session_is_closed_through_either_cluster(upgrade: Upgrade) -> None:
     open_session(upgrade.old)
     upgrade.old.turn("s", [1])
-    assert upgrade.new.cluster.close_session("s", "t")
-    assert not upgrade.new.cluster.close_session("s", "t")
+    assert upgrade.new.cluster.close_session("s", "")
+    assert not upgrade.new.cluster.close_session("s", "")
     with pytest.raises(SessionNotFound):
         upgrade.old.turn("s", [2])
     open_session(upgrade.old)
     upgrade.new.turn("s", [1])
-    assert upgrade.old.cluster.close_session("s", "t"), "its ledger still has it, its log does not"
-    assert not upgrade.new.cluster.close_session("s", "t")
+    assert upgrade.old.cluster.close_session("s", ""), "its ledger still has it, its log does not"
+    assert not upgrade.new.cluster.close_session("s", "")
 
 
 @pytest.mark.parametrize("closed", ["commit", "load", "open"])
@@ -207,9 +207,9 @@ def test_a_session_that_the_other_cluster_closed_is_forgotten(upgrade: Upgrade, 
     """Before a sweep tells of it."""
     open_session(upgrade.old)
     owner, held = upgrade.old.begin("s")
-    upgrade.new.cluster.close_session("s", "t")
+    upgrade.new.cluster.close_session("s", "")
     if closed == "open":
-        assert upgrade.old.cluster.open_session("s", "t", None, None).epoch == 3
+        assert upgrade.old.cluster.open_session("s", "", None, None).epoch == 3
         return
     with pytest.raises(SessionNotFound):
         FORMER_OWNERS_CALLS[closed](upgrade.old, owner, held)
@@ -221,10 +221,10 @@ def test_a_namesake_starts_above_the_epochs_of_both_clusters(upgrade: Upgrade) -
     open_session(upgrade.old)
     for side in (upgrade.new, upgrade.old, upgrade.new):
         side.turn("s", [1])
-    upgrade.new.cluster.close_session("s", "t")
-    assert upgrade.old.cluster.open_session("other", "t", None, None).epoch == 5
-    assert upgrade.old.cluster.close_session("s", "t") is False
-    assert upgrade.old.cluster.resolve("s", True, "t").epoch == 5
+    upgrade.new.cluster.close_session("s", "")
+    assert upgrade.old.cluster.open_session("other", "", None, None).epoch == 5
+    assert upgrade.old.cluster.close_session("s", "") is False
+    assert upgrade.old.cluster.resolve("s", True, "").epoch == 5
 
 
 def test_idle_sessions_of_a_cluster_that_lives_are_its_own(upgrade: Upgrade) -> None:

@@ -64,7 +64,7 @@ class ClustersMachine(RuleBasedStateMachine):
 
     @rule(side=SIDES, session_id=IDS)
     def open(self, side: int, session_id: str) -> None:
-        opening = lambda: self.sides[side].cluster.open_session(session_id, "t", None, None)  # noqa: E731
+        opening = lambda: self.sides[side].cluster.open_session(session_id, "", None, None)  # noqa: E731
         if session_id in self.sessions:
             self.refused(SessionExists, opening)
         else:
@@ -131,7 +131,7 @@ class ClustersMachine(RuleBasedStateMachine):
 
     @rule(side=SIDES, session_id=IDS)
     def close(self, side: int, session_id: str) -> None:
-        assert self.cluster(side).close_session(session_id, "t") == (session_id in self.sessions)
+        assert self.cluster(side).close_session(session_id, "") == (session_id in self.sessions)
         session = self.sessions.pop(session_id, None)
         if session is not None:
             self.former_epoch = max(self.former_epoch, session.epoch)

@@ -42,7 +42,7 @@ class Side:
         """What a turn's beginning does: its owner is found, and loads the history. An ingress asks once more if the
         owner turns out to be stale."""
         for asked_anew in (False, True):
-            owner = self.cluster.resolve(session_id, False, "t")
+            owner = self.cluster.resolve(session_id, False, "")
             assert owner.replica_id in self.replicas
             try:
                 return owner, self.cluster.load_session(session_id, owner.epoch, owner.replica_id)

@@ -7,6 +7,7 @@ import functools
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError
 from controllers.records import ForkOrder
+from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import Finish, FinishReason
 from serving.front.http import create_http_app
 from serving.text.text import TextProcessor
@@ -51,7 +53,9 @@ class LocalService:
         self.calls.append(call)
         epoch = None
         if call.session is not None:
-            epoch = self._epoch(call.session.session_id, call.tenant, create=call.session.create)
+            key = session_key(call.tenant, call.session.session_id)
+            epoch = self._epoch(key, create=call.session.create)
+            call = replace(call, session=replace(call.session, session_id=key))
         try:
             async with aclosing(self.rig.events(call, epoch)) as events:
                 first = await anext(events)
@@ -61,9 +65,9 @@ class LocalService:
         finally:
             self.ended += 1
 
-    def _epoch(self, session_id: str, tenant: str, *, create: bool) -> int:
+    def _epoch(self, key: str, *, create: bool) -> int:
         try:
-            return self.cluster.resolve(session_id, create, tenant).epoch
+            return self.cluster.resolve(key, create, tenant_in(key)).epoch
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
@@ -71,7 +75,7 @@ class LocalService:
         self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
     ) -> str:
         try:
-            return self.cluster.open_session(session_id, tenant, timeout_s, capacity_tokens).session_id
+            return id_in(self.cluster.open_session(session_id, tenant, timeout_s, capacity_tokens).session_id)
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
@@ -84,9 +88,11 @@ class LocalService:
         timeout_s: float | None,
         tenant: str,
     ) -> ForkedSession:
-        order = ForkOrder(new_session_id or uuid.uuid4().hex, uuid.uuid4().hex, length, timeout_s)
+        key, child_id = session_key(tenant, session_id), new_session_id or uuid.uuid4().hex
+        order = ForkOrder(session_key(tenant, child_id), uuid.uuid4().hex, length, timeout_s)
         try:
-            return await self.rig.host.fork(session_id, self._epoch(session_id, tenant, create=False), order)
+            forked = await self.rig.host.fork(key, self._epoch(key, create=False), order)
+            return replace(forked, session_id=child_id)
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
@@ -102,12 +108,12 @@ class LocalService:
         return cluster_audit([replica_audit(REPLICA_ID, report)], {REPLICA_ID})
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
+        key = session_key(tenant, session_id)
         try:
-            self._epoch(session_id, tenant, create=False)
+            epoch = self._epoch(key, create=False)
         except ServiceError:
             return False
-        held = await self.rig.host.close(session_id)
-        return held or self.cluster.close_session(session_id)
+        return await self.rig.host.close(key, epoch) or self.cluster.close_session(key)
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         self.rig.turns.abort(None if all_requests else request_id, tenant)
@@ -117,7 +123,9 @@ class LocalService:
 
     async def sessions(self) -> list[SessionInfo]:
         return [
-            SessionInfo(e.session_id, e.replica_id, e.epoch, e.tokens, e.size_bytes, e.turns, 0.0, e.in_turn)
+            SessionInfo(
+                id_in(e.session_id), e.replica_id, e.epoch, e.tokens, e.size_bytes, e.turns, 0.0, e.in_turn
+            )
             for e in self.cluster.sessions()
         ]
 

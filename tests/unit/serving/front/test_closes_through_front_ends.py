@@ -28,24 +28,24 @@ class ClosingReplicas:
         self._replicas = replicas
         self.asked: list[str] = []
 
-    async def call(self, replica_id: str, method: str, session_id: str) -> Any:
+    async def call(self, replica_id: str, method: str, session_id: str, epoch: int) -> Any:
         assert method == "close_session"
         self.asked.append(replica_id)
         if replica_id in self._replicas.dead:
             raise ReplicaGone(replica_id)
         try:
-            return await self._replicas.rigs[replica_id].host.close(session_id)
+            return await self._replicas.rigs[replica_id].host.close(session_id, epoch)
         except ControllerError as error:
             return error_info(error)
 
 
 class OtherIngress:
-    """Remembers that "a" owns session "s" at epoch 1, whoever does by now."""
+    """Remembers that "a" owns a session at epoch 1, whoever does by now."""
 
-    def __init__(self, served: Failover) -> None:
+    def __init__(self, served: Failover, key: str = "s") -> None:
         self.replicas = ClosingReplicas(served.replicas)
         owners, metrics = OwnershipCache(9), IngressMetrics("other")
-        owners.put("", "s", Owner("a", 1))
+        owners.put(key, Owner("a", 1))
         parts: tuple[Any, ...] = (self.replicas, served.controller, owners, metrics)
         fields: dict[str, Any] = {
             "model": None,
@@ -125,6 +125,29 @@ async def test_a_close_that_comes_twice_closes_no_later_session(
     assert not close(*asked[0])
     assert [entry.open_key for entry in served.cluster.sessions()] == ["another"]
     close("s")
+
+
+async def test_a_close_that_reaches_a_replica_twice_closes_no_later_session(served: Failover) -> None:
+    """The replica closed whatever it held by that name."""
+    (owner, _) = served.rigs
+    assert await owner.host.close("s", 1)
+    served.open_session("s")
+    await served.turn(call([4], "s"))
+    assert not await owner.host.close("s", 1)
+    (entry,) = served.cluster.sessions()
+    assert await owner.host.close("s", entry.epoch)
+
+
+async def test_an_id_that_was_a_tenants_closes_no_session_of_another(served: Failover) -> None:
+    """A front end remembered the owner of a session that had expired. Its tenant's close went there, and closed what
+    another tenant had opened by that id."""
+    served.cluster.open_session("s", "acme", None, None)
+    await served.turn(call([4], "acme s"))
+    other = OtherIngress(served, "other s")
+    assert not await other.client.close_session("s", tenant="other")
+    assert {entry.session_id for entry in served.cluster.sessions()} == {"s", "acme s"}
+    assert await other.client.close_session("s", tenant="acme")
+    assert await other.client.close_session("s", tenant="")
 
 
 async def test_a_session_without_an_owner_is_closed_in_the_log(served: Failover) -> None:

@@ -77,7 +77,7 @@ async def test_a_fork_waits_for_the_log(served: Failover) -> None:
     served.dispatcher._replicas = Pinned()  # type: ignore[assignment]
     served.controller.log.away = True
     order = ForkOrder("child", "key")
-    forking = asyncio.create_task(served.dispatcher.ask_owner("s", "", "fork_session", order))
+    forking = asyncio.create_task(served.dispatcher.ask_owner("s", "fork_session", order))
     await waits(forking)
     served.controller.log.away = False
     assert (await forking).tokens == len(PROMPT) + LENGTH
