@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.deployment import Application
 
 from engine.build import build_engine
-from serving.front.api.access import keys_in
+from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
 from serving.front.router import PinnedRequestRouter
@@ -38,7 +38,7 @@ def build(values: dict[str, Any]) -> Application:
     """Builder for Ray Serve: `args` of the config file. Raises SettingsError, before any replica starts."""
     args = parse_args(values)
     # Each ingress reads its own environment. Where this one is the same, the fault shows before anything starts.
-    keys_in(os.environ)
+    KeyRing(os.environ)
     if args.execution.tensor_parallel == 1:
         return compose(args, build_engine)
     return compose(args, ParallelEngineFactory(args.replicas.num_cpus, args.replicas.num_gpus))

@@ -8,26 +8,28 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from serving.front.api import admin, openai_chat, openai_completions, openai_models, session_protocol
-from serving.front.api.access import KeysRequired
+from serving.front.api.access import CallersKnown
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
 from serving.front.api.errors import install_error_handlers
+from serving.front.api.keys import KeyRing
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.wire.turns import TurnService
 
 MAX_BODY_SIZE_BYTES = 32 * 1024 * 1024
 KEEP_ALIVE_S = 5.0
+NO_KEYS = KeyRing({})
 
 
 def create_http_app(
     service_provider: Callable[[], TurnService],
     *,
-    api_keys: tuple[str, ...] = (),
+    keys: KeyRing = NO_KEYS,
     max_body_size_bytes: int = MAX_BODY_SIZE_BYTES,
     keep_alive_s: float = KEEP_ALIVE_S,
     browser_rules: BrowserRules = NO_RULES,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
-    `api_keys` calls need one of them. A stream is silent for `keep_alive_s` at most."""
+    `keys` calls need one of them. A stream is silent for `keep_alive_s` at most."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.max_body_size_bytes = max_body_size_bytes
@@ -35,9 +37,8 @@ def create_http_app(
     install_error_handlers(app)
     for protocol in (openai_chat, openai_completions, openai_models, session_protocol, admin):
         app.include_router(protocol.routes())
-    if api_keys:
-        app.add_middleware(KeysRequired, keys=api_keys)
-    app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=not api_keys)
+    app.add_middleware(CallersKnown, keys=keys)
+    app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=not keys)
     if browser_rules.origins:
         app.add_middleware(
             CORSMiddleware,

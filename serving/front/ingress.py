@@ -15,8 +15,8 @@ from ray.serve.handle import DeploymentHandle
 
 from controllers.settings import Deployment
 from serving.background import BackgroundTasks
-from serving.front.api.access import keys_in
 from serving.front.api.browsers import BrowserRules
+from serving.front.api.keys import KeyRing
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.http import create_http_app
 from serving.front.membership import WATCH_INTERVAL_S, Membership
@@ -41,6 +41,8 @@ CALL_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 900.0
 EXPIRE_INTERVAL_S = 15.0
 CACHED_OWNERS = 100_000
+RELOAD_KEYS_INTERVAL_S = 2.0
+RELOAD_KEYS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Ingress:
         replicas: DeploymentHandle,
         place_of: Callable[[AppArgs], IngressPlace],
     ) -> None:
-        self._api_keys = keys_in(os.environ)
+        self._keys = KeyRing(os.environ, args.ingress.keys_path)
         self._keep_alive_s = args.ingress.keep_alive_s
         self._browser_rules = BrowserRules(args.ingress.allowed_hosts, args.ingress.allowed_origins)
         place = place_of(args)
@@ -103,6 +105,7 @@ class Ingress:
         self._tasks.every(WATCH_INTERVAL_S, membership.look, timeout_s=CONTROLLER_TIMEOUT_S)
         # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
 
     @property
     def service(self) -> TurnService:
@@ -112,6 +115,9 @@ class Ingress:
     async def abort(self, request_id: str | None, tenant: str) -> None:
         """Of turns whose clients are here, see TurnDispatcher.abort."""
         self._dispatcher.abort(request_id, tenant)
+
+    async def _reload_keys(self) -> None:
+        await asyncio.to_thread(self._keys.reload)
 
     async def describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready. `tasks` are those of the event loop."""
@@ -125,7 +131,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         app: FastAPI = create_http_app(
             lambda: self.service,
-            api_keys=self._api_keys,
+            keys=self._keys,
             keep_alive_s=self._keep_alive_s,
             browser_rules=self._browser_rules,
         )

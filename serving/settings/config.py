@@ -27,7 +27,7 @@ from controllers.settings import (
 from engine.settings import EngineSettings, ExecutionSettings, SchedulerSettings
 from serving.settings.engine_args import CacheArgs, ExecutionArgs, ModelArgs, SchedulerArgs, SpeculationArgs
 from serving.settings.settings_file import read_args
-from serving.settings.settings_paths import state_path
+from serving.settings.settings_paths import resolve_path, state_path
 from serving.settings.strict_settings import (
     NotEmpty,
     PositiveInt,
@@ -111,7 +111,7 @@ class ReplicaArgs(StrictModel):
 class IngressArgs(StrictModel):
     """HTTP front ends; any number of them agree, because ownership lives in the controller. One that is to go is listed
     out first, and its streams have `graceful_shutdown_timeout_s` to end. `allowed_hosts` and `allowed_origins` are for
-    browsers, see serving/front/api/browsers.py."""
+    browsers, see serving/front/api/browsers.py, `keys_file` has hashes of keys, see serving/front/api/keys.py."""
 
     count: PositiveInt = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
@@ -121,6 +121,12 @@ class IngressArgs(StrictModel):
     graceful_shutdown_timeout_s: Seconds = 60.0
     allowed_hosts: tuple[HostName, ...] = Field(default=(), strict=False)
     allowed_origins: tuple[Origin, ...] = Field(default=(), strict=False)
+    keys_file: NotEmpty | None = None
+
+    @property
+    def keys_path(self) -> str | None:
+        """Relative to the repository, or to the working directory."""
+        return None if self.keys_file is None else resolve_path(self.keys_file)
 
 
 class SessionArgs(StrictModel):

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from serving.front.api.errors import refusal
-from serving.front.api.fields import Count, CountOrZero, Name, Service, Tenant
+from serving.front.api.fields import OPERATORS_ONLY, Client, Count, CountOrZero, Name, Service, Tenant
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 from serving.wire.turns import ServiceError
 
@@ -44,9 +44,13 @@ def routes() -> APIRouter:
     router.add_api_route("/v1/kedge/sessions/{session_id:path}", delete_session, methods=["DELETE"])
     router.add_api_route("/v1/kedge/sessions/{session_id:path}/fork", fork_session, methods=["POST"])
     router.add_api_route(
-        "/v1/kedge/replicas/{replica_id}/drain", drain_replica, methods=["POST"], status_code=202
+        "/v1/kedge/replicas/{replica_id}/drain",
+        drain_replica,
+        methods=["POST"],
+        status_code=202,
+        dependencies=OPERATORS_ONLY,
     )
-    router.add_api_route("/v1/kedge/audit", audit, methods=["GET"])
+    router.add_api_route("/v1/kedge/audit", audit, methods=["GET"], dependencies=OPERATORS_ONLY)
     return router
 
 
@@ -59,8 +63,11 @@ async def metrics(service: Service) -> Response:
     return Response(await service.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def list_sessions(service: Service) -> dict[str, Any]:
-    return {"sessions": [asdict(session) for session in await service.sessions()]}
+async def list_sessions(service: Service, caller: Client, tenant: Tenant) -> dict[str, Any]:
+    """Those of the tenant; an operator who names none sees all."""
+    everybodys = caller.operator and not tenant
+    sessions = [each for each in await service.sessions() if everybodys or each.tenant == tenant]
+    return {"sessions": [asdict(session) for session in sessions]}
 
 
 async def create_session(body: NewSession, service: Service, tenant: Tenant) -> dict[str, str]:
@@ -77,9 +84,9 @@ async def fork_session(session_id: str, body: NewFork, service: Service, tenant:
     return asdict(forked)
 
 
-async def get_session(session_id: str, service: Service) -> dict[str, Any]:
+async def get_session(session_id: str, service: Service, tenant: Tenant) -> dict[str, Any]:
     for session in await service.sessions():
-        if session.session_id == session_id:
+        if (session.tenant, session.session_id) == (tenant, session_id):
             return asdict(session)
     raise _unknown()
 

@@ -11,8 +11,10 @@ from uuid import uuid4
 from fastapi import Depends, Header, Request
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
+from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import NAME_PATTERN, refusal
-from serving.wire.turns import ModelInfo, OutputConstraint, TurnService
+from serving.front.api.keys import Caller
+from serving.wire.turns import ModelInfo, OutputConstraint, ServiceError, TurnService
 
 MAX_CALLS = 256
 """Generations (prompts × n) that one HTTP request may start."""
@@ -67,13 +69,34 @@ async def get_service(request: Request) -> TurnService:
     return service
 
 
-async def get_tenant(x_tenant_id: Annotated[Name | None, Header(alias="x-tenant-id")] = None) -> str:
-    """Whose sessions and cached prefixes a call may see. Trusted: it is for a gateway in front to set it."""
-    return x_tenant_id or ""
+async def get_caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
+async def check_operator(caller: Annotated[Caller, Depends(get_caller)]) -> None:
+    if not caller.operator:
+        raise ServiceError(FOR_OPERATORS)
+
+
+async def get_tenant(
+    caller: Annotated[Caller, Depends(get_caller)],
+    x_tenant_id: Annotated[Name | None, Header(alias="x-tenant-id")] = None,
+) -> str:
+    """Whose sessions and cached prefixes a call may see: the tenant of its key. Who has a key of no tenant names one,
+    as a gateway does, or none."""
+    if caller.tenant is None:
+        return x_tenant_id or ""
+    if x_tenant_id not in (None, caller.tenant):
+        raise refusal("This key is another tenant's.", "x-tenant-id", status=403, code="tenant_not_allowed")
+    return caller.tenant
 
 
 Service = Annotated[TurnService, Depends(get_service)]
 Tenant = Annotated[str, Depends(get_tenant)]
+Client = Annotated[Caller, Depends(get_caller)]
+OPERATORS_ONLY = [Depends(check_operator)]
+"""Of a route: what it shows or changes is everybody's."""
 SessionHeader = Annotated[Name | None, Header(alias="x-session-id")]
 RetriesHeader = Annotated[int | None, Header(alias="x-stainless-retry-count", ge=0, le=MAX_RETRIES)]
 """OpenAI's SDKs count there how often they have sent this very call before."""

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from engine.api import LogprobParams, SamplingParams
 from serving.front.api.errors import refusal, session_error
 from serving.front.api.fields import (
+    OPERATORS_ONLY,
     IdempotencyHeader,
     Service,
     Tenant,
@@ -54,9 +55,9 @@ def routes() -> APIRouter:
     router.add_api_route("/close_session", close_session, methods=["POST"])
     router.add_api_route("/generate", generate, methods=["POST"])
     router.add_api_route("/abort_request", abort_request, methods=["POST"])
-    router.add_api_route("/flush_cache", flush_cache, methods=["POST"])
+    router.add_api_route("/flush_cache", flush_cache, methods=["POST"], dependencies=OPERATORS_ONLY)
     router.add_api_route("/get_model_info", get_model_info, methods=["GET"])
-    router.add_api_route("/get_server_info", get_server_info, methods=["GET"])
+    router.add_api_route("/get_server_info", get_server_info, methods=["GET"], dependencies=OPERATORS_ONLY)
     router.add_api_route("/health_generate", health_generate, methods=["GET"])
     return router
 

@@ -124,7 +124,15 @@ class LocalService:
     async def sessions(self) -> list[SessionInfo]:
         return [
             SessionInfo(
-                id_in(e.session_id), e.replica_id, e.epoch, e.tokens, e.size_bytes, e.turns, 0.0, e.in_turn
+                id_in(e.session_id),
+                e.replica_id,
+                e.epoch,
+                e.tokens,
+                e.size_bytes,
+                e.turns,
+                idle_s=0.0,
+                in_turn=e.in_turn,
+                tenant=e.tenant,
             )
             for e in self.cluster.sessions()
         ]

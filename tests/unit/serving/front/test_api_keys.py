@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 
 from serving.app import build
 from serving.cli.main import app as command
-from serving.front.api.access import API_KEYS, OPEN_PATHS, keys_in
+from serving.front.api.access import OPEN_PATHS
+from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
 from serving.front.http import create_http_app
 from serving.settings.strict_settings import SettingsError
 from tests.unit.serving.local_service import MODEL, client_of, http_server, local_service
 
 KEYS = ("first-key", "schlüssel")
+OPERATOR = "operators-key"
+RING = KeyRing({API_KEYS: ",".join(KEYS), OPERATOR_KEYS: OPERATOR})
 ASKED = {"model": MODEL.model_id, "prompt": [5], "max_tokens": 2}
 
 
@@ -26,7 +29,7 @@ ASKED = {"model": MODEL.model_id, "prompt": [5], "max_tokens": 2}
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         local_service(tmp_path) as service,
-        client_of(create_http_app(lambda: service, api_keys=KEYS)) as client,
+        client_of(create_http_app(lambda: service, keys=RING)) as client,
     ):
         yield client
 
@@ -35,7 +38,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
 async def url(tmp_path: Path) -> AsyncIterator[str]:
     async with (
         local_service(tmp_path) as service,
-        http_server(create_http_app(lambda: service, api_keys=KEYS)) as url,
+        http_server(create_http_app(lambda: service, keys=RING)) as url,
     ):
         yield url
 
@@ -73,7 +76,7 @@ async def test_any_of_the_keys_will_do(client: httpx.AsyncClient, given: str) ->
 
 async def test_every_other_path_is_shut(tmp_path: Path) -> None:
     async with local_service(tmp_path) as service:
-        app = create_http_app(lambda: service, api_keys=KEYS)
+        app = create_http_app(lambda: service, keys=RING)
         paths = set(app.openapi()["paths"]) | {"/docs", "/openapi.json", "/nothing", "/health/", "/metrics/x"}
         assert paths > OPEN_PATHS
         async with client_of(app) as client:
@@ -108,29 +111,15 @@ async def test_commands_send_the_key(url: str, arguments: list[str]) -> None:
         result = CliRunner().invoke(command, arguments, env=environment, input="hello\n")
         return result.exit_code, result.output
 
-    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    headers = {"authorization": f"Bearer {OPERATOR}"}
     async with httpx.AsyncClient(base_url=url, headers=headers) as client:
         assert (await client.post("/v1/kedge/sessions", json={"session_id": "s"})).is_success
     status, told = await asyncio.to_thread(run, None)
     assert status == 1
     assert "401: Send a key that is valid here" in " ".join(told.split())
-    status, told = await asyncio.to_thread(run, KEYS[0])
+    status, told = await asyncio.to_thread(run, OPERATOR)
     assert "401:" not in told
     assert status in ((0, 3) if arguments[0] == "bench" else (0,)), told
-
-
-@pytest.mark.parametrize(
-    ("text", "keys"),
-    [(None, ()), ("a", ("a",)), (" a, b c ,", ("a", "b c"))],
-)
-def test_keys_are_parted_by_commas(text: str | None, keys: tuple[str, ...]) -> None:
-    assert keys_in({} if text is None else {API_KEYS: text}) == keys
-
-
-@pytest.mark.parametrize("text", ["", " ", ",", " , "])
-def test_a_list_of_keys_without_a_key_refuses_to_start(text: str) -> None:
-    with pytest.raises(SettingsError, match=API_KEYS):
-        keys_in({API_KEYS: text})
 
 
 def test_an_application_is_not_built_without_the_keys_that_it_is_to_ask_for(

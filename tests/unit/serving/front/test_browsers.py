@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from serving.front.api.browsers import NO_RULES, BrowserRules
+from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import create_http_app
 from serving.settings.config import parse_args
 from serving.settings.strict_settings import SettingsError
@@ -79,9 +80,9 @@ async def test_names_can_be_allowed(tmp_path: Path, host: str, status: int) -> N
 
 async def test_with_keys_names_count_only_where_some_are_given(tmp_path: Path) -> None:
     headers = {"authorization": f"Bearer {KEY}", "host": "any.example"}
-    async with serving(tmp_path, api_keys=(KEY,)) as (client, _):
+    async with serving(tmp_path, keys=KeyRing({API_KEYS: KEY})) as (client, _):
         assert (await client.get(SESSIONS, headers=headers)).status_code == 200
-    async with serving(tmp_path / "named", RULES, api_keys=(KEY,)) as (client, _):
+    async with serving(tmp_path / "named", RULES, keys=KeyRing({API_KEYS: KEY})) as (client, _):
         assert (await client.get(SESSIONS, headers=headers)).status_code == 403
 
 
@@ -104,7 +105,7 @@ async def test_a_page_of_the_server_itself_may_call(tmp_path: Path) -> None:
 
 async def test_only_pages_that_are_named_can_read_answers(tmp_path: Path) -> None:
     preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    async with serving(tmp_path, RULES, api_keys=(KEY,)) as (client, _):
+    async with serving(tmp_path, RULES, keys=KeyRing({API_KEYS: KEY})) as (client, _):
         asked = await client.options(SESSIONS, headers={"origin": PAGES, **preflight})
         assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGES)
         headers = {"origin": PAGES, "authorization": f"Bearer {KEY}"}

@@ -1,0 +1,167 @@
+"""Keys: which there are, whose they are, and where they are read from.
+
+They come from the environment, since Ray logs settings, or from a file that has only their hashes and may change while
+the server runs. Keys are long and random, so their plain SHA-256 is not to be guessed; looking one up by it tells
+nobody, by the time that it takes, how much of a wrong key was right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from serving.front.api.errors import NAME_PATTERN
+from serving.settings.strict_settings import SettingsError, StrictModel, faults
+
+API_KEYS = "KEDGE_API_KEYS"
+"""The environment variable of the ingress that has them: `key` or `key=tenant`, with commas between them."""
+
+OPERATOR_KEYS = "KEDGE_OPERATOR_KEYS"
+"""Likewise those of operators, which are of no tenant."""
+
+KEYS_FILE_SETTING = "ingress.keys_file"
+
+logger = logging.getLogger(__name__)
+
+TenantName = Annotated[str, Field(min_length=1, max_length=256, pattern=NAME_PATTERN)]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever has a key. `tenant`: the one whose sessions these are; None: the one that the call names. An `operator`
+    may see and change what is everybody's."""
+
+    tenant: str | None = None
+    operator: bool = False
+
+
+ANYBODY = Caller(operator=True)
+"""Who calls where there are no keys."""
+
+_Entry = tuple[bytes, Caller]
+
+
+class KeyEntry(StrictModel):
+    """One key of the file: the SHA-256 of its bytes, and whose it is."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tenant: TenantName | None = None
+    operator: bool = False
+
+    @model_validator(mode="after")
+    def _operators_are_of_no_tenant(self) -> KeyEntry:
+        if self.operator and self.tenant is not None:
+            raise ValueError("an operator's key is of no tenant: leave one of the two out")
+        return self
+
+
+class KeysFile(StrictModel):
+    """What the file may say."""
+
+    keys: tuple[KeyEntry, ...] = Field(min_length=1, strict=False)
+
+
+class KeyRing:
+    """All keys that are valid now. Those of the file are read anew by `reload`, which has one caller at a time."""
+
+    def __init__(self, environment: Mapping[str, str], path: str | None = None) -> None:
+        """Raises SettingsError for a variable that is set and has no key in it, a file that cannot be used, and a key
+        that is there twice: whoever names keys wants calls refused."""
+        self._given = [*_keys_in(environment, API_KEYS), *_keys_in(environment, OPERATOR_KEYS)]
+        self._path = path
+        self._seen = _look(path)
+        self._callers = self._read()
+
+    def __bool__(self) -> bool:
+        """Whether calls need a key."""
+        return bool(self._callers)
+
+    def caller(self, key: bytes) -> Caller | None:
+        """Whose key it is. None: nobody's."""
+        return self._callers.get(hashlib.sha256(key).digest())
+
+    def reload(self) -> None:
+        """Reads the file if it has changed. One that cannot be used changes nothing."""
+        seen = _look(self._path)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._callers = self._read()
+        except SettingsError as error:
+            logger.error("the keys stay as they were: %s", error)
+        else:
+            logger.info("%s: %d keys are valid now", KEYS_FILE_SETTING, len(self._callers))
+
+    def _read(self) -> dict[bytes, Caller]:
+        callers: dict[bytes, Caller] = {}
+        for digest, caller in (*self._given, *_keys_of_file(self._path)):
+            if digest in callers:
+                raise SettingsError(
+                    f"a key is there twice, in {API_KEYS}, {OPERATOR_KEYS} or {KEYS_FILE_SETTING}"
+                )
+            callers[digest] = caller
+        return callers
+
+
+def _keys_in(environment: Mapping[str, str], variable: str) -> Iterator[_Entry]:
+    value = environment.get(variable)
+    if value is None:
+        return
+    words = [word for part in value.split(",") if (word := part.strip())]
+    if not words:
+        raise SettingsError(
+            f"{variable} is set but has no key in it: give at least one key (commas part them), or leave the "
+            "variable unset"
+        )
+    for number, word in enumerate(words, 1):
+        operator = variable == OPERATOR_KEYS
+        key, tenant = (word, None) if operator else _parted(word)
+        try:
+            entry = KeyEntry(
+                sha256=hashlib.sha256(key.encode()).hexdigest(), tenant=tenant, operator=operator
+            )
+        except ValidationError as error:
+            raise SettingsError("; ".join(faults(error, f"{variable}[{number}]"))) from None
+        yield _entry(entry)
+
+
+def _parted(word: str) -> tuple[str, str | None]:
+    """`key=tenant`; what ends in = is a key, as base64 has it."""
+    key, _, tenant = word.rpartition("=")
+    return (key, tenant) if key and tenant else (word, None)
+
+
+def _keys_of_file(path: str | None) -> Iterable[_Entry]:
+    if path is None:
+        return ()
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = KeysFile.model_validate(yaml.safe_load(file)).keys
+    except ValidationError as error:
+        raise SettingsError("; ".join(faults(error, f"{KEYS_FILE_SETTING} {path}"))) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"{KEYS_FILE_SETTING}: {path} cannot be read: {error}") from None
+    return map(_entry, entries)
+
+
+def _entry(entry: KeyEntry) -> _Entry:
+    return bytes.fromhex(entry.sha256), Caller(entry.tenant, entry.operator)
+
+
+def _look(path: str | None) -> tuple[int, ...]:
+    """What changes whenever the file does; a file that is missing is another one than any."""
+    if path is None:
+        return ()
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns

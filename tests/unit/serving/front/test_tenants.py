@@ -1,0 +1,117 @@
+"""What a key may reach: its tenant's sessions; what is everybody's only with an operator's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
+from serving.front.http import create_http_app
+from tests.unit.serving.local_service import MODEL, client_of, local_service
+
+RING = KeyRing({API_KEYS: "acmes=acme,others=other,gateways", OPERATOR_KEYS: "operators"})
+SESSIONS = "/v1/kedge/sessions"
+TURN: dict[str, Any] = {"model": MODEL.model_id, "prompt": [5], "max_tokens": 2}
+FOR_OPERATORS = [
+    ("GET", "/v1/kedge/audit"),
+    ("GET", "/get_server_info"),
+    ("POST", "/flush_cache"),
+    ("POST", "/v1/kedge/replicas/a/drain"),
+]
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        local_service(tmp_path) as service,
+        client_of(create_http_app(lambda: service, keys=RING)) as client,
+    ):
+        yield client
+
+
+def key(name: str, **headers: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"} | headers
+
+
+async def turn(client: httpx.AsyncClient, session: str, **headers: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json=TURN, headers=headers | {"x-session-id": session})
+
+
+async def listed(client: httpx.AsyncClient, headers: dict[str, str]) -> list[tuple[str, str]]:
+    reply = await client.get(SESSIONS, headers=headers)
+    return [(session["tenant"], session["session_id"]) for session in reply.json()["sessions"]]
+
+
+async def test_the_same_id_is_another_session_of_each_tenant(client: httpx.AsyncClient) -> None:
+    """A tenant was told `session_exists` of an id that another had."""
+    for name in ("acmes", "others"):
+        opened = await client.post(SESSIONS, json={"session_id": "s"}, headers=key(name))
+        assert (opened.status_code, opened.json()) == (201, {"session_id": "s"})
+    assert (await turn(client, "s", **key("acmes"))).json()["usage"]["prompt_tokens"] == 1
+    assert (await turn(client, "s", **key("acmes"))).json()["usage"]["prompt_tokens"] > 1
+    assert (await turn(client, "s", **key("others"))).json()["usage"]["prompt_tokens"] == 1
+    again = await client.post(SESSIONS, json={"session_id": "s"}, headers=key("acmes"))
+    assert again.json()["error"]["message"] == "session 's' is open already"
+    assert (await client.delete(f"{SESSIONS}/s", headers=key("others"))).status_code == 204
+    assert await listed(client, key("operators")) == [("acme", "s")]
+
+
+async def test_a_key_of_a_tenant_names_no_other(client: httpx.AsyncClient) -> None:
+    """Whoever had a key listed, forked and closed the sessions of every tenant, by naming it."""
+    await client.post(SESSIONS, json={"session_id": "s"}, headers=key("acmes"))
+    foreign = key("others", **{"x-tenant-id": "acme"})
+    for method, path in (("GET", ""), ("GET", "/s"), ("DELETE", "/s"), ("POST", "/s/fork")):
+        body = {} if method == "POST" else None
+        reply = await client.request(method, SESSIONS + path, headers=foreign, json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (403, "x-tenant-id"), path
+        reply = await client.request(method, SESSIONS + path, headers=key("others"), json=body)
+        assert reply.status_code == (404 if path else 200), path
+    assert (await turn(client, "s", **foreign)).json()["error"]["code"] == "tenant_not_allowed"
+    assert await listed(client, key("others")) == []
+    assert await listed(client, key("acmes", **{"x-tenant-id": "acme"})) == [("acme", "s")]
+
+
+async def test_a_gateways_key_is_of_the_tenant_that_it_names(client: httpx.AsyncClient) -> None:
+    for tenant in ("acme", "new"):
+        headers = key("gateways", **{"x-tenant-id": tenant})
+        assert (await turn(client, "s", **headers)).status_code == 200
+        assert await listed(client, headers) == [(tenant, "s")]
+    assert await listed(client, key("gateways")) == []
+    assert await listed(client, key("operators")) == [("acme", "s"), ("new", "s")]
+    assert await listed(client, key("operators", **{"x-tenant-id": "new"})) == [("new", "s")]
+
+
+@pytest.mark.parametrize(("method", "path"), FOR_OPERATORS)
+@pytest.mark.parametrize("name", ["acmes", "gateways"])
+async def test_what_is_everybodys_needs_an_operators_key(
+    client: httpx.AsyncClient, method: str, path: str, name: str
+) -> None:
+    """Any key flushed the cache, drained replicas, and read the audit and the settings."""
+    reply = await client.request(method, path, headers=key(name))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "operator_only")
+
+
+@pytest.mark.parametrize(("method", "path"), FOR_OPERATORS[:3])
+async def test_an_operator_may(client: httpx.AsyncClient, method: str, path: str) -> None:
+    assert (await client.request(method, path, headers=key("operators"))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name", ["authorization", "x-tenant-id", "x-session-id", "idempotency-key", "host", "origin"]
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+async def test_a_header_that_says_who_calls_comes_once(
+    client: httpx.AsyncClient, name: str, path: str
+) -> None:
+    """Of two the first counted; a proxy in front may have looked at the other."""
+    values = {"authorization": "Bearer gateways", "host": "localhost"}
+    headers = [(name, values.get(name, "a")), (name.title(), values.get(name, "b"))]
+    if name != "authorization":
+        headers.append(("authorization", "Bearer gateways"))
+    reply = await client.request("GET" if path == "/health" else "POST", path, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+    assert reply.json()["error"]["code"] == "duplicate_header"
