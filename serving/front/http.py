@@ -9,22 +9,23 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from serving.front.api import admin, openai_chat, openai_completions, openai_models, session_protocol
 from serving.front.api.access import CallersKnown
+from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
 from serving.front.api.errors import install_error_handlers
 from serving.front.api.keys import KeyRing
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.wire.turns import TurnService
 
-MAX_BODY_SIZE_BYTES = 32 * 1024 * 1024
 KEEP_ALIVE_S = 5.0
 NO_KEYS = KeyRing({})
+NO_MODEL_LIMITS = BodyLimits()
 
 
 def create_http_app(
     service_provider: Callable[[], TurnService],
     *,
     keys: KeyRing = NO_KEYS,
-    max_body_size_bytes: int = MAX_BODY_SIZE_BYTES,
+    body_limits: BodyLimits = NO_MODEL_LIMITS,
     keep_alive_s: float = KEEP_ALIVE_S,
     browser_rules: BrowserRules = NO_RULES,
 ) -> FastAPI:
@@ -32,7 +33,7 @@ def create_http_app(
     `keys` calls need one of them. A stream is silent for `keep_alive_s` at most."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
-    app.state.max_body_size_bytes = max_body_size_bytes
+    app.state.body_limits = body_limits
     app.state.keep_alive_s = keep_alive_s
     install_error_handlers(app)
     for protocol in (openai_chat, openai_completions, openai_models, session_protocol, admin):

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from controllers.settings import Deployment
 from serving.background import BackgroundTasks
+from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
@@ -68,6 +69,7 @@ class Ingress:
     ) -> None:
         self._keys = KeyRing(os.environ, args.ingress.keys_path)
         self._keep_alive_s = args.ingress.keep_alive_s
+        self._max_body_bytes = args.ingress.max_body_bytes
         self._browser_rules = BrowserRules(args.ingress.allowed_hosts, args.ingress.allowed_origins)
         place = place_of(args)
         self._tasks = BackgroundTasks()
@@ -132,6 +134,7 @@ class Ingress:
         app: FastAPI = create_http_app(
             lambda: self.service,
             keys=self._keys,
+            body_limits=BodyLimits.of_context(self._service.model.max_context_len, self._max_body_bytes),
             keep_alive_s=self._keep_alive_s,
             browser_rules=self._browser_rules,
         )

@@ -6,30 +6,43 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar, cast
 
 from cache.token_chain import TokenChain
 from controllers.errors import CapacityExceeded, ModelChanged
 from controllers.session import Fork, Turn
 from controllers.session_keys import named
-from engine.api import Engine, GenerateRequest, SamplingParams, TokenConstraint
+from engine.api import Engine, EngineOverloaded, GenerateRequest, SamplingParams, TokenConstraint
 from serving.grammars.constraints import ConstraintCompiler
 from serving.text.text import OutputText, TextProcessor
-from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TurnCall
+from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenPrompt, TurnCall
 
-LONG_TEXT_CHARS = 20_000
-"""Longer prompts are tokenized on a thread, so that the event loop keeps serving others."""
+LONG_PROMPT = 20_000
+"""In characters, and a few for each value that is there. Longer ones are rendered, tokenized and hashed on a thread, so
+that the event loop keeps serving others."""
+VALUE_WEIGHT = 16
+LONG_PROMPT_THREADS = 2
+LONG_PROMPT_TIMEOUT_S = 30.0
 SEED_LIMIT = 2**63
+
+T = TypeVar("T")
 
 
 class RequestBuilder:
     """Safe to use for any number of calls at once."""
 
-    def __init__(self, engine: Engine, text: TextProcessor) -> None:
+    def __init__(
+        self, engine: Engine, text: TextProcessor, *, long_prompt_timeout_s: float = LONG_PROMPT_TIMEOUT_S
+    ) -> None:
         self._engine = engine
         self._text = text
+        self._long_prompts = ThreadPoolExecutor(LONG_PROMPT_THREADS, thread_name_prefix="long-prompt")
+        self._long_prompt_timeout_s = long_prompt_timeout_s
         self._constraints = ConstraintCompiler(text.tokenizer, engine.vocab_size)
 
     async def constraint(self, call: TurnCall) -> TokenConstraint | None:
@@ -39,7 +52,7 @@ class RequestBuilder:
     async def build(
         self, call: TurnCall, turn: Turn | None, engine_id: str, constraint: TokenConstraint | None = None
     ) -> GenerateRequest:
-        """Raises InvalidRequest, ContextLengthExceeded, CapacityExceeded and ModelChanged."""
+        """Raises InvalidRequest, ContextLengthExceeded, CapacityExceeded, ModelChanged and EngineOverloaded."""
         if call.resumed is not None and call.resumed.tokenizer not in (None, self._text.tokenizer_hash):
             raise ModelChanged(
                 "The replica that answered was lost, and the model served now has another tokenizer: the answer cannot "
@@ -48,12 +61,10 @@ class RequestBuilder:
             )
         history_len = 0 if turn is None else turn.history_len
         last_token = turn.history[history_len - 1] if turn is not None and history_len else None
-        if _num_chars(call.prompt) > LONG_TEXT_CHARS:
-            new_tokens = await asyncio.to_thread(
-                self._text.encode_prompt, call.prompt, history_len=history_len, last_token=last_token
-            )
-        else:
-            new_tokens = self._text.encode_prompt(call.prompt, history_len=history_len, last_token=last_token)
+        new_tokens = await self._of_prompt(
+            call.prompt,
+            partial(self._text.encode_prompt, call.prompt, history_len=history_len, last_token=last_token),
+        )
         return GenerateRequest(
             request_id=engine_id,
             new_tokens=new_tokens,
@@ -79,27 +90,26 @@ class RequestBuilder:
             shown=call.shown_tokens,
         )
 
-    def digest(self, call: TurnCall) -> str:
-        """Tells apart different requests under one idempotency key."""
-        shown = (call.stop, call.trim_stop, call.skip_special_tokens, call.shown_tokens, call.logprobs)
-        rewind_to = None if call.session is None else call.session.rewind_to
-        asked = (
-            call.prompt,
-            rewind_to,
-            call.sampling,
-            call.seed,
-            call.max_new_tokens,
-            call.constraint,
-            *shown,
-        )
-        return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
+    async def digest(self, call: TurnCall) -> str:
+        """Tells apart different requests under one idempotency key. Raises EngineOverloaded."""
+        return await self._of_prompt(call.prompt, partial(_digest, call))
 
-    def tools(self, call: TurnCall) -> str | None:
-        """Tells apart different tools, in whatever order they come. None if the call names none."""
-        tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else ()
-        if not tools:
-            return None
-        return hashlib.sha256("\n".join(sorted(map(_canonical, tools))).encode()).hexdigest()
+    async def tools(self, call: TurnCall) -> str | None:
+        """Tells apart different tools, in whatever order they come. None if the call names none. Raises
+        EngineOverloaded."""
+        return await self._of_prompt(call.prompt, partial(_tools_digest, call))
+
+    async def _of_prompt(self, prompt: Prompt, work: Callable[[], T]) -> T:
+        """What `work` makes of the prompt. A thread that is busy with a long one goes on when its client is told that
+        it takes too long; the others wait for it no longer than that either."""
+        if not _is_long(prompt):
+            return work()
+        try:
+            async with asyncio.timeout(self._long_prompt_timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(self._long_prompts, work)
+        except TimeoutError:
+            message = f"The prompt was not made into tokens within {self._long_prompt_timeout_s:g} s; try again later."
+            raise EngineOverloaded(message) from None
 
     def _sampling(self, call: TurnCall, turn: Turn | None, prompt_len: int) -> SamplingParams:
         room = max(0, self._engine.max_context_len - prompt_len)
@@ -126,14 +136,49 @@ def history_chain(lent: Turn | Fork | None) -> TokenChain | None:
     return None if lent is None else cast("TokenChain | None", lent.chain)
 
 
-def _num_chars(prompt: Prompt) -> int:
+def _is_long(prompt: Prompt) -> bool:
+    """Looks at no more of it than is needed to know."""
+    room = LONG_PROMPT
+    rest: list[Any] = []
     match prompt:
         case TextPrompt():
-            return len(prompt.text)
+            rest = [prompt.text]
         case ChatPrompt():
-            return sum(len(str(each)) for each in (*prompt.messages, *prompt.tools))
-        case _:
-            return 0
+            rest = [prompt.messages, prompt.tools, prompt.template_kwargs]
+        case TokenPrompt():
+            room -= len(prompt.token_ids)
+    while rest and room >= 0:
+        value = rest.pop()
+        room -= VALUE_WEIGHT
+        if isinstance(value, str):
+            room -= len(value)
+        elif isinstance(value, Mapping):
+            rest.extend(islice(value.items(), LONG_PROMPT // VALUE_WEIGHT))
+        elif isinstance(value, list | tuple):
+            rest.extend(islice(value, LONG_PROMPT // VALUE_WEIGHT))
+    return room < 0
+
+
+def _digest(call: TurnCall) -> str:
+    shown = (call.stop, call.trim_stop, call.skip_special_tokens, call.shown_tokens, call.logprobs)
+    rewind_to = None if call.session is None else call.session.rewind_to
+    asked = (
+        call.prompt,
+        rewind_to,
+        call.sampling,
+        call.seed,
+        call.max_new_tokens,
+        call.constraint,
+        *shown,
+    )
+    return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _tools_digest(call: TurnCall) -> str | None:
+    tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else ()
+    if not tools:
+        return None
+    return hashlib.sha256("\n".join(sorted(map(_canonical, tools))).encode()).hexdigest()
 
 
 def _canonical(tool: Mapping[str, Any]) -> str:

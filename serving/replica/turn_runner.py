@@ -141,7 +141,7 @@ class TurnRunner:
             return await self._submit(call, None, started_s, constraint)
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
-        session, digest = call.session, self._builder.digest(call)
+        session, digest = call.session, await self._builder.digest(call)
         key = session.idempotency_key
         if session.retries and call.resumed is None:
             await self._host.hold(session.session_id, epoch)
@@ -171,6 +171,7 @@ class TurnRunner:
     ) -> Turn | Replay:
         """A turn in flight refuses this one, unless its client leaves within OVERLAP_PATIENCE_S."""
         until_s = asyncio.get_running_loop().time() + OVERLAP_PATIENCE_S
+        tools = await self._builder.tools(call)
         while True:
             await self._ended(session.session_id, key)
             await self._host.hold(session.session_id, epoch)
@@ -181,7 +182,7 @@ class TurnRunner:
                     rewind_to=session.rewind_to,
                     idempotency_key=key,
                     digest=digest,
-                    tools=self._builder.tools(call),
+                    tools=tools,
                 )
             except TurnInFlight:
                 if not await self._overlaps.left(session.session_id, until_s):

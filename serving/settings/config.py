@@ -37,6 +37,8 @@ from serving.settings.strict_settings import (
     faults,
 )
 
+MIB = 1024 * 1024
+
 HostName = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 """A name without a port, in lower case; `*.example.com` is all below that one."""
 Origin = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^/\s*]+$")]
@@ -111,7 +113,8 @@ class ReplicaArgs(StrictModel):
 class IngressArgs(StrictModel):
     """HTTP front ends; any number of them agree, because ownership lives in the controller. One that is to go is listed
     out first, and its streams have `graceful_shutdown_timeout_s` to end. `allowed_hosts` and `allowed_origins` are for
-    browsers, see serving/front/api/browsers.py, `keys_file` has hashes of keys, see serving/front/api/keys.py."""
+    browsers, see serving/front/api/browsers.py, `keys_file` has hashes of keys, see serving/front/api/keys.py.
+    Without `max_body_mib` the model's context says how large a body may be, see serving/front/api/body_limits.py."""
 
     count: PositiveInt = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
@@ -122,6 +125,11 @@ class IngressArgs(StrictModel):
     allowed_hosts: tuple[HostName, ...] = Field(default=(), strict=False)
     allowed_origins: tuple[Origin, ...] = Field(default=(), strict=False)
     keys_file: NotEmpty | None = None
+    max_body_mib: Annotated[float, Field(gt=0, le=1024)] | None = None
+
+    @property
+    def max_body_bytes(self) -> int | None:
+        return None if self.max_body_mib is None else int(self.max_body_mib * MIB)
 
     @property
     def keys_path(self) -> str | None:

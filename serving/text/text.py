@@ -143,6 +143,7 @@ class TextProcessor:
             raise InvalidRequest("This model has no tokenizer; send token ids.", "messages")
         if self._chat_template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
+        self._check_len(sum(len(str(message.get("content", ""))) for message in prompt.messages), "messages")
         prompt, mark = self._control_tokens.guard(prompt)
         if not continues:
             text = self._chat_template.render(prompt.messages, prompt.template_kwargs, prompt.tools)
@@ -160,12 +161,7 @@ class TextProcessor:
         """`cut_at` is a mark: what lies between two of them is tokenized by itself."""
         if self._backend is None or self._token_bytes is None:
             raise InvalidRequest("This model has no tokenizer; send token ids.", param)
-        if len(text) > self._max_context_len * self._token_bytes.longest:
-            raise ContextLengthExceeded(
-                f"The text of {len(text)} characters is longer than the maximum context length of "
-                f"{self._max_context_len} tokens allows.",
-                param,
-            )
+        self._check_len(len(text), param)
         try:
             # Unlike encode, the batch call lets other threads run meanwhile: a long text takes seconds.
             pieces = [text] if cut_at is None else text.split(cut_at)
@@ -173,6 +169,15 @@ class TextProcessor:
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("The text is not valid Unicode.", param) from error
         return [token_id for encoding in encodings for token_id in encoding.ids]
+
+    def _check_len(self, num_chars: int, param: str) -> None:
+        """Before anything is made of a text that can never fit."""
+        if self._token_bytes is not None and num_chars > self._max_context_len * self._token_bytes.longest:
+            raise ContextLengthExceeded(
+                f"The text of {num_chars} characters is longer than the maximum context length of "
+                f"{self._max_context_len} tokens allows.",
+                param,
+            )
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):

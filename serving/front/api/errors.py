@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.front.api.strict_json import InvalidBody
 from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError
 
@@ -90,15 +91,14 @@ def field_path(location: Sequence[int | str]) -> str | None:
     return path[:_MAX_NAME_LEN] or None
 
 
-def validation_info(error: RequestValidationError) -> ErrorInfo:
-    """What is wrong with the first wrong field, and which one that is."""
-    first = error.errors()[0]
-    param = field_path(first["loc"])
-    message, code = _explain(first)
+def validation_info(error: Mapping[str, Any]) -> ErrorInfo:
+    """What is wrong with a wrong field, and which one that is. `error` is one of pydantic's."""
+    param = field_path(error["loc"])
+    message, code = _explain(error)
     return ErrorInfo(400, code, message if param is None else f"{param}: {message}", param)
 
 
-def _explain(error: dict[str, Any]) -> tuple[str, str]:
+def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
     match error["type"]:
         case "extra_forbidden":
             return "This field is not known here.", "unknown_field"
@@ -120,7 +120,12 @@ async def _on_service_error(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(request.url.path, validation_info(error))
+    return error_response(request.url.path, validation_info(error.errors()[0]))
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, InvalidBody)
+    return error_response(request.url.path, validation_info(error.error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -166,6 +171,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Every way a request can fail, mapped to its protocol's shape."""
     app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(InvalidBody, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_middleware(UnexpectedErrors)

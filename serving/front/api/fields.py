@@ -18,6 +18,7 @@ from serving.wire.turns import ModelInfo, OutputConstraint, ServiceError, TurnSe
 
 MAX_CALLS = 256
 """Generations (prompts × n) that one HTTP request may start."""
+MAX_BIASES = 16_384
 MAX_GRAMMAR_CHARS = 65_536
 """Of JSON schemas or a regular expression: what can be compiled in a second or two."""
 _MAX_INT = 2**31 - 1
@@ -40,8 +41,11 @@ AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 """Far smaller ones are 0 in float32: what a constraint forbids, minus infinity, becomes NaN, and token 0 is drawn."""
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-LogitBias = dict[
-    Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+LogitBias = Annotated[
+    dict[
+        Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+    ],
+    Field(max_length=MAX_BIASES),
 ]
 JsonSchema = dict[str, Any]
 Regex = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
@@ -60,7 +64,7 @@ StopStrings = Annotated[
 ]
 
 NonEmptyText = Annotated[str, StringConstraints(min_length=1)]
-TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 async def get_service(request: Request) -> TurnService:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -55,6 +57,9 @@ from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
 from serving.wire.turns import ChatPrompt, ErrorInfo, ModelInfo, SessionTurn, TextLogprob, TurnCall, TurnEvent
 
+FEW_MESSAGES = 256
+"""More are brought into shape on a thread: streams go on meanwhile."""
+
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
@@ -76,7 +81,8 @@ async def chat_completions(
     session = session_turn(x_session_id, idempotency_key, x_stainless_retry_count, body.n or 1, "n")
     reply_id = new_id("chatcmpl-")
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
-    plan = _plan(body, tools, reply_id, session, service.model, tenant)
+    make_plan = partial(_plan, body, tools, reply_id, session, service.model, tenant)
+    plan = make_plan() if len(body.messages) <= FEW_MESSAGES else await asyncio.to_thread(make_plan)
     readers = [AnswerReader(call, tools) for call in plan.calls]
     if body.stream:
         return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, service.model.model_id))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from serving.front.api.fields import Count, NonEmptyText, TopLogprobs
 from serving.front.api.openai_replies import Reply, StopDetails, Usage
 from serving.front.api.openai_requests import OpenAiBody
-from serving.front.api.openai_tools_schema import CallDelta, CalledTool, ToolCall, ToolChoice, Tools
+from serving.front.api.openai_tools_schema import CallDelta, CalledTool, ToolCalls, ToolChoice, Tools
 from serving.front.api.strict_json import NotSupported, StrictBody
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_KWARGS_CHARS = 65_536
 
 
 class TextPart(StrictBody):
@@ -26,7 +31,7 @@ def _kind_of_content(value: Any) -> str:
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
     | Annotated[None, Tag("<none>")],
     Discriminator(_kind_of_content),
 ]
@@ -36,7 +41,7 @@ class Message(StrictBody):
     """A message as clients send it, or send back what they were answered."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ToolCalls | None = None
     tool_call_id: Annotated[NonEmptyText | None, Field(validate_default=True)] = None
     content: Annotated[Content, Field(validate_default=True)] = None
     name: str | None = None
@@ -87,16 +92,26 @@ class Message(StrictBody):
         return message
 
 
+def _not_too_long(kwargs: dict[str, Any]) -> dict[str, Any]:
+    length = len(json.dumps(kwargs, ensure_ascii=False))
+    if length > MAX_KWARGS_CHARS:
+        raise ValueError(f"{length} characters; at most {MAX_KWARGS_CHARS} are allowed.")
+    return kwargs
+
+
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_not_too_long)]
+
+
 class ChatBody(OpenAiBody):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
     add_generation_prompt: Literal[True, None] = None
 
     add_special_tokens: NotSupported = None

@@ -30,6 +30,8 @@ from serving.front.api.openai_structured import HeldAnswer, ResponseFormat, Stru
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ModelInfo, SessionTurn
 
+MAX_METADATA = 64
+
 
 def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
     """What these protocols call the fields that the engine and the replica name in their errors."""
@@ -78,7 +80,7 @@ class OpenAiBody(StrictBody):
 
     # About the caller, not about the answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -16,6 +16,9 @@ from serving.wire.turns import OutputConstraint
 ANY_OBJECT = {"type": "object"}
 
 
+MAX_CHOICES = 4096
+
+
 class JsonSchemaFormat(StrictBody):
     """`strict` has no effect: a schema is enforced, or the request is refused."""
 
@@ -36,7 +39,9 @@ class StructuredOutputs(StrictBody):
     json_schema: JsonSchema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Regex | None = None
-    choice: Annotated[list[NonEmptyText], Field(min_length=1)] | None = None
+    choice: (
+        Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None
+    ) = None
 
     disable_additional_properties: NotSupported = None
     disable_any_whitespace: NotSupported = None

@@ -11,6 +11,9 @@ from serving.front.api.fields import JsonSchema, NonEmptyText
 from serving.front.api.openai_replies import Reply
 from serving.front.api.strict_json import StrictBody
 
+MAX_TOOLS = 512
+MAX_TOOL_CALLS = 256
+
 ToolName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 
 
@@ -59,7 +62,7 @@ def _word_or_function(value: Any) -> str:
     return "<function>" if isinstance(value, dict) else "<word>"
 
 
-Tools = list[Tool]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<function>")],
     Discriminator(_word_or_function),
@@ -92,6 +95,10 @@ class ToolCall(StrictBody):
             "arguments": parsed if isinstance(parsed, dict) else arguments,
         }
         return {"id": self.id, "type": self.type, "function": function}
+
+
+ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
+"""Of one message."""
 
 
 class CalledFunction(Reply):

@@ -141,7 +141,7 @@ def _ids_kind(value: Any) -> str:
 
 Texts = Annotated[
     Annotated[NonEmptyText, Tag("<one>")]
-    | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CALLS), Tag("<many>")],
+    | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True), Tag("<many>")],
     Discriminator(_text_kind),
 ]
 InputIds = Annotated[
@@ -149,7 +149,9 @@ InputIds = Annotated[
     Discriminator(_ids_kind),
 ]
 RequestIds = Annotated[
-    Annotated[Name, Tag("<one>")] | Annotated[list[Name], Tag("<many>")], Discriminator(_text_kind)
+    Annotated[Name, Tag("<one>")]
+    | Annotated[list[Name], Field(max_length=MAX_CALLS, fail_fast=True), Tag("<many>")],
+    Discriminator(_text_kind),
 ]
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
+
+from serving.front.api.body_limits import BodyLimits
+
+SMALL_BODY_BYTES = 64 * 1024
+"""What is larger is counted before it is parsed, and checked on a thread."""
+
+MOST_FIELDS = 128
+"""More than any object of ours has. Each that is unknown would be an error of its own."""
 
 
 class StrictBody(BaseModel):
@@ -17,6 +26,13 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, values: Any) -> Any:
+        if isinstance(values, dict) and len(values) > MOST_FIELDS:
+            raise ValueError(f"{len(values)} fields; at most {MOST_FIELDS} are looked at.")
+        return values
 
 
 def _neutral_to_none(value: Any) -> Any:
@@ -27,32 +43,51 @@ NotSupported = Annotated[None, BeforeValidator(_neutral_to_none)]
 """A field that clients know and we do not serve: only values that ask for nothing are taken."""
 
 
+class InvalidBody(HTTPException):
+    """A body that its model refused. `error` is one of pydantic's, with its place from the body on."""
+
+    def __init__(self, error: dict[str, Any]) -> None:
+        super().__init__(400)
+        self.error = error
+
+
 class StrictJsonRequest(Request):
-    """Reads its body up to the application's limit, with pydantic's parser, which refuses what Python's takes."""
+    """Reads its body up to the application's limits, with pydantic's parser, which refuses what Python's takes.
+
+    `json()` is what FastAPI makes a `model` of. A large body is made one here, on a thread, and FastAPI takes it as it
+    is: streams go on meanwhile.
+    """
+
+    model: type[BaseModel] | None = None
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
+            limits = self._limits
             declared = self.headers.get("content-length", "")
-            self._check_size(int(declared) if declared.isdecimal() else 0)
+            limits.check_size(int(declared) if declared.isdecimal() else 0)
             pieces: list[bytes] = []
             size_bytes = 0
             async for piece in self.stream():
                 size_bytes += len(piece)
-                self._check_size(size_bytes)
+                limits.check_size(size_bytes)
                 pieces.append(piece)
             self._body = b"".join(pieces)
         return self._body
 
-    def _check_size(self, size_bytes: int) -> None:
-        limit_bytes: int = self.app.state.max_body_size_bytes
-        if size_bytes > limit_bytes:
-            raise HTTPException(413, f"The body is larger than {limit_bytes} bytes.")
-
     async def json(self) -> Any:
-        try:
-            return from_json(await self.body(), allow_inf_nan=False)
-        except ValueError as error:
-            raise HTTPException(400, f"The body is not valid JSON: {error}") from error
+        body = await self.body()
+        if len(body) <= SMALL_BODY_BYTES:
+            return _parsed(body)
+        self._limits.check_values(body)
+        value = _parsed(body)
+        if self.model is None:
+            return value
+        return await asyncio.to_thread(_validated, self.model, value)
+
+    @property
+    def _limits(self) -> BodyLimits:
+        limits: BodyLimits = self.app.state.body_limits
+        return limits
 
 
 class StrictJsonRoute(APIRoute):
@@ -60,8 +95,27 @@ class StrictJsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        body_field = self.body_field
+        model = None if body_field is None else cast(type[BaseModel], body_field.field_info.annotation)
 
         async def handle(request: Request) -> Response:
-            return await handler(StrictJsonRequest(request.scope, request.receive))
+            strict = StrictJsonRequest(request.scope, request.receive)
+            strict.model = model
+            return await handler(strict)
 
         return handle
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise HTTPException(400, f"The body is not valid JSON: {error}") from error
+
+
+def _validated(model: type[BaseModel], value: Any) -> BaseModel:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first: dict[str, Any] = dict(error.errors(include_url=False, include_input=False)[0])
+        raise InvalidBody(first | {"loc": ("body", *first["loc"])}) from None

@@ -1,0 +1,153 @@
+"""Large bodies: what costs too much is refused before it is parsed, the rest is checked beside the event loop."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import HTTPException
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from serving.front.api import body_limits
+from serving.front.api.body_limits import MIB, BodyLimits
+from serving.front.api.openai_chat_schema import MAX_MESSAGES, ChatBody
+from serving.front.api.openai_completions_schema import CompletionBody
+from serving.front.api.session_schema import GenerateBody
+from serving.front.api.strict_json import SMALL_BODY_BYTES, StrictBody
+from serving.front.http import create_http_app
+from tests.unit.serving.local_service import MODEL, client_of, local_service
+
+CHAT = "/v1/chat/completions"
+HELLO = {"role": "user", "content": "hi"}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\[{,:}]é'), max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text('a"\\,', max_size=4), inner, max_size=5)
+    ),
+    max_leaves=30,
+)
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with local_service(tmp_path) as service, client_of(create_http_app(lambda: service)) as client:
+        yield client
+
+
+def containers_in(value: Any) -> int:
+    match value:
+        case dict():
+            return 1 + sum(map(containers_in, value.values()))
+        case list():
+            return 1 + sum(map(containers_in, value))
+    return 0
+
+
+@given(JSON, st.booleans())
+def test_objects_and_lists_are_counted_whatever_is_in_strings(value: Any, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    count = containers_in(value)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(body_limits, "MOST_CONTAINERS", count)
+        BodyLimits().check_values(text)
+        patched.setattr(body_limits, "MOST_CONTAINERS", count - 1)
+        with pytest.raises(HTTPException, match=f"has {count} objects and lists"):
+            BodyLimits().check_values(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" + b"[]," * 100_000 + b"0]",
+        b"[" + b"{}," * 100_000 + b"0]",
+        b"[" + b'"",' * 200_000 + b"0]",
+        b"[" + b"0," * 300_000 + b"0]",
+        b"{" + b'"a":0,' * 200_000 + b'"b":0}',
+    ],
+)
+def test_what_takes_long_to_parse_is_refused(text: bytes) -> None:
+    """3 MiB of zeros for messages took 17 s of the event loop, and 0.9 GiB."""
+    with pytest.raises(HTTPException, match="at most") as refused:
+        BodyLimits.of_context(2048).check_values(text)
+    assert refused.value.status_code == 413
+
+
+def test_what_fills_the_context_is_taken() -> None:
+    for context_len in (2048, 131_072, 1_000_000):
+        limits = BodyLimits.of_context(context_len)
+        for body in (
+            json.dumps({"prompt": [131_071] * context_len}),
+            json.dumps({"prompt": 'a "quoted", [text]: {here}\\n' * (context_len // 8)}),
+            json.dumps({"prompt": "語" * context_len * 2}),
+        ):
+            if len(body) <= 32 * MIB:
+                limits.check_size(len(body))
+            limits.check_values(body.encode())
+    assert BodyLimits.of_context(2048).size_bytes < 5 * MIB
+    assert BodyLimits.of_context(2048, 9).size_bytes == 9
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "field"),
+    [
+        (ChatBody, {"messages": [0] * 4096}, "messages"),
+        (ChatBody, {"messages": [HELLO | {"content": [0] * 1000}]}, "messages"),
+        (ChatBody, {"messages": [HELLO], "tools": [0] * 500}, "tools"),
+        (CompletionBody, {"prompt": [0, *["a"] * 9999]}, "prompt"),
+        (GenerateBody, {"input_ids": ["a"] * 9999}, "input_ids"),
+    ],
+)
+def test_checking_ends_at_the_first_error(model: type[StrictBody], body: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    (error,) = refused.value.errors()
+    assert error["loc"][0] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"messages": [HELLO] * (MAX_MESSAGES + 1)}, "messages"),
+        ({"messages": [HELLO | {"content": [{"type": "text", "text": ""}] * 1025}]}, "messages[0].content"),
+        ({"messages": [HELLO], "chat_template_kwargs": {"a": "b" * 70_000}}, "chat_template_kwargs"),
+        ({"messages": [HELLO], "logit_bias": {str(n): 0 for n in range(16_385)}}, "logit_bias"),
+        ({"messages": [HELLO], "metadata": {str(n): "" for n in range(65)}}, "metadata"),
+        ({"messages": [HELLO], **{f"unknown{n}": 0 for n in range(129)}}, None),
+        ({"messages": [HELLO, HELLO | {"role": "king"}], "user": "a" * SMALL_BODY_BYTES}, "messages[1].role"),
+        ({"messages": [HELLO], "user": "a" * SMALL_BODY_BYTES, "weight": 1}, "weight"),
+    ],
+)
+async def test_what_is_too_much_is_named(
+    client: httpx.AsyncClient, body: dict[str, Any], named: str | None
+) -> None:
+    reply = await client.post(CHAT, json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == named, reply.text
+
+
+async def test_a_large_body_is_checked_on_a_thread_and_means_what_a_small_one_does(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    validate = ChatBody.model_validate
+
+    def noted(value: Any) -> ChatBody:
+        threads.append(threading.current_thread())
+        return validate(value)
+
+    monkeypatch.setattr(ChatBody, "model_validate", noted)
+    asked = {"model": MODEL.model_id, "messages": [HELLO], "temperature": 0, "max_tokens": 3}
+    answers = [
+        (await client.post(CHAT, json=asked | {"user": "a" * size})).json()["choices"]
+        for size in (1, SMALL_BODY_BYTES)
+    ]
+    assert answers[0] == answers[1]
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
