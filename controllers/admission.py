@@ -1,8 +1,10 @@
-"""Whether a session may be opened. Pure. (Turns queue inside the engine, which refuses past its own limit.)"""
+"""Whether a session may be opened. Pure. (Turns are admitted where they run, see serving/replica/tenant_load.py.)"""
 
 from __future__ import annotations
 
-from controllers.errors import Overloaded
+from controllers.errors import InvalidTimeout, Overloaded
+from controllers.ownership import TenantUse
+from controllers.settings import ClusterSettings
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
@@ -17,6 +19,25 @@ def admit_session(sessions: int, max_sessions: int, next_expiry_s: float | None 
         return
     wait_s = MAX_RETRY_AFTER_S if next_expiry_s is None else next_expiry_s
     raise Overloaded(f"{sessions} sessions are open, the limit", retry_after_s=_bounded(wait_s))
+
+
+def admit_timeout(timeout_s: float | None, settings: ClusterSettings) -> None:
+    """Raises InvalidTimeout for one that is longer than the operator lets sessions idle."""
+    if timeout_s is not None and timeout_s > settings.max_timeout_s:
+        message = f"sessions may idle for {settings.max_timeout_s:g} s at most, not for {timeout_s:g} s"
+        raise InvalidTimeout(message, "timeout_s")
+
+
+def admit_to_tenant(use: TenantUse, settings: ClusterSettings, *, copied_tokens: int = 0) -> None:
+    """Allows its tenant one more session, with so many tokens in its history. Raises Overloaded."""
+    most = settings.tenant_sessions
+    if most is not None and use.sessions >= most:
+        message = f"this tenant has {use.sessions} sessions open, its limit: close some, or wait until they idle out"
+        raise Overloaded(message, retry_after_s=MAX_RETRY_AFTER_S)
+    most = settings.tenant_history_tokens
+    if most is not None and use.tokens + copied_tokens > most:
+        message = f"the histories of this tenant's sessions have {use.tokens} tokens; {most} is its limit: close some"
+        raise Overloaded(message, retry_after_s=MAX_RETRY_AFTER_S)
 
 
 def _bounded(wait_s: float) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from controllers.admission import admit_session
+from controllers.admission import admit_session, admit_timeout, admit_to_tenant
 from controllers.attended_clock import AttendedClock
 from controllers.cluster_stats import ClusterStats
 from controllers.errors import (
@@ -150,7 +150,7 @@ class Cluster:
         """Registers and places a session; None lets the controller pick the id.
 
         Repeating an open with the same `open_key` gives the same assignment.
-        Raises SessionExists, NoReplica and Overloaded.
+        Raises SessionExists, NoReplica, InvalidTimeout and Overloaded.
         """
         key = session_key(tenant, session_id or secrets.token_urlsafe(_SESSION_ID_BYTES))
         if self._claims.still_held(key):
@@ -158,7 +158,8 @@ class Cluster:
             if open_key is None or entry.open_key != open_key:
                 raise SessionExists(f"{named(key)} is open already", "session_id")
             return _assignment(entry, fresh=False)
-        self._make_room()
+        admit_timeout(timeout_s, self._settings)
+        self._make_room(tenant)
         record = SessionRecord(
             session_id=key,
             tenant=tenant,
@@ -179,14 +180,16 @@ class Cluster:
         """Starts a session at the first tokens of another, beside it. For the parent's owner, between its turns.
 
         Gives the child's record without its history. Repeating a fork with the same `fork_key` gives the same child,
-        brought to the parent's replica. Raises SessionNotFound, StaleEpoch, SessionExists, InvalidFork, Overloaded.
+        brought to the parent's replica. Raises SessionNotFound, StaleEpoch, SessionExists, InvalidFork, InvalidTimeout,
+        Overloaded.
         """
         parent = self._claims.fence(parent_id, epoch, replica_id)
         order = replace(order, child_id=session_key(parent.tenant, order.child_id))
         length = parent.tokens if order.length is None else order.length
         if self._claims.still_held(order.child_id):
             return self._repeated_fork(parent, length, order)
-        self._make_room()
+        admit_timeout(order.timeout_s, self._settings)
+        self._make_room(parent.tenant, copied_tokens=length)
         record = SessionRecord(
             session_id=order.child_id,
             tenant=parent.tenant,
@@ -417,10 +420,12 @@ class Cluster:
         recent = self._replicas.recent(self._settings.replica_timeout_s * _LATE_AFTER)
         return [status.replica_id for status in recent if status.replica_id != owner_id]
 
-    def _make_room(self) -> None:
+    def _make_room(self, tenant: str, copied_tokens: int = 0) -> None:
+        """Raises Overloaded if neither the cluster nor the tenant may have another session."""
         now_s = self._clock()
         if len(self._ledger) >= self._settings.max_sessions and now_s >= self._next_expiry_s:
             self.expire_idle()
+        admit_to_tenant(self._ledger.use_of(tenant), self._settings, copied_tokens=copied_tokens)
         admit_session(len(self._ledger), self._settings.max_sessions, self._next_expiry_s - now_s)
 
     def _rebalancing_by(self, settings: ClusterSettings) -> Rebalancing | None:

@@ -121,6 +121,12 @@ class NoReplica(ControllerError):
     code = "no_replica"
 
 
+class InvalidTimeout(ControllerError):
+    """A session was asked for with a longer idle timeout than the operator allows."""
+
+    code = "invalid_request"
+
+
 class Overloaded(ControllerError):
     """A limit is reached; `retry_after_s` estimates when trying again makes sense."""
 

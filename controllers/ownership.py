@@ -7,11 +7,19 @@ the id of a closed one starts above it is the log's care.) So a former owner can
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from controllers.errors import SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import LedgerEntry, SessionRecord, SessionStatus
 from controllers.session_keys import named
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant has in the ledger: open sessions, and the tokens of their histories."""
+
+    sessions: int = 0
+    tokens: int = 0
 
 
 class OwnershipLedger:
@@ -27,6 +35,7 @@ class OwnershipLedger:
         self._attended = attended
         self._entries: dict[str, LedgerEntry] = {}
         self._by_replica: dict[str, set[str]] = {}
+        self._by_tenant: dict[str, TenantUse] = {}
         for entry in entries:
             self.add(entry)
 
@@ -46,6 +55,9 @@ class OwnershipLedger:
             raise SessionExists(f"{named(entry.session_id)} is open already", "session_id")
         self._entries[entry.session_id] = entry
         self._by_replica.setdefault(entry.replica_id, set()).add(entry.session_id)
+        use = self._by_tenant.setdefault(entry.tenant, TenantUse())
+        use.sessions += 1
+        use.tokens += entry.tokens
         return entry
 
     def get(self, session_id: str) -> LedgerEntry:
@@ -124,6 +136,11 @@ class OwnershipLedger:
         owned.discard(session_id)
         if not owned:
             del self._by_replica[entry.replica_id]
+        use = self._by_tenant[entry.tenant]
+        use.sessions -= 1
+        use.tokens -= entry.tokens
+        if not use.sessions:
+            del self._by_tenant[entry.tenant]
         return True
 
     def entries(self) -> list[LedgerEntry]:
@@ -132,6 +149,11 @@ class OwnershipLedger:
     def count_of(self, replica_id: str) -> int:
         return len(self._by_replica.get(replica_id, ()))
 
+    def use_of(self, tenant: str) -> TenantUse:
+        """Not to be changed."""
+        return self._by_tenant.get(tenant, TenantUse())
+
     def _put(self, entry: LedgerEntry) -> LedgerEntry:
+        self._by_tenant[entry.tenant].tokens += entry.tokens - self._entries[entry.session_id].tokens
         self._entries[entry.session_id] = entry
         return entry

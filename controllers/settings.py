@@ -67,6 +67,9 @@ class ClusterSettings:
     Replicas report every `heartbeat_interval_s`; one unheard of for `replica_timeout_s` is gone. `session_timeout_s` is
     the idle timeout of sessions opened without one. `placement_tokens` is the KV that placement expects a new session
     to take before the next heartbeat. Without `rebalancing` sessions stay where they are while their owner lives.
+
+    Who opens a session may ask for an idle timeout up to `max_timeout_s`. A tenant may have `tenant_sessions` open, and
+    opens no more while its histories have `tenant_history_tokens` in all; None: no limit of its own.
     """
 
     replica_timeout_s: float = 10.0
@@ -75,6 +78,9 @@ class ClusterSettings:
     placement_tokens: int = 1024
     rebalancing: RebalancingSettings | None = RebalancingSettings()
     heartbeat_interval_s: float = 1.0
+    max_timeout_s: float = 7 * 24 * 3600.0
+    tenant_sessions: int | None = None
+    tenant_history_tokens: int | None = None
 
 
 @wire_record

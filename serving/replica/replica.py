@@ -30,6 +30,7 @@ from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
+from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
@@ -132,6 +133,7 @@ class LLMReplica:
             builder=RequestBuilder(self._engine, self._text),
             teller=TurnTeller(self._text, self._metrics, place.clock),
             mailbox=mailbox,
+            load=TenantLoad(args.tenants.max_turns_in_flight, args.tenants.max_queued_tokens),
             metrics=self._metrics,
             tasks=self._tasks,
             clock=place.clock,

@@ -31,6 +31,7 @@ from serving.replica.mailbox import Mailbox
 from serving.replica.overlaps import OVERLAP_PATIENCE_S, Overlaps
 from serving.replica.replay import decode_result, encode_result
 from serving.replica.session_host import SessionHost
+from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.watch.metrics import ReplicaMetrics
@@ -61,6 +62,7 @@ class TurnRunner:
         builder: RequestBuilder,
         teller: TurnTeller,
         mailbox: Mailbox,
+        load: TenantLoad,
         metrics: ReplicaMetrics,
         tasks: BackgroundTasks,
         clock: Callable[[], float],
@@ -72,6 +74,7 @@ class TurnRunner:
         self._builder = builder
         self._teller = teller
         self._mailbox = mailbox
+        self._load = load
         self._metrics = metrics
         self._tasks = tasks
         self._clock = clock
@@ -205,8 +208,10 @@ class TurnRunner:
             last_token_s=None if call.resumed is None else started_s,
         )
         try:
+            self._load.begin(engine_id, call.tenant, len(request.new_tokens))
             self._engine.submit(request)
         except EngineError:
+            self._load.end(engine_id)
             self._mailbox.close(engine_id)
             raise
         self._live[engine_id] = live
@@ -221,6 +226,8 @@ class TurnRunner:
                 live.finish = Finish(FinishReason.ERROR, error=error)
             for event in self._teller.tell(live, deltas):
                 tell(event)
+            if live.output_tokens:
+                self._load.computed(live.request_id)
 
     def _end(self, live: LiveTurn) -> asyncio.Task[TurnEvent]:
         """Starts what ends a turn whose final delta is there, in a task that outlives the client."""
@@ -336,6 +343,7 @@ class TurnRunner:
 
     async def _finish(self, live: LiveTurn) -> None:
         self._mailbox.close(live.request_id)
+        self._load.end(live.request_id)
         self._live.pop(live.request_id, None)
         if live.turn is not None:
             await self._host.turn_ended(live.turn.session_id)

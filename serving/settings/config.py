@@ -138,10 +138,29 @@ class IngressArgs(StrictModel):
 
 
 class SessionArgs(StrictModel):
-    """Sessions end `idle_timeout_s` after their last turn, unless opened with a timeout of their own."""
+    """Sessions end `idle_timeout_s` after their last turn, unless opened with a timeout of their own, which may be
+    `max_timeout_s`."""
 
     idle_timeout_s: Seconds = 3600.0
+    max_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 7 * 24 * 3600.0
     sweep_interval_s: Seconds = 1.0
+
+    @field_validator("max_timeout_s")
+    @classmethod
+    def _no_shorter_than_the_default(cls, timeout_s: float, info: ValidationInfo) -> float:
+        if timeout_s < info.data.get("idle_timeout_s", 0.0):
+            raise ValueError(f"{timeout_s:g} is less than idle_timeout_s, which every session may have")
+        return timeout_s
+
+
+class TenantArgs(StrictModel):
+    """What each tenant may have: open sessions and the tokens of their histories in the cluster, and at each replica
+    turns in flight and tokens that wait to be computed. None: no limit of its own."""
+
+    max_sessions: PositiveInt | None = None
+    max_history_tokens: PositiveInt | None = None
+    max_turns_in_flight: PositiveInt | None = None
+    max_queued_tokens: PositiveInt | None = None
 
 
 class RebalancingArgs(StrictModel):
@@ -224,6 +243,7 @@ class AppArgs(StrictModel):
     replicas: Annotated[ReplicaArgs, Field(validate_default=True)] = ReplicaArgs()
     ingress: IngressArgs = IngressArgs()
     sessions: SessionArgs = SessionArgs()
+    tenants: TenantArgs = TenantArgs()
     rebalancing: RebalancingArgs = RebalancingArgs()
     controller: ControllerArgs = ControllerArgs()
 
@@ -275,6 +295,9 @@ class AppArgs(StrictModel):
             session_timeout_s=self.sessions.idle_timeout_s,
             max_sessions=controller.max_sessions,
             rebalancing=self.rebalancing.settings(),
+            max_timeout_s=self.sessions.max_timeout_s,
+            tenant_sessions=self.tenants.max_sessions,
+            tenant_history_tokens=self.tenants.max_history_tokens,
         )
 
     def deployment(self, deployment_id: str) -> Deployment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -39,6 +40,7 @@ from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_
 from serving.wire.turns import (
     ErrorInfo,
     ModelInfo,
+    ServiceError,
     SessionTurn,
     TextLogprob,
     TextPrompt,
@@ -63,9 +65,14 @@ def routes() -> APIRouter:
 
 
 async def open_session(body: OpenSessionBody, service: Service, tenant: Tenant) -> str:
-    return await service.open_session(
-        body.session_id, timeout_s=body.timeout, capacity_tokens=None, tenant=tenant
-    )
+    try:
+        return await service.open_session(
+            body.session_id, timeout_s=body.timeout, capacity_tokens=None, tenant=tenant
+        )
+    except ServiceError as error:
+        if error.info.param != "timeout_s":
+            raise
+        raise ServiceError(replace(error.info, param="timeout")) from error
 
 
 async def close_session(body: CloseSessionBody, service: Service, tenant: Tenant) -> Response:

@@ -73,7 +73,15 @@ def test_an_earlier_deployment_never_comes_back(log: LogSettings, reopen: Callab
 
 
 def test_every_setting_outlives_a_restart(log: LogSettings, reopen: Callable[[], SessionStore]) -> None:
-    changed = replace(NEW, replica_timeout_s=7.0, heartbeat_interval_s=2.0, placement_tokens=3)
+    changed = replace(
+        NEW,
+        replica_timeout_s=7.0,
+        heartbeat_interval_s=2.0,
+        placement_tokens=3,
+        max_timeout_s=90.0,
+        tenant_sessions=4,
+        tenant_history_tokens=5,
+    )
     default = ClusterSettings()
     same = [
         each.name for each in fields(changed) if getattr(changed, each.name) == getattr(default, each.name)

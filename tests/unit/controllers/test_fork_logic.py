@@ -12,6 +12,7 @@ from manual_clock import ManualClock
 from controllers.cluster import Cluster
 from controllers.errors import (
     InvalidFork,
+    InvalidTimeout,
     Overloaded,
     SessionClosing,
     SessionExists,
@@ -20,6 +21,7 @@ from controllers.errors import (
     TurnInFlight,
     TurnNotInFlight,
 )
+from controllers.ownership import TenantUse
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, TurnRecord
 from controllers.session import SessionController, Turn
 from controllers.settings import ClusterSettings
@@ -247,3 +249,25 @@ def test_refused_forks(sessions: SessionController) -> None:
         sessions.begin_fork("p", 1, None)
     sessions.abort_turn(turn)
     sessions.abort_fork(sessions.begin_fork("p", 1, 0))
+
+
+def test_a_tenant_takes_no_more_of_the_log_than_it_may(store: SqliteSessionStore, clock: ManualClock) -> None:
+    """A tenant could take every slot for ever, and fill the log by forking."""
+    settings = ClusterSettings(max_timeout_s=60.0, tenant_sessions=3, tenant_history_tokens=16)
+    cluster = Cluster(settings, store, clock, clock)
+    cluster.register_replica(ReplicaStatus("a", 1000, 1000))
+    _opened(cluster)
+    cluster.fork_session("p", 1, "a", ForkOrder("c", "k"))
+    with pytest.raises(Overloaded, match="have 12 tokens; 16 is its limit"):
+        cluster.fork_session("p", 1, "a", ForkOrder("d", "l"))
+    cluster.fork_session("p", 1, "a", ForkOrder("d", "l", length=4))
+    with pytest.raises(Overloaded, match="3 sessions open"):
+        cluster.open_session("e", "", None, None)
+    assert cluster.open_session("e", "other", None, None).fresh, "another tenant has its own"
+    cluster.close_session("c")
+    assert cluster.open_session("e", "", 60.0, None).fresh
+    with pytest.raises(InvalidTimeout):
+        cluster.fork_session("p", 1, "a", ForkOrder("f", "m", timeout_s=61.0))
+    with pytest.raises(InvalidTimeout):
+        cluster.open_session("f", "other", 1e9, None)
+    assert cluster._ledger.use_of("") == TenantUse(3, 10)

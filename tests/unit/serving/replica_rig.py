@@ -29,6 +29,7 @@ from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
+from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
@@ -138,6 +139,7 @@ class Rig:
         num_pages: int = 256,
         model: ServedModel | None = None,
         pace: HandOverPace | None = None,
+        load: TenantLoad | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
@@ -178,6 +180,7 @@ class Rig:
             builder=RequestBuilder(self.engine, text),
             teller=TurnTeller(text, self.metrics, time.perf_counter),
             mailbox=self.mailbox,
+            load=load or TenantLoad(),
             metrics=self.metrics,
             tasks=self.tasks,
             clock=time.perf_counter,

@@ -115,3 +115,20 @@ async def test_a_header_that_says_who_calls_comes_once(
     reply = await client.request("GET" if path == "/health" else "POST", path, headers=headers)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
     assert reply.json()["error"]["code"] == "duplicate_header"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (SESSIONS, {"timeout_s": 1e9}, "timeout_s"),
+        ("/open_session", {"capacity_of_str_len": 0, "timeout": 1e9}, "timeout"),
+    ],
+)
+async def test_nobody_keeps_a_session_for_ever(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], field: str
+) -> None:
+    """`timeout_s: 1e9` for every session that there may be left none for anybody else."""
+    reply = await client.post(path, json=body, headers=key("acmes"))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+    assert "604800 s at most" in reply.json()["error"]["message"]
+    assert await listed(client, key("operators")) == []
