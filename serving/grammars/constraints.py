@@ -3,59 +3,88 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from typing import TypeVar
 
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed, InvalidRequest, TokenConstraint
+from serving.grammars.fair_queue import FairQueue
 from serving.grammars.grammar_trial import GrammarTrial
-from serving.grammars.grammars import GrammarConstraint, Grammars, reason_of
+from serving.grammars.grammars import Grammars, reason_of
 from serving.wire.turns import OutputConstraint
 
 CACHED_GRAMMARS = 32
 CACHED_TRIALS = 1024
+MOST_WAITING = 64
+MOST_WAITING_OF_TENANT = 16
 NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "tool_calls": "functions' parameters"}
+
+T = TypeVar("T")
 
 
 class ConstraintCompiler:
-    """One for a replica. Grammars are compiled on a thread of its own, one after another, and the latest are kept. Each
-    is tried in another process first, which bounds what it may take.
+    """One for a replica; its tables are its event loop's. The latest grammars are kept. One that is new is tried in
+    another process first, which bounds what it may take, and then compiled on a thread: one at a time, tenants in turn.
+    What is kept waits for one compilation at most.
 
     `tokenizer` is None if the model has none; `vocab_size` is the model's.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        # It alone uses what follows; constraints go to the engine's thread, each for itself.
+        # It alone uses the grammars; constraints go to the engine's thread, each for itself.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kedge-grammar")
+        self._trial_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kedge-grammar-trial")
         self._grammars = Grammars(tokenizer, vocab_size)
-        trial = None if tokenizer is None else GrammarTrial(tokenizer, vocab_size)
-        self._refusal = lru_cache(maxsize=CACHED_TRIALS)(_nothing if trial is None else trial.refusal)
-        self._grammar = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
+        self._trial = None if tokenizer is None else GrammarTrial(tokenizer, vocab_size)
+        self._queue = FairQueue("new grammars", most=MOST_WAITING, most_of_tenant=MOST_WAITING_OF_TENANT)
+        self._refusals: OrderedDict[OutputConstraint, str | None] = OrderedDict()
+        self._compiled: OrderedDict[OutputConstraint, LLMatcher] = OrderedDict()
 
-    async def compile(self, constraint: OutputConstraint) -> TokenConstraint:
-        """A constraint at its beginning. Raises InvalidRequest, which names the kind."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._begin, constraint)
-
-    def _begin(self, constraint: OutputConstraint) -> GrammarConstraint:
+    async def compile(self, constraint: OutputConstraint, tenant: str = "") -> TokenConstraint:
+        """A constraint at its beginning. Raises InvalidRequest, which names the kind, and EngineOverloaded."""
         try:
+            grammar = await self._grammar(constraint, tenant)
             try:
-                return self._grammars.begin(self._grammar(constraint))
+                return await _on(self._thread, self._grammars.begin, grammar)
             except ConstraintFailed:
                 # Copies share a lexer, and with it the limit of its states: what others did may have filled it.
-                self._grammar.cache_clear()
-                return self._grammars.begin(self._grammar(constraint))
+                self._compiled.clear()
+                grammar = await self._grammar(constraint, tenant)
+                return await _on(self._thread, self._grammars.begin, grammar)
         except (ValueError, ConstraintFailed) as error:
             reason = f"The {NAMES[constraint.kind]} cannot be enforced: {reason_of(str(error))}"
             raise InvalidRequest(reason, constraint.kind) from error
 
-    def _compile(self, constraint: OutputConstraint) -> LLMatcher:
-        refusal = self._refusal(constraint)
-        if refusal is not None:
+    async def _grammar(self, constraint: OutputConstraint, tenant: str) -> LLMatcher:
+        """Raises ValueError for one that cannot be compiled."""
+        if constraint not in self._compiled:
+            async with self._queue.place(tenant):
+                if constraint not in self._compiled:  # another call may have asked for the same
+                    _keep(self._compiled, constraint, await self._make(constraint), CACHED_GRAMMARS)
+                return self._compiled[constraint]
+        self._compiled.move_to_end(constraint)
+        return self._compiled[constraint]
+
+    async def _make(self, constraint: OutputConstraint) -> LLMatcher:
+        if self._trial is not None and constraint not in self._refusals:
+            refusal = await _on(self._trial_thread, self._trial.refusal, constraint)
+            _keep(self._refusals, constraint, refusal, CACHED_TRIALS)
+        if (refusal := self._refusals.get(constraint)) is not None:
             raise ValueError(refusal)
-        return self._grammars.compile(constraint)
+        return await _on(self._thread, self._grammars.compile, constraint)
 
 
-def _nothing(_constraint: OutputConstraint) -> None:
-    return None
+def _keep(
+    latest: OrderedDict[OutputConstraint, T], constraint: OutputConstraint, value: T, most: int
+) -> None:
+    latest[constraint] = value
+    if len(latest) > most:
+        latest.popitem(last=False)
+
+
+async def _on(thread: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> T:
+    return await asyncio.get_running_loop().run_in_executor(thread, work, *args)

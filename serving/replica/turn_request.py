@@ -47,7 +47,9 @@ class RequestBuilder:
 
     async def constraint(self, call: TurnCall) -> TokenConstraint | None:
         """What the call's output must be, from its beginning. Raises InvalidRequest."""
-        return None if call.constraint is None else await self._constraints.compile(call.constraint)
+        return (
+            None if call.constraint is None else await self._constraints.compile(call.constraint, call.tenant)
+        )
 
     async def build(
         self, call: TurnCall, turn: Turn | None, engine_id: str, constraint: TokenConstraint | None = None
