@@ -103,7 +103,7 @@ class Ingress:
         async def expire_idle() -> None:
             await controller.expire_idle()
 
-        membership = Membership(place.ingress_id, calls, controller, owners)
+        membership = Membership(place.ingress_id, calls, controller, owners, self._tasks)
         self._tasks.every(WATCH_INTERVAL_S, membership.look, timeout_s=CONTROLLER_TIMEOUT_S)
         # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from controllers.errors import ControllerError
+from serving.background import BackgroundTasks
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ReplicaCalls
 from serving.wire.controller_calls import ControllerCalls
@@ -31,11 +32,13 @@ class Membership:
         replicas: ReplicaCalls,
         controller: ControllerCalls,
         owners: OwnershipCache,
+        tasks: BackgroundTasks,
     ) -> None:
         self._ingress_id = ingress_id
         self._replicas = replicas
         self._controller = controller
         self._owners = owners
+        self._tasks = tasks
         self._told = Members()
         self._due_s = 0.0
 
@@ -55,14 +58,15 @@ class Membership:
         for replica_id in gone:
             self._owners.forget_replica(replica_id)
             self._replicas.lose(replica_id)
-        for replica_id in leaving:
-            self._owners.forget_replica(replica_id)
         if leaving:
             logger.info("replicas %s are listed no more: they drain", ", ".join(sorted(leaving)))
-            await asyncio.gather(*map(self._hasten, leaving))
+        for replica_id in leaving:
+            self._owners.forget_replica(replica_id)
+            self._tasks.start(self._hasten(replica_id))
 
     async def _hasten(self, replica_id: str) -> None:
-        """Has the replica ask the controller now how it stands, rather than with its next heartbeat."""
+        """Has the replica ask the controller now how it stands, rather than with its next heartbeat. The next look does
+        not wait for it: it may not answer."""
         try:
             await self._replicas.call(replica_id, "heartbeat", timeout_s=REPORT_INTERVAL_S)
         except ReplicaGone:

@@ -18,10 +18,13 @@ UNTOLD = frozenset(
         "cut ingress from controller",
         "freeze controller",
         "kill controller",
+        "log frozen",
+        "cut controller from log",
         "storm",
     }
 )
-"""What keeps an ingress from telling the controller which replicas its router lists."""
+"""What keeps an ingress from telling the controller which replicas its router lists, or the controller from hearing
+it: it stands still while it waits for its log."""
 UNHEARD_FOR_S = 1.0
 """Added to the time between two heartbeats and to the messages' own, it may be more than a suspect replica is given."""
 UNREACHABLE_SHARE = 0.6

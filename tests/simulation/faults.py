@@ -67,6 +67,7 @@ class Faults:
             case "stall":
                 return self._stall(fault)
             case "log":
+                self._troubles.note(fault.kind, [EVERYBODY], fault.lasts_s)
                 return self._log.freeze() if fault.kind == "log frozen" else self._log.stop()
             case "clock":
                 return self._clock_step(fault)
@@ -125,6 +126,7 @@ class Faults:
 
     def _cut(self, fault: Fault) -> Callable[[], None]:
         if fault.kind == "cut controller from log":
+            self._troubles.note(fault.kind, [EVERYBODY], fault.lasts_s)
             return self._cluster.network.cut("controller", "redis")
         names = []
         for kind in (fault.kind.split(" ")[1], fault.kind.split(" ")[3]):
