@@ -14,6 +14,8 @@ from controllers.errors import StoreError
 from controllers.redis_store import RedisSessionStore
 from controllers.settings import RedisLogSettings
 
+pytestmark = pytest.mark.slow
+
 TURNS = 200
 LOSES_ITS_MASTER_AT = 60
 
