@@ -22,8 +22,9 @@ CPU_POOL_BYTES = 256 * 1024 * 1024
 class ModelSettings:
     """Which model, and how its weights are held.
 
-    `path` is a local Hugging Face directory or a hub id. `dtype` auto is float32 on a CPU and the checkpoint's own on
-    a GPU. `load_format` dummy gives seeded random weights of the directory's config.json.
+    `path` is a local Hugging Face directory or a hub id, `revision` a commit, tag or branch there. `dtype` auto is
+    float32 on a CPU and the checkpoint's own on a GPU. `load_format` dummy gives seeded random weights of the
+    directory's config.json.
     """
 
     path: str
@@ -32,6 +33,7 @@ class ModelSettings:
     device: DeviceName = "auto"
     seed: int = 0
     num_threads: int | None = None
+    revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

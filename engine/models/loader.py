@@ -14,8 +14,9 @@ from engine.device import activation_dtype, resolve_device, resolve_dtype, use_c
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
 from engine.models.device_linear import FixedLinears, Linears, choose_linears
-from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.errors import UnsupportedModel
 from engine.models.fingerprint import checkpoint_fingerprint, dummy_fingerprint
+from engine.models.hub import find_model
 from engine.models.linear import LinearFactory
 from engine.models.ops import DecoderOps, TorchOps
 from engine.models.protocol import CausalModel
@@ -24,8 +25,6 @@ from engine.models.weights import CHECKPOINT_DTYPES, CheckpointWeights, DummyWei
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.kv_pool import KVLayout
 from engine.settings import LinearName, ModelSettings
-
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def load_model(
     not fit) or DeviceUnavailable.
     """
     use_cpu_threads(settings.num_threads)
-    directory = find_model(settings.path)
+    directory = find_model(settings.path, settings.revision)
     config = read_config(directory)
     device = resolve_device(settings.device)
     ranks = ranks or OneRank()
@@ -154,21 +153,6 @@ def _fingerprint(directory: Path, settings: ModelSettings, device: torch.device)
     if settings.load_format == "dummy":
         return dummy_fingerprint(config, settings.seed, device.type)
     return checkpoint_fingerprint(config, weight_files(directory))
-
-
-def find_model(path: str) -> Path:
-    """A local directory as it is; anything else is a hub id, fetched into the hub's cache."""
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        return directory
-    if path.count("/") > 1 or path.startswith((".", "~")):
-        raise ModelNotFound(f"{path}: no such directory")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
-    except Exception as error:
-        raise ModelNotFound(f"{path}: not a directory, and not fetched from the hub: {error}") from error
 
 
 def read_eos_ids(directory: Path) -> frozenset[int]:

@@ -22,7 +22,8 @@ from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from controllers.settings import Deployment
 from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidRequest
-from engine.settings import EngineSettings
+from engine.models.hub import find_model
+from engine.settings import EngineSettings, ModelSettings
 from serving.background import BackgroundTasks
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
@@ -76,7 +77,7 @@ class ReplicaPlace:
     replica_id: str
     controller: ControllerCalls
     publish_gauges: Callable[[EngineStats], None]
-    load_text: Callable[[str, Engine], TextProcessor]
+    load_text: Callable[[ModelSettings, Engine], TextProcessor]
     clock: Callable[[], float]
     unix_clock: Callable[[], float]
 
@@ -100,7 +101,7 @@ class LLMReplica:
         mailbox = Mailbox(asyncio.get_running_loop())
         settings = args.engine_settings()
         self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
-        self._text = await asyncio.to_thread(place.load_text, settings.model.path, self._engine)
+        self._text = await asyncio.to_thread(place.load_text, settings.model, self._engine)
         self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
         self._publish = place.publish_gauges
         self._feeds = EventFeeds()
@@ -339,8 +340,11 @@ def _pages(pages: PageAccounts) -> dict[str, int]:
     return asdict(pages) | {"leaked": pages.leaked}
 
 
-def _load_text(path: str, engine: Engine) -> TextProcessor:
-    return TextProcessor.load(path, vocab_size=engine.vocab_size, max_context_len=engine.max_context_len)
+def _load_text(model: ModelSettings, engine: Engine) -> TextProcessor:
+    directory = find_model(model.path, model.revision)
+    return TextProcessor.load(
+        str(directory), vocab_size=engine.vocab_size, max_context_len=engine.max_context_len
+    )
 
 
 def _served_model(text: TextProcessor, engine: Engine) -> ServedModel:

@@ -37,8 +37,8 @@ def _yaml_off(value: Any) -> Any:
 
 
 class ModelArgs(StrictModel):
-    """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id. `tool_calls` is the
-    format of its function calls; `auto` is what its chat template teaches."""
+    """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id, `revision`: a commit,
+    tag or branch there. `tool_calls` is the format of its function calls; `auto` is what its chat template teaches."""
 
     path: NotEmpty
     name: str | None = None
@@ -48,6 +48,7 @@ class ModelArgs(StrictModel):
     seed: int = 0
     num_threads: PositiveInt | None = None
     tool_calls: Annotated[ToolCallsSetting, BeforeValidator(_yaml_off)] = "auto"
+    revision: NotEmpty | None = None
 
     @field_validator("path")
     @classmethod
@@ -61,6 +62,14 @@ class ModelArgs(StrictModel):
             raise ValueError(f"there is no directory {path!r}")
         return path
 
+    @field_validator("revision")
+    @classmethod
+    def _of_a_hub_id(cls, revision: str | None, info: ValidationInfo) -> str | None:
+        path = info.data.get("path")
+        if revision is not None and path is not None and Path(resolve_path(path)).is_dir():
+            raise ValueError(f"{path!r} is a directory; only a model of the hub has revisions")
+        return revision
+
     @property
     def model_id(self) -> str:
         return self.name or Path(self.path).name
@@ -73,6 +82,7 @@ class ModelArgs(StrictModel):
             device=self.device,
             seed=self.seed,
             num_threads=self.num_threads,
+            revision=self.revision,
         )
 
 

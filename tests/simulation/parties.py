@@ -11,6 +11,7 @@ from typing import Any
 
 from controllers.errors import StoreError
 from engine.api import Engine
+from engine.settings import ModelSettings
 from serving.front.ingress import Ingress, IngressPlace
 from serving.replica.replica import LLMReplica, ReplicaPlace
 from serving.settings.config import AppArgs
@@ -231,5 +232,5 @@ class Cluster:
         return Party(f"{kind}{self._count}", self.world)
 
 
-def _load_text(_path: str, engine: Engine) -> TextProcessor:
+def _load_text(_model: ModelSettings, engine: Engine) -> TextProcessor:
     return TextProcessor(None, vocab_size=engine.vocab_size, max_context_len=engine.max_context_len)

@@ -15,7 +15,7 @@ from engine.attention.interface import AttentionItem
 from engine.attention.torch_backend import TorchAttention
 from engine.models.config import read_spec
 from engine.models.errors import BadCheckpoint, ModelNotFound
-from engine.models.loader import LoadedModel, find_model, load_model, read_eos_ids
+from engine.models.loader import LoadedModel, load_model, read_eos_ids
 from engine.models.weights import DummyWeights, tensor_shapes
 from engine.runner.kv_pool import make_kv_pool
 from engine.settings import CacheSettings, ModelSettings
@@ -113,8 +113,6 @@ def test_absent_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(BadCheckpoint, match="model-00001-of-00002"):
         load(tmp_path)
-    with pytest.raises(ModelNotFound, match="no such directory"):
-        find_model(str(tmp_path / "nowhere"))
 
 
 def test_eos_ids(tmp_path: Path) -> None:

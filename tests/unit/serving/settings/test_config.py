@@ -128,6 +128,12 @@ def test_a_path_that_is_not_there_is_told_and_a_hub_id_is_taken() -> None:
         assert parse_args({"model": {"path": hub_id}}).model.settings().path == hub_id
 
 
+def test_only_a_model_of_the_hub_has_revisions() -> None:
+    assert parse_args({"model": {"path": "gpt2", "revision": "v1"}}).model.settings().revision == "v1"
+    with pytest.raises(SettingsError, match=r"args\.model\.revision: .* is a directory"):
+        parse_args({"model": {**MODEL, "revision": "v1"}})
+
+
 def test_a_small_step_cuts_the_default_chunk() -> None:
     assert parse_args({"model": MODEL, "scheduler": {"max_batch_tokens": 256}})
 

@@ -1,0 +1,27 @@
+"""Where a model's files are: in a directory, or at the hub, from which they are fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.models.errors import ModelNotFound
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+"""Weights only as safetensors: other formats can run code when they are read."""
+
+
+def find_model(path: str, revision: str | None = None) -> Path:
+    """A local directory as it is; anything else is a hub id, fetched into the hub's cache, at that commit, tag or
+    branch (None: its main branch). Raises ModelNotFound."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if path.count("/") > 1 or path.startswith((".", "~")):
+        raise ModelNotFound(f"{path}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=HUB_FILES))
+    except Exception as error:
+        at = "" if revision is None else f" at {revision}"
+        raise ModelNotFound(f"{path}{at}: not a directory, and not fetched from the hub: {error}") from error

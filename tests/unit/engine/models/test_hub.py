@@ -1,0 +1,47 @@
+"""Models of the hub are found by id and revision, here in the hub's own cache; nothing is fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from engine.models.errors import ModelNotFound
+from engine.models.hub import find_model
+
+COMMITS = {"main": "1" * 40, "v2": "2" * 40}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One model of two commits, as the hub's library keeps it."""
+    folder = tmp_path / "models--org--name"
+    for reference, commit in COMMITS.items():
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "config.json").write_text("{}")
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / reference).write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return folder / "snapshots"
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"), [(None, COMMITS["main"]), ("v2", COMMITS["v2"]), (COMMITS["v2"], COMMITS["v2"])]
+)
+def test_a_revision_is_what_is_loaded(cache: Path, revision: str | None, commit: str) -> None:
+    """There was none: a replica that started later could have other weights."""
+    assert find_model("org/name", revision) == cache / commit
+
+
+def test_a_revision_that_is_not_there_is_named(cache: Path) -> None:
+    with pytest.raises(ModelNotFound, match="org/name at v3: not a directory"):
+        find_model("org/name", "v3")
+    assert cache.is_dir()
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert find_model(str(tmp_path)) == tmp_path
+    with pytest.raises(ModelNotFound, match="no such directory"):
+        find_model(str(tmp_path / "nowhere"))
