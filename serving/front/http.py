@@ -28,6 +28,7 @@ def create_http_app(
     body_limits: BodyLimits = NO_MODEL_LIMITS,
     keep_alive_s: float = KEEP_ALIVE_S,
     browser_rules: BrowserRules = NO_RULES,
+    incremental_streaming_output: bool = False,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
     `keys` calls need one of them. A stream is silent for `keep_alive_s` at most."""
@@ -35,6 +36,7 @@ def create_http_app(
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
     app.state.keep_alive_s = keep_alive_s
+    app.state.incremental_streaming_output = incremental_streaming_output
     install_error_handlers(app)
     for protocol in (openai_chat, openai_completions, openai_models, session_protocol, admin):
         app.include_router(protocol.routes())

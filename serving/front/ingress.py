@@ -69,6 +69,7 @@ class Ingress:
     ) -> None:
         self._keys = KeyRing(os.environ, args.ingress.keys_path)
         self._keep_alive_s = args.ingress.keep_alive_s
+        self._incremental_streaming_output = args.ingress.incremental_streaming_output
         self._max_body_bytes = args.ingress.max_body_bytes
         self._browser_rules = BrowserRules(args.ingress.allowed_hosts, args.ingress.allowed_origins)
         place = place_of(args)
@@ -137,6 +138,7 @@ class Ingress:
             body_limits=BodyLimits.of_context(self._service.model.max_context_len, self._max_body_bytes),
             keep_alive_s=self._keep_alive_s,
             browser_rules=self._browser_rules,
+            incremental_streaming_output=self._incremental_streaming_output,
         )
         return app
 

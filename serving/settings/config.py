@@ -114,7 +114,8 @@ class IngressArgs(StrictModel):
     """HTTP front ends; any number of them agree, because ownership lives in the controller. One that is to go is listed
     out first, and its streams have `graceful_shutdown_timeout_s` to end. `allowed_hosts` and `allowed_origins` are for
     browsers, see serving/front/api/browsers.py, `keys_file` has hashes of keys, see serving/front/api/keys.py.
-    Without `max_body_mib` the model's context says how large a body may be, see serving/front/api/body_limits.py."""
+    Without `max_body_mib` the model's context says how large a body may be, see serving/front/api/body_limits.py.
+    With `incremental_streaming_output` an event of /generate tells what is new, as with SGLang's option."""
 
     count: PositiveInt = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
@@ -125,6 +126,7 @@ class IngressArgs(StrictModel):
     allowed_hosts: tuple[HostName, ...] = Field(default=(), strict=False)
     allowed_origins: tuple[Origin, ...] = Field(default=(), strict=False)
     keys_file: NotEmpty | None = None
+    incremental_streaming_output: bool = False
     max_body_mib: Annotated[float, Field(gt=0, le=1024)] | None = None
 
     @property

@@ -129,7 +129,9 @@ async def generate(
     plan = _plan(body, service.model, idempotency_key, tenant)
     as_list = body.batched or body.sampling.n > 1
     if body.stream:
-        return TurnEventStream(service, plan, GenerateEncoder(body, plan, numbered=as_list))
+        incremental: bool = request.app.state.incremental_streaming_output
+        encoder = GenerateEncoder(body, plan, numbered=as_list, incremental=incremental)
+        return TurnEventStream(service, plan, encoder)
     results = await until_disconnect(request.receive, collect(service, plan))
     replies = [_reply(body, call, result, None) for call, result in zip(plan.calls, results, strict=True)]
     if as_list:
@@ -294,17 +296,27 @@ def _top_entries(logprobs: Iterable[TextLogprob], with_text: bool) -> list[Any]:
 
 
 class GenerateEncoder:
-    """Writes the events of one request: each tells the whole text and all token ids so far."""
+    """Writes the events of one request: each tells the whole text and all token ids so far, or, as with SGLang's option
+    of that name, `incremental` ones only what is new. Counts are totals in both."""
 
-    def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool) -> None:
+    def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool, incremental: bool) -> None:
         self._body = body
         self._calls = plan.calls
         self._numbered = numbered
+        self._incremental = incremental
         self._results = [TurnResult() for _ in plan.calls]
 
     def chunk(self, index: int, event: TurnEvent) -> str:
         result = self._results[index]
         result.add(event)
+        if self._incremental:
+            result = replace(
+                result,
+                text=event.text,
+                token_ids=list(event.token_ids),
+                logprobs=list(event.logprobs),
+                input_logprobs=list(event.input_logprobs),
+            )
         number = index if self._numbered else None
         return _reply(self._body, self._calls[index], result, number).model_dump_json()
 

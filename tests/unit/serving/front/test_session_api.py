@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from engine.runner.null import null_generate
-from tests.unit.serving.local_service import LocalService, local_client, shown_text
+from serving.front.http import create_http_app
+from tests.unit.serving.local_service import LocalService, client_of, local_client, local_service, shown_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
@@ -103,6 +104,27 @@ async def test_logprobs(tmp_path: Path) -> None:
         assert all(isinstance(entry[2], str) for entry in named["meta_info"]["output_token_logprobs"])
         assert named["meta_info"]["input_token_logprobs"] == []
         assert "output_token_logprobs" not in (await generate(client, input_ids=[5]))["meta_info"]
+
+
+async def test_incremental_streams_tell_what_is_new(tmp_path: Path) -> None:
+    """Each event repeated all text before it: 400 tokens took 276 kB."""
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
+    async with local_service(tmp_path) as service:
+        app = create_http_app(lambda: service, incremental_streaming_output=True)
+        async with client_of(app) as client:
+            whole = (await client.post("/generate", json=body)).json()
+            stream = (await client.post("/generate", json={**body, "stream": True})).text
+    *events, done = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
+    assert done == "[DONE]"
+    told = [json.loads(event) for event in events]
+    assert len(told) > 1
+    assert "".join(event["text"] for event in told) == whole["text"]
+    assert [token for event in told for token in event["output_ids"]] == whole["output_ids"]
+    for name in ("output_token_logprobs", "input_token_logprobs"):
+        assert [entry for event in told for entry in event["meta_info"][name]] == whole["meta_info"][name]
+    counts = [event["meta_info"]["completion_tokens"] for event in told]
+    assert counts[-1] == whole["meta_info"]["completion_tokens"]
+    assert counts == sorted(counts)
 
 
 @pytest.mark.parametrize("stream", [False, True])
