@@ -37,6 +37,7 @@ class Answer:
 
     tokens: tuple[int, ...] = ()
     turn_index: int | None = None
+    open_key: str | None = None
     finish: str | None = None
     error: ErrorInfo | None = None
     lost: bool = False
@@ -188,7 +189,7 @@ class Clients:
             assert isinstance(event, TurnEvent)
             answer.tokens += event.token_ids
             if event.turn_index is not None:
-                answer.turn_index = event.turn_index
+                answer.turn_index, answer.open_key = event.turn_index, event.open_key
             if event.error is not None:
                 answer.error = event.error
             if event.finish is not None:
@@ -202,7 +203,7 @@ class Clients:
         if before is None or before is life:
             self._truth.told(asked, life, answer.turn_index, answer.tokens, done=done)
         if done:
-            self._truth.finished(asked, answer.tokens, answer.turn_index)
+            self._truth.finished(asked, answer.tokens, answer.turn_index, answer.open_key)
         failed = answer.lost or (answer.error is not None and answer.error.status >= 500)
         if self._undisturbed and failed and not self._truth.closed_beside(asked):
             self._truth.wrong(f"number {asked.number}: a planned change, and a client sees {answer}")

@@ -40,6 +40,7 @@ class Life:
     inherited: tuple[int, ...] = ()
     turns: list[Committed] = field(default_factory=list)
     closed_s: float | None = None
+    open_key: str | None = None
 
     @property
     def closed(self) -> bool:
@@ -84,13 +85,14 @@ class RecordedStore:
 
     def open(self, record: SessionRecord) -> SessionRecord:
         opened: SessionRecord = self._change(self._store.open, record)
-        self._begin(Life(record.session_id, self._clock()), opened.replica_id, None)
+        self._begin(Life(record.session_id, self._clock(), open_key=record.open_key), opened.replica_id, None)
         return opened
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
         forked: SessionRecord = self._change(self._store.fork, parent_id, length, record)
         inherited = self.living[parent_id].history()[:length]
-        self._begin(Life(record.session_id, self._clock(), inherited), forked.replica_id, parent_id)
+        life = Life(record.session_id, self._clock(), inherited, open_key=record.open_key)
+        self._begin(life, forked.replica_id, parent_id)
         return forked
 
     def append_turn(self, record: TurnRecord) -> None:

@@ -26,6 +26,7 @@ class Stored:
     writer: str
     replica_id: str
     last: tuple[int, int, int] | None
+    open_key: str | None
 
 
 class RedisRecords:
@@ -98,7 +99,8 @@ class RedisRecords:
     def _begin(self, session_id: str, stored: Stored) -> None:
         if stored.epoch <= self._former_epochs.get(session_id, 0):
             self._wrong(f"{session_id}: opened at epoch {stored.epoch}, which its namesake had")
-        life = Life(session_id, self._clock(), self._history(session_id, 0, stored.tokens))
+        inherited = self._history(session_id, 0, stored.tokens)
+        life = Life(session_id, self._clock(), inherited, open_key=stored.open_key)
         self.lives.append(life)
         self.living[session_id] = life
         for listener in self.listeners:
@@ -145,6 +147,7 @@ class RedisRecords:
             writer=fields["writer"],
             replica_id=entry["replica_id"],
             last=None if last is None else (last[0], last[1], last[2]),
+            open_key=entry["open_key"],
         )
 
     def _history(self, session_id: str, start: int, end: int) -> tuple[int, ...]:

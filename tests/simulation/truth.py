@@ -159,8 +159,10 @@ class Truth(LogListener):
         if not any(output == self._answer(asked, each, turn_index)[: len(output)] for each in earlier):
             self.wrong(f"number {asked.number}: told {output}, not {right}")
 
-    def finished(self, asked: Asked, output: tuple[int, ...], turn_index: int | None) -> None:
-        """A client was told that the turn is done, with these tokens in all."""
+    def finished(
+        self, asked: Asked, output: tuple[int, ...], turn_index: int | None, open_key: str | None
+    ) -> None:
+        """A client was told that the turn is done, with these tokens in all, in the session of that opening."""
         asked.done = True
         self.turns += 1
         if asked.session_id is None:
@@ -173,14 +175,23 @@ class Truth(LogListener):
             self.wrong(f"number {asked.number}: told {output}, committed {asked.committed[-1].output}")
         elif turn_index != asked.committed[-1].turn_index:
             self.wrong(f"number {asked.number}: told as turn {turn_index}, committed as another")
+        elif open_key not in (
+            None,
+            asked.lives[-1].open_key,
+        ):  # a replay does not say, and is its own session's
+            self.wrong(
+                f"number {asked.number}: told of session {open_key}, committed in {asked.lives[-1].open_key}"
+            )
 
 
 def _asks_anew(asked: Asked, life: Life, turn: Committed, committed_s: float) -> bool:
     """Whether its client has asked again since the turn was committed, and the key of that is forgotten: it is known as
-    long as its session, and that of its last turns."""
+    long as its session, and that of its last turns. Where the session was closed before anybody heard of the turn, its
+    front end may ask as well: then it is as if the turn had come after the close."""
     later = [each for each in life.turns[turn.turn_index + 1 :] if each.input != asked.tokens]
     forgotten = life.closed_s is not None or len(later) >= KEPT_RESULTS
-    return forgotten and committed_s < asked.tried_s
+    unheard = life.closed_s is not None and not asked.done
+    return forgotten and (unheard or committed_s < asked.tried_s)
 
 
 def expected(history: tuple[int, ...], most: int) -> tuple[int, ...]:
