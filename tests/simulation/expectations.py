@@ -71,4 +71,8 @@ class Expectations:
             return False  # a router that has never listed it does not know that it goes
         if self._cluster.world.now_s <= max(replica.goes_since_s, controller.ready_s) + TOLD_S:
             return False
-        return not self._troubles.any_since(UNTOLD, replica.goes_since_s - TOLD_S)
+        since_s = replica.goes_since_s - TOLD_S
+        # A controller that was started anew has forgotten a drain until the replica's next heartbeat.
+        if self._troubles.lasted_s(UNHEARD, replica.name, self._cluster.world.now_s - since_s) > 0:
+            return False
+        return not self._troubles.any_since(UNTOLD, since_s)
