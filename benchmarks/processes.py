@@ -47,7 +47,9 @@ def _role(command: list[str]) -> str:
     """A name that processes of one kind have in common: Ray puts the method that runs behind a worker's title."""
     title = command[0]
     if title.startswith("ray::"):
-        return title.split(".")[0].split(" ")[0]
+        _, replica, rest = title.partition("ServeReplica:")  # while it starts, its own id stands before that
+        whole = f"ray::{replica}{rest}" if replica else title
+        return whole.split(".")[0].split(" ")[0]
     script = next((word for word in command[1:] if word.endswith(".py")), title)
     return Path(script).name
 
