@@ -41,32 +41,29 @@ class CallersKnown:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        twice = _twice(headers)
-        caller = None if twice else self._caller(headers)
-        if caller is None and scope["path"] in OPEN_PATHS and not twice:
-            caller = Caller()
-        if caller is not None:
+        caller = self._caller(scope["path"], Headers(scope=scope))
+        if isinstance(caller, Caller):
             scope.setdefault("state", {})["caller"] = caller
             await self._app(scope, receive, send)
             return
-        response = error_response(scope["path"], REFUSED if twice is None else _refusal_of_two(twice))
-        if twice is None:
+        response = error_response(scope["path"], caller)
+        if caller is REFUSED:
             response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 
-    def _caller(self, headers: Headers) -> Caller | None:
+    def _caller(self, path: str, headers: Headers) -> Caller | ErrorInfo:
+        if (twice := _twice(headers)) is not None:
+            return ErrorInfo(
+                HTTPStatus.BAD_REQUEST, "duplicate_header", f"{twice}: send this header once.", twice
+            )
         if not self._keys:
             return ANYBODY
         scheme, _, given = headers.get("authorization", "").partition(" ")
         key = given.strip().encode("latin-1", "replace")
-        return self._keys.caller(key) if scheme.lower() == "bearer" else None
+        caller = self._keys.caller(key) if scheme.lower() == "bearer" else None
+        return caller or (Caller() if path in OPEN_PATHS else REFUSED)
 
 
 def _twice(headers: Headers) -> str | None:
     counted = Counter(name for name in headers.keys() if name in ONCE)  # noqa: SIM118 - keys are there as often as sent
     return next((name for name, count in counted.items() if count > 1), None)
-
-
-def _refusal_of_two(name: str) -> ErrorInfo:
-    return ErrorInfo(HTTPStatus.BAD_REQUEST, "duplicate_header", f"{name}: send this header once.", name)
