@@ -28,10 +28,13 @@ MOST_CREDIT_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """`credit_s`: seconds of turns that had a worse place than they might have had, less what moves cost."""
+    """`since_s`: when it was first reported. `credit_s`: seconds of turns that had a worse place than they might have
+    had, less what moves cost. There is none until the load is an average: whoever reports to a controller that has just
+    started may be busy for a moment."""
 
     turns: float
     seen_s: float
+    since_s: float
     credit_s: float = 0.0
 
 
@@ -52,12 +55,14 @@ class Rebalancing:
         now_s = self._timer()
         known = {replica_id, *takers}
         self._loads = {name: load for name, load in self._loads.items() if name in known}
-        load = self._loads.setdefault(replica_id, _Load(turns, now_s))
+        load = self._loads.setdefault(replica_id, _Load(turns, now_s, now_s))
         elapsed_s = now_s - load.seen_s
         load.turns += (turns - load.turns) * (1 - math.exp(-elapsed_s / AVERAGED_S))
         load.seen_s = now_s
         gap = self._gap(load, self._least_busy(takers))
-        load.credit_s = min(load.credit_s + gap / 2 * elapsed_s, MOST_CREDIT_S) if gap else 0.0
+        known_for_s = now_s - load.since_s
+        counted_s = min(elapsed_s, max(0.0, known_for_s - AVERAGED_S))
+        load.credit_s = min(load.credit_s + gap / 2 * counted_s, MOST_CREDIT_S) if gap else 0.0
         return gap > 0
 
     def choose(self, replica_id: str, kv_tokens: int, takers: Collection[str]) -> str | None:

@@ -160,6 +160,21 @@ def test_an_idle_newcomer_is_found_at_once() -> None:
     assert world.owners[0] == "r2"
 
 
+def test_a_load_that_has_just_been_heard_of_is_no_reason_to_move() -> None:
+    """A controller that was killed again and again moved sessions that were busy for a moment: three of 335 turns
+    computed their history again."""
+    world = two_replicas(busy=8, idle=1)
+    moved = False
+    for _ in range(int(AVERAGED_S)):
+        world.beat(1.0)
+        moved |= world.turn_begins(0, kv_tokens=0)
+    assert not moved
+    for _ in range(int(AVERAGED_S)):
+        world.beat(1.0)
+        moved |= world.turn_begins(0, kv_tokens=0)
+    assert moved
+
+
 def test_nobody_takes_who_does_not_report() -> None:
     world = two_replicas(8, 0)
     world.beat(SETTLED_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from controllers.attended_clock import LATE_AFTER_S
 from controllers.errors import StaleEpoch, StoreError
 from controllers.records import ForkOrder, ReplicaStatus
 from engine.runner.null import null_generate
@@ -29,9 +30,8 @@ class Crowd(Failover):
 
     async def crowd(self) -> None:
         """From now on "a" has been busy for long, and "b" idle; both know."""
-        for _ in range(2):
-            self.cluster.tick()
-            self.time_s[0] += 1000.0
+        for _ in range(60):
+            self.time_s[0] += LATE_AFTER_S
             self.cluster.tick()
             for name, running in (("b", 0), ("a", 9)):
                 self.cluster.heartbeat(ReplicaStatus(name, 1000, 1000, running=running), [])
