@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 import yaml
+from ray_dashboard import open_dashboard
 from ray_nodes import RayNodes
 from rich.console import Console
 from rich.table import Table
@@ -46,20 +47,20 @@ COUNTED = ("turns", "waits_late", "tokens_computed_again")
 class Deployment:
     """The served application, as its config file says, and as it is changed."""
 
-    def __init__(self, client: httpx.AsyncClient, dashboard: str, config: Path) -> None:
+    def __init__(self, client: httpx.AsyncClient, dashboard: httpx.AsyncClient, config: Path) -> None:
         self._client = client
-        self._applications = f"{dashboard}/api/serve/applications/"
+        self._dashboard = dashboard
         self._document = yaml.safe_load(config.read_text())
 
     async def change(self, section: str, **values: Any) -> None:
         self._document["applications"][0]["args"].setdefault(section, {}).update(values)
-        (await self._client.put(self._applications, json=self._document)).raise_for_status()
+        await self._deploy()
 
     async def scale(self, count: int) -> None:
         """By Serve's own override: what is changed in `args` replaces every replica."""
         override = [{"name": "LLMReplica", "num_replicas": count}]
         self._document["applications"][0]["deployments"] = override
-        (await self._client.put(self._applications, json=self._document)).raise_for_status()
+        await self._deploy()
 
     async def settled(self, count: int, gone: set[str]) -> None:
         """Until `count` replicas answer, none of them of those that are to be `gone`."""
@@ -76,6 +77,10 @@ class Deployment:
 
     async def drain(self, replica_id: str) -> None:
         (await self._client.post(f"/v1/kedge/replicas/{replica_id}/drain")).raise_for_status()
+
+    async def _deploy(self) -> None:
+        reply = await self._dashboard.put("/api/serve/applications/", json=self._document)
+        reply.raise_for_status()
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,13 @@ def changes_of(deployment: Deployment, count: int, nodes: RayNodes | None) -> di
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, Any]]:
     """What was found, whether the audit at the end is clean, and figures that can be written as JSON."""
     findings, rounds = Findings(), list[dict[str, Any]]()
-    async with open_client(args) as client:
+    async with open_client(args) as client, open_dashboard(args.dashboard) as dashboard:
         prefill = await PrefillTime.measured(client)
         talkers = [
             StreamingTalker(client, findings, f"{args.seed}-{number}") for number in range(args.sessions)
         ]
-        deployment = Deployment(client, args.dashboard, args.config)
-        nodes = RayNodes(client, args.dashboard, args.ray_address) if args.ray_address else None
+        deployment = Deployment(client, dashboard, args.config)
+        nodes = RayNodes(dashboard, args.ray_address) if args.ray_address else None
         changes = changes_of(deployment, len(await deployment.replicas()), nodes)
         async with talking(talkers):
             await asyncio.sleep(args.pause_s)

@@ -16,10 +16,9 @@ take, whether its successor is there or not: 60 s for a front end."""
 
 
 class RayNodes:
-    """`address` is that of the head's GCS, `dashboard` a URL."""
+    """`address` is that of the head's GCS."""
 
-    def __init__(self, client: httpx.AsyncClient, dashboard: str, address: str) -> None:
-        self._client = client
+    def __init__(self, dashboard: httpx.AsyncClient, address: str) -> None:
         self._dashboard = dashboard
         self._address = address
 
@@ -46,7 +45,7 @@ class RayNodes:
         await self._ray("start", "--num-cpus", str(num_cpus))
 
     async def _get(self, path: str) -> Any:
-        reply = await self._client.get(f"{self._dashboard}{path}")
+        reply = await self._dashboard.get(path)
         reply.raise_for_status()
         return reply.json()
 
