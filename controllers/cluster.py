@@ -79,8 +79,11 @@ class Cluster:
         self._next_expiry_s = 0.0
 
     def tick(self) -> None:
-        """Says that calls can run: the time in which none could is held against no replica."""
+        """Says that calls can run: the time in which none could is held against no replica. What was deleted leaves the
+        log's files."""
         self._attended.tick()
+        with suppress(StoreError):  # the next tick tries again
+            self._store.purge()
 
     def configure(self, settings: ClusterSettings) -> None:
         """Other settings from now on. Sessions, replicas and what is known of them stay."""
@@ -204,7 +207,7 @@ class Cluster:
             forked = self._store.fork(parent_id, length, record)
         self._replicas.assign_tokens(replica_id, self._settings.placement_tokens)
         self._stats.count("sessions_forked")
-        return self._ledger.open(forked).record()
+        return self._ledger.add(forked).record()
 
     def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
         """The session's owner; a session whose owner is gone, or is another cluster's, is moved first, at the next

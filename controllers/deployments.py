@@ -8,7 +8,7 @@ starts again, with the settings that it was first made with, goes on with the ne
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from controllers.errors import SettingsRefused, StoreError
@@ -65,6 +65,8 @@ def check_log(wanted: LogSettings, log: LogSettings) -> None:
     if wanted == log:
         return
     match wanted, log:
+        case _ if wanted.encrypted != log.encrypted and replace(wanted, encrypted=log.encrypted) == log:
+            key = "encrypted"
         case SqliteLogSettings(), SqliteLogSettings() if wanted.path == log.path:
             key = "full_sync"
         case SqliteLogSettings(), SqliteLogSettings():
@@ -82,6 +84,8 @@ def check_log(wanted: LogSettings, log: LogSettings) -> None:
 
 
 def _told(log: LogSettings) -> str:
+    if log.encrypted:
+        return f"{_told(replace(log, encrypted=False))}, encrypted"
     if isinstance(log, SqliteLogSettings) and log.full_sync:
         return f"{log} with full_sync"
     if isinstance(log, RedisLogSettings) and log.wait_replicas:

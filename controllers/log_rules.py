@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import LedgerEntry, ModelFingerprint, TurnRecord
 from controllers.session_keys import named
+from controllers.tokens import count_tokens
 
 
 def not_found(session_id: str) -> SessionNotFound:
@@ -30,6 +31,12 @@ def changes_owner(entry: LedgerEntry, replica_id: str, epoch: int) -> bool:
     if entry.epoch + 1 != epoch:
         raise StaleEpoch(f"{named(entry.session_id)} is at epoch {entry.epoch}; cannot go to {epoch}")
     return True
+
+
+def identity(record: TurnRecord) -> list[int | str | None]:
+    """What tells the turn from others, its tokens aside. As JSON it stays the same."""
+    tokens = count_tokens(record.tokens)
+    return [record.start_len, tokens, record.input_len, record.idempotency_key, record.digest]
 
 
 def adds_turn(entry: LedgerEntry, record: TurnRecord, is_last: Callable[[], bool]) -> bool:

@@ -3,15 +3,15 @@
 Of each session there are
 
 - `session`, a string: all but its tokens and results, as JSON (`_Session`);
-- `history`, a string: its committed tokens. What lies past the session's length was rewound, and is overwritten by what
-  comes next, so that turns and rewinds cost O(new tokens);
+- its tokens, see redis_histories.py;
 - `results`, a hash: what turns with an idempotency key answered, by their index.
 
 Besides there are `sessions`, the set of all ids, and `epoch_floor`. Of each cluster there are `alive`, which is there
 while it lives, `deployment`, and `taken`, a hash: the sessions that others took from it, and at which epochs.
 
 Several clusters may write one log, each its own sessions: a session names the cluster that claimed it last. Each
-change is made only if the session is still as it was read, so whoever lost it in between changes nothing.
+change is made only if the session is still as it was read, so whoever lost it in between changes nothing. What has no
+tokens, texts or answers of sessions is not encrypted: names, and `epoch_floor`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from controllers.errors import SessionTakenOver, StoreError
-from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, made_by, not_found
+from controllers.log_cipher import LogCipher
+from controllers.log_rules import (
+    adds_turn,
+    changes_owner,
+    check_fork,
+    check_key,
+    exists,
+    identity,
+    made_by,
+    not_found,
+)
 from controllers.records import (
     KEPT_RESULTS,
     LedgerEntry,
@@ -32,11 +42,12 @@ from controllers.records import (
     TurnRecord,
 )
 from controllers.redis_connection import Connect, connect_redis
+from controllers.redis_histories import RedisHistories
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
 from controllers.session_keys import id_in, named, session_key, tenant_in
 from controllers.settings import RedisLogSettings
 from controllers.store import LogNews
-from controllers.tokens import TOKEN_BYTES, count_tokens
+from controllers.tokens import TOKEN_BYTES
 
 ENTRIES_AT_ONCE = 1000
 SWEPT_AT_ONCE = 100
@@ -100,8 +111,11 @@ class RedisSessionStore:
         timer: Callable[[], float] = time.monotonic,
         connect: Connect = connect_redis,
         open_patience_s: float = 0.0,
+        cipher: LogCipher | None = None,
     ) -> None:
+        self._cipher = cipher or LogCipher()
         self._log = RedisLog(settings, cluster, timer, connect, open_patience_s=open_patience_s)
+        self._histories = RedisHistories(self._log, self._cipher)
         self._clock = clock
         self._deployment_key = self._log.key("deployment", cluster)
         self._cursor = 0  # of the walk over all sessions that `news` goes on with
@@ -109,47 +123,49 @@ class RedisSessionStore:
     def open(self, record: SessionRecord) -> SessionRecord:
         assert not record.history
         assert not record.turns
-        return self._add(lambda: (record, [], {}))
+        return self._add(lambda: (record, 0, [], {}))[0]
 
-    def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
-        def child() -> tuple[SessionRecord, list[Command], Guards]:
+    def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
+        def child() -> tuple[SessionRecord, int, list[Command], Guards]:
             parent, text = self._own(parent_id)
             check_fork(parent.entry, length)
-            history = self._tokens(parent_id, 0, length)
-            forked = replace(record, history=history, tools=parent.tools, model=parent.model)
-            return forked, [self._written(record.session_id, 0, history)], {self._key(parent_id): text}
+            forked = replace(record, tools=parent.tools, model=parent.model)
+            commands, guards = self._histories.forked(parent.entry, record.session_id, length)
+            return forked, length, commands, {**guards, self._key(parent_id): text}
 
-        return self._add(child)
+        return self._add(child)[1]
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
-        def assigned(session: _Session) -> list[Command]:
+        def assigned(session: _Session) -> tuple[list[Command], Guards]:
             if not changes_owner(session.entry, replica_id, epoch):
-                return []
+                return [], {}
             entry = replace(session.entry, replica_id=replica_id, epoch=epoch, last_used_s=self._clock())
-            return [self._set(replace(session, entry=entry))]
+            return [self._set(replace(session, entry=entry))], {}
 
         self._change(session_id, assigned)
 
     def append_turn(self, record: TurnRecord) -> None:
         assert len(record.tokens) % TOKEN_BYTES == 0
 
-        def appended(session: _Session) -> list[Command]:
+        def appended(session: _Session) -> tuple[list[Command], Guards]:
             if not adds_turn(session.entry, record, lambda: self._is_last(session, record)):
-                return []
+                return [], {}
             return self._appended(session, record)
 
         self._change(record.session_id, appended)
 
     def load(self, session_id: str) -> SessionRecord:
-        key, history_key, results_key = self._keys(session_id)
-        found, history, results = self._log.read(("GET", key), ("GET", history_key), ("HGETALL", results_key))
+        found, results, former, turns = self._log.read(
+            ("GET", self._key(session_id)),
+            ("HGETALL", self._results(session_id)),
+            *self._histories.reads(session_id),
+        )
         session = self._checked(session_id, found)
         kept = (
-            StoredResult(key, index, self._result(results, index), digest)
+            StoredResult(key, index, self._result(session_id, results, index), digest)
             for index, key, digest in session.kept
         )
-        tokens = (history or b"")[: session.entry.tokens * TOKEN_BYTES]
-        self._check_whole(session_id, tokens, session.entry.tokens)
+        tokens = self._histories.history(session.entry, former, turns)
         return session.entry.record(tokens, tuple(kept), session.tools, session.model)
 
     def find(self, session_id: str) -> LedgerEntry:
@@ -206,9 +222,10 @@ class RedisSessionStore:
     def touch(self, session_id: str, last_used_s: float) -> None:
         self._change(
             session_id,
-            lambda session: [
-                self._set(replace(session, entry=replace(session.entry, last_used_s=last_used_s)))
-            ],
+            lambda session: (
+                [self._set(replace(session, entry=replace(session.entry, last_used_s=last_used_s)))],
+                {},
+            ),
         )
 
     def close(self, session_id: str) -> bool:
@@ -218,22 +235,28 @@ class RedisSessionStore:
             if found is None:
                 return tries > 0  # by an earlier try, whose answer was lost
             session = self._checked(session_id, found)
+            gone, guards = self._histories.closed(session_id)
             commands: list[Command] = [
                 ("SET", floor_key, max(int(floor or 0), session.entry.epoch)),
                 ("SREM", self._log.key("sessions"), session_id),
-                ("DEL", *self._keys(session_id)),
+                ("DEL", self._key(session_id), self._results(session_id)),
+                *gone,
             ]
-            if self._log.change(commands, {self._key(session_id): found, floor_key: floor}):
+            if self._log.change(commands, {**guards, self._key(session_id): found, floor_key: floor}):
                 return True
         raise self._busy(session_id)
 
     def close_after(self, session_id: str, turn_key: str) -> None:
         self._change(
             session_id,
-            lambda session: [
-                self._set(replace(session, entry=replace(session.entry, closes_after=turn_key)))
-            ],
+            lambda session: (
+                [self._set(replace(session, entry=replace(session.entry, closes_after=turn_key)))],
+                {},
+            ),
         )
+
+    def purge(self) -> None:
+        """What Redis keeps of it in files of its own is Redis' affair."""
 
     def deployment(self) -> str | None:
         (text,) = self._log.read(("GET", self._deployment_key))
@@ -245,15 +268,8 @@ class RedisSessionStore:
     def disconnect(self) -> None:
         self._log.close()
 
-    def _keys(self, session_id: str) -> tuple[str, str, str]:
-        """Of all that there is of the session: `session`, `history` and `results`."""
-        return self._key(session_id), self._history(session_id), self._results(session_id)
-
     def _key(self, session_id: str) -> str:
         return self._log.key("session", session_id)
-
-    def _history(self, session_id: str) -> str:
-        return self._log.key("history", session_id)
 
     def _results(self, session_id: str) -> str:
         return self._log.key("results", session_id)
@@ -265,7 +281,7 @@ class RedisSessionStore:
             found = self._brought_under_its_key(session_id)
         if found is None:
             raise not_found(session_id)
-        return self._parsed(found), found
+        return self._parsed(session_id, found), found
 
     def _own(self, session_id: str) -> tuple[_Session, bytes]:
         (found,) = self._log.read(("GET", self._key(session_id)))
@@ -275,70 +291,76 @@ class RedisSessionStore:
         """Raises SessionNotFound and SessionTakenOver."""
         if found is None:
             raise not_found(session_id)
-        session = self._parsed(found)
+        session = self._parsed(session_id, found)
         if session.writer != self._log.cluster:
             raise SessionTakenOver(f"{named(session_id)} has been taken over by another cluster")
         return session
 
-    def _change(self, session_id: str, changed: Callable[[_Session], list[Command]]) -> None:
+    def _change(self, session_id: str, changed: Callable[[_Session], tuple[list[Command], Guards]]) -> None:
         """Does what `changed` makes of the session, which is nothing if that is done already."""
         for _ in range(MOST_TRIES):
             session, text = self._own(session_id)
-            commands = changed(session)
+            commands, guards = changed(session)
             if not commands:
                 return self._log.confirm()
-            if self._log.change(commands, {self._key(session_id): text}):
+            if self._log.change(commands, {**guards, self._key(session_id): text}):
                 return None
         raise self._busy(session_id)
 
     def _busy(self, session_id: str) -> StoreError:
         return self._log.error(f"{named(session_id)} was changed by others at each of {MOST_TRIES} tries")
 
-    def _add(self, made: Callable[[], tuple[SessionRecord, list[Command], Guards]]) -> SessionRecord:
-        """Adds the session that `made` gives, with what else is to be done and what it derives from, above the epochs
-        of all closed ones. Raises SessionExists."""
+    def _add(
+        self, made: Callable[[], tuple[SessionRecord, int, list[Command], Guards]]
+    ) -> tuple[SessionRecord, LedgerEntry]:
+        """Adds the session that `made` gives, of so many tokens, with what else is to be done and what it derives from,
+        above the epochs of all closed ones. Raises SessionExists."""
         added = b""
         for _ in range(MOST_TRIES):
-            record, commands, guards = made()
-            key, floor_key = self._key(record.session_id), self._log.key("epoch_floor")
+            record, tokens, commands, guards = made()
+            session_id = record.session_id
+            key, floor_key = self._key(session_id), self._log.key("epoch_floor")
             found, floor = self._log.read(("GET", key), ("GET", floor_key))
             if found is not None:
                 if found == added:  # by an earlier try, whose answer was lost
                     self._log.confirm()
-                    return replace(record, epoch=self._parsed(found).entry.epoch)
-                raise exists(record.session_id)
+                    entry = self._parsed(session_id, found).entry
+                    return replace(record, epoch=entry.epoch), entry
+                raise exists(session_id)
             record = replace(record, epoch=max(record.epoch, int(floor or 0) + 1))
-            entry = LedgerEntry.of(record, self._clock())
-            added = _Session(entry, record.tools, model=record.model, writer=self._log.cluster).text()
+            entry = replace(LedgerEntry.of(record, self._clock()), tokens=tokens)
+            session = _Session(entry, record.tools, model=record.model, writer=self._log.cluster)
+            added = self._text(session)
             change = [
+                self._histories.opened(session_id),
                 *commands,
                 ("SET", key, added),
-                ("SADD", self._log.key("sessions"), record.session_id),
+                ("SADD", self._log.key("sessions"), session_id),
             ]
             if self._log.change(change, {**guards, key: None, floor_key: floor}):
-                return record
+                return record, entry
         raise self._busy(record.session_id)
 
-    def _appended(self, session: _Session, record: TurnRecord) -> list[Command]:
+    def _appended(self, session: _Session, record: TurnRecord) -> tuple[list[Command], Guards]:
+        commands, guards = self._histories.appended(session.entry, record)
         entry = replace(
             session.entry,
             tokens=record.end_len,
             turns=record.turn_index + 1,
             last_used_s=self._clock(),
         )
-        session = replace(session, entry=entry, last=_identity(record), model=made_by(session.model, record))
+        session = replace(session, entry=entry, last=identity(record), model=made_by(session.model, record))
         if record.start_len == 0:
             session = replace(session, tools=record.tools)
-        # First what may fail: history has a largest size.
-        commands = [self._written(record.session_id, record.start_len, record.tokens)]
         if record.idempotency_key is not None:
             check_key(record, [key for _, key, _ in session.kept])
             kept = (*session.kept, (record.turn_index, record.idempotency_key, record.digest))
             session = replace(session, kept=kept[-KEPT_RESULTS:])
             results = self._results(record.session_id)
-            commands.append(("HSET", results, record.turn_index, record.result))
+            result = self._cipher.encrypt(record.result, _result_place(record.session_id, record.turn_index))
+            commands.append(("HSET", results, record.turn_index, result))
             commands += [("HDEL", results, index) for index, _, _ in kept[:-KEPT_RESULTS]]
-        return [*commands, self._set(session)]
+        return [*commands, self._set(session)], guards
 
     def _sessions(self, session_ids: list[str]) -> Iterator[_Session]:
         """Those of them that have not been closed meanwhile."""
@@ -347,7 +369,7 @@ class RedisSessionStore:
             (texts,) = self._log.read(("MGET", *map(self._key, some)))
             for session_id, text in zip(some, texts, strict=True):
                 if text is not None:
-                    yield self._parsed(text)
+                    yield self._parsed(session_id, text)
                 elif self._log.read(("SISMEMBER", self._log.key("sessions"), session_id))[0]:
                     raise self._log.error(f"{named(session_id)} is missing")
 
@@ -355,20 +377,22 @@ class RedisSessionStore:
         """Versions before kept a tenant's session under the client's id. None: they have kept none of that name."""
         former = id_in(key)
         (found,) = self._log.read(("GET", self._key(former))) if former != key else (None,)
-        session = None if found is None else self._parsed(found)
+        session = None if found is None else self._parsed(former, found)
         if session is None or session.entry.tenant != tenant_in(key):
             return None
         renamed = replace(session, entry=replace(session.entry, session_id=key))
+        text = self._text(renamed)
         members = self._log.key("sessions")
+        history, former_history = self._log.key("history", key), self._log.key("history", former)
         commands: list[Command] = [
-            ("COPY", self._history(former), self._history(key)),
+            ("COPY", former_history, history),
             ("COPY", self._results(former), self._results(key)),
-            self._set(renamed),
+            ("SET", self._key(key), text),
             ("SADD", members, key),
-            ("DEL", *self._keys(former)),
+            ("DEL", self._key(former), former_history, self._results(former)),
             ("SREM", members, former),
         ]
-        return renamed.text() if self._log.change(commands, {self._key(former): found}) else None
+        return text if self._log.change(commands, {self._key(former): found}) else None
 
     def _abandoned(self, session_ids: list[str]) -> tuple[LedgerEntry, ...]:
         """Those of them whose writer is not there any more, or that never had one."""
@@ -380,49 +404,39 @@ class RedisSessionStore:
         gone = {writer for writer, lives in zip(writers, alive, strict=True) if not lives}
         return tuple(session.entry for session in others if session.writer in gone)
 
-    def _parsed(self, text: bytes | None) -> _Session:
+    def _parsed(self, session_id: str, stored: bytes | None) -> _Session:
+        text = self._cipher.decrypt(stored or b"", _session_place(session_id))
         try:
-            return _Session.parse(text or b"")
+            return _Session.parse(text)
         except (ValueError, TypeError, KeyError) as error:
             raise self._log.error(f"a session cannot be read: {error!r}") from error
 
-    def _result(self, results: dict[bytes, bytes], index: int) -> bytes:
+    def _text(self, session: _Session) -> bytes:
+        return self._cipher.encrypt(session.text(), _session_place(session.entry.session_id))
+
+    def _set(self, session: _Session) -> Command:
+        return ("SET", self._key(session.entry.session_id), self._text(session))
+
+    def _result(self, session_id: str, results: dict[bytes, bytes], index: int) -> bytes:
         try:
-            return results[b"%d" % index]
+            return self._cipher.decrypt(results[b"%d" % index], _result_place(session_id, index))
         except KeyError:
             raise self._log.error(f"what turn {index} answered is missing") from None
 
-    def _set(self, session: _Session) -> Command:
-        return ("SET", self._key(session.entry.session_id), session.text())
-
-    def _written(self, session_id: str, start_len: int, tokens: bytes) -> Command:
-        return ("SETRANGE", self._history(session_id), start_len * TOKEN_BYTES, tokens)
-
-    def _tokens(self, session_id: str, start_len: int, end_len: int) -> bytes:
-        """The history's tokens from `start_len` to `end_len`."""
-        start, end = start_len * TOKEN_BYTES, end_len * TOKEN_BYTES
-        if start == end:
-            return b""
-        tokens: bytes = self._log.read(("GETRANGE", self._history(session_id), start, end - 1))[0]
-        self._check_whole(session_id, tokens, end_len - start_len)
-        return tokens
-
-    def _check_whole(self, session_id: str, tokens: bytes, expected: int) -> None:
-        if len(tokens) != expected * TOKEN_BYTES:
-            raise self._log.error(f"tokens of {named(session_id)} are missing")
-
     def _is_last(self, session: _Session, record: TurnRecord) -> bool:
         """True if the last turn is just this record, results aside: they are no part of the history."""
-        return (
-            session.last == _identity(record)
-            and self._tokens(record.session_id, record.start_len, record.end_len) == record.tokens
-        )
+        if session.last != identity(record):
+            return False
+        return self._histories.read(session.entry)[record.start_len * TOKEN_BYTES :] == record.tokens
 
 
 def _key_of(entry: LedgerEntry) -> str:
     return session_key(entry.tenant, entry.session_id)
 
 
-def _identity(record: TurnRecord) -> list[int | str | None]:
-    tokens = count_tokens(record.tokens)
-    return [record.start_len, tokens, record.input_len, record.idempotency_key, record.digest]
+def _session_place(session_id: str) -> str:
+    return f"session {session_id}"
+
+
+def _result_place(session_id: str, index: int) -> str:
+    return f"what turn {index} of {session_id} answered"

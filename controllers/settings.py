@@ -12,6 +12,9 @@ REDIS_PASSWORD = "KEDGE_REDIS_PASSWORD"
 REDIS_SENTINEL_PASSWORD = "KEDGE_REDIS_SENTINEL_PASSWORD"
 """The same for Sentinels, which have one of their own, or none."""
 
+LOG_KEYS = "KEDGE_LOG_KEYS"
+"""The same for the keys that the session log is encrypted under."""
+
 
 @wire_record
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,11 @@ class RebalancingSettings:
 @dataclass(frozen=True, slots=True)
 class SqliteLogSettings:
     """The session log's file on the head node. `full_sync` makes every commit survive a loss of power, not only of the
-    process, at the price of a disk flush per commit."""
+    process, at the price of a disk flush per commit. `encrypted`: see controllers/log_cipher.py."""
 
     path: str
     full_sync: bool = False
+    encrypted: bool = False
 
     def __str__(self) -> str:
         return self.path
@@ -51,6 +55,7 @@ class RedisLogSettings:
     name: str
     wait_replicas: int = 0
     wait_ms: int = 300
+    encrypted: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} in Redis at {self.url}"

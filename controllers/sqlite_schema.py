@@ -10,8 +10,8 @@ from pathlib import Path
 from controllers.errors import StoreError
 
 _APPLICATION_ID = int.from_bytes(b"KEDG", "big")
-_SCHEMA_VERSION = 4
-_READABLE = (1, 2, 3, _SCHEMA_VERSION)
+_SCHEMA_VERSION = 5
+_READABLE = (1, 2, 3, 4, _SCHEMA_VERSION)
 """Older ones are brought up to the newest when they are opened."""
 _LOCK_TIMEOUT_S = 20.0
 """How long a restarted controller waits for its former process to be gone: if it gives up, it stays down."""
@@ -34,23 +34,32 @@ CREATE TABLE IF NOT EXISTS sessions (
     open_key TEXT,
     tools TEXT,
     model TEXT,
-    closes_after TEXT
+    closes_after TEXT,
+    last_turn BLOB,
+    base INTEGER,
+    base_len INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     session_id TEXT NOT NULL,
     turn_index INTEGER NOT NULL,
     start_len INTEGER NOT NULL,
-    input_len INTEGER NOT NULL,
-    idempotency_key TEXT,
-    digest TEXT,
     tokens BLOB NOT NULL,
     PRIMARY KEY (session_id, turn_index)
 );
+CREATE TABLE IF NOT EXISTS segments (
+    segment INTEGER PRIMARY KEY,
+    base INTEGER,
+    base_len INTEGER NOT NULL,
+    end_len INTEGER NOT NULL,
+    tokens BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS sessions_of_base ON sessions (base, base_len) WHERE base IS NOT NULL;
+CREATE INDEX IF NOT EXISTS segments_of_base ON segments (base, base_len) WHERE base IS NOT NULL;
 CREATE TABLE IF NOT EXISTS results (
     session_id TEXT NOT NULL,
     turn_index INTEGER NOT NULL,
     idempotency_key TEXT NOT NULL,
-    digest TEXT,
+    digest BLOB,
     result BLOB NOT NULL,
     PRIMARY KEY (session_id, turn_index)
 );
@@ -89,6 +98,24 @@ PRAGMA user_version = 4;
 COMMIT;
 """
 
+_FROM_LAYOUT_4 = """
+BEGIN IMMEDIATE;
+ALTER TABLE sessions ADD COLUMN last_turn BLOB;
+ALTER TABLE sessions ADD COLUMN base INTEGER;
+ALTER TABLE sessions ADD COLUMN base_len INTEGER NOT NULL DEFAULT 0;
+UPDATE sessions SET last_turn = CAST(last.identity AS BLOB) FROM (
+    SELECT session_id, turn_index,
+        json_array(start_len, length(tokens) / 4, input_len, idempotency_key, digest) AS identity
+    FROM turns
+) AS last WHERE last.session_id = sessions.session_id AND last.turn_index = sessions.turns - 1;
+UPDATE results SET digest = CAST(digest AS BLOB);
+ALTER TABLE turns DROP COLUMN input_len;
+ALTER TABLE turns DROP COLUMN idempotency_key;
+ALTER TABLE turns DROP COLUMN digest;
+PRAGMA user_version = 5;
+COMMIT;
+"""
+
 
 _UNDER_THEIR_KEYS = """
 BEGIN IMMEDIATE;
@@ -121,6 +148,7 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA secure_delete = ON")
         layout = _layout(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
@@ -130,6 +158,8 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             connection.executescript(_FROM_LAYOUT_2)
         if layout <= 3:
             connection.executescript(_FROM_LAYOUT_3)
+        if layout <= 4:
+            connection.executescript(_FROM_LAYOUT_4)
         # Writing takes the lock, so that a second writer is refused here and not at its first commit.
         connection.executescript(_TABLES.format(application_id=_APPLICATION_ID, version=_SCHEMA_VERSION))
         connection.executescript(_UNDER_THEIR_KEYS)

@@ -1,8 +1,10 @@
 """SqliteSessionStore: the session log in one SQLite file. One owner; calls must not overlap.
 
 A turn's row is written once and costs O(new tokens), however long the history. A rewind deletes the rows of
-turns that lie wholly past its start, so the log stays in proportion to the histories it holds. A fork copies its
-parent's tokens, four bytes each: little beside their KV, and parent and child may end in any order.
+turns that lie wholly past its start, so the log stays in proportion to the histories it holds. A fork shares its
+parent's tokens (sqlite_histories.py), and parent and child may end in any order.
+
+What is deleted is overwritten. The write-ahead log still has it until `purge`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from controllers.errors import StoreError
-from controllers.log_rules import adds_turn, changes_owner, check_fork, check_key, exists, made_by, not_found
+from controllers.log_cipher import LogCipher
+from controllers.log_rules import (
+    adds_turn,
+    changes_owner,
+    check_fork,
+    check_key,
+    exists,
+    identity,
+    made_by,
+    not_found,
+)
 from controllers.records import (
     KEPT_RESULTS,
     LedgerEntry,
@@ -26,7 +38,7 @@ from controllers.records import (
     StoredResult,
     TurnRecord,
 )
-from controllers.session_keys import named
+from controllers.sqlite_histories import SqliteHistories
 from controllers.sqlite_schema import open_session_log
 from controllers.store import LogNews
 from controllers.tokens import TOKEN_BYTES
@@ -48,9 +60,6 @@ _ENTRY_FIELDS = (
 """Of a LedgerEntry: the columns that are named like them."""
 _ENTRY_COLUMNS = ", ".join(_ENTRY_FIELDS)
 
-_INHERITED = -1
-"""The turn_index of the row that holds what a session was forked with: before its own first turn."""
-
 
 class SqliteSessionStore:
     """A SessionStore in the file `path`. `clock` returns Unix time in seconds.
@@ -59,11 +68,19 @@ class SqliteSessionStore:
     """
 
     def __init__(
-        self, path: str | Path, *, clock: Callable[[], float] = time.time, full_sync: bool = False
+        self,
+        path: str | Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        full_sync: bool = False,
+        cipher: LogCipher | None = None,
     ) -> None:
         self._path = Path(path)
         self._clock = clock
+        self._cipher = cipher or LogCipher()
+        self._histories = SqliteHistories(self._cipher)
         self._connection = open_session_log(self._path, full_sync=full_sync)
+        self._purged = False
 
     def open(self, record: SessionRecord) -> SessionRecord:
         assert not record.history
@@ -71,19 +88,15 @@ class SqliteSessionStore:
         with self._transaction() as db:
             return self._insert_session(db, record)
 
-    def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
+    def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
         with self._transaction() as db:
             parent = _entry(db, parent_id)
             check_fork(parent, length)
-            history = self._history(db, parent)[: length * TOKEN_BYTES]
             tools, model = _tools_and_model(db, parent_id)
-            record = replace(record, history=history, tools=tools, model=model)
-            record = self._insert_session(db, record)
-            db.execute(
-                "INSERT INTO turns (session_id, turn_index, start_len, input_len, tokens) VALUES (?, ?, 0, ?, ?)",
-                (record.session_id, _INHERITED, length, record.history),
-            )
-        return record
+            record = replace(record, tools=tools, model=model)
+            self._insert_session(db, record, tokens=length)
+            self._histories.fork(db, parent, record.session_id, length)
+            return _entry(db, record.session_id)
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
         with self._transaction() as db:
@@ -98,32 +111,41 @@ class SqliteSessionStore:
         assert len(record.tokens) % TOKEN_BYTES == 0
         with self._transaction() as db:
             entry = _entry(db, record.session_id)
-            if not adds_turn(entry, record, lambda: _is_last_turn(db, record)):
+            if not adds_turn(entry, record, lambda: self._is_last_turn(db, entry, record)):
                 return
-            _insert_turn(db, record)
+            self._histories.append(db, entry, record)
             if record.start_len < entry.tokens:
-                _delete_rewound(db, record)
+                self._purged = False
+            if record.idempotency_key is not None:
+                self._insert_result(db, record)
             tools, model = _tools_and_model(db, record.session_id)
             if record.start_len == 0:
                 tools = record.tools
-            model_text = _model_text(made_by(model, record))
+            last_turn = self._cipher.encrypt(json.dumps(identity(record)).encode(), _last_place(entry))
             db.execute(
-                "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?, tools = ?, model = ?"
-                " WHERE session_id = ?",
-                (record.end_len, self._clock(), tools, model_text, record.session_id),
+                "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?, tools = ?, model = ?,"
+                " last_turn = ? WHERE session_id = ?",
+                (
+                    record.end_len,
+                    self._clock(),
+                    tools,
+                    _model_text(made_by(model, record)),
+                    last_turn,
+                    record.session_id,
+                ),
             )
 
     def load(self, session_id: str) -> SessionRecord:
         with self._transaction() as db:
             entry = _entry(db, session_id)
-            history = self._history(db, entry)
+            history = self._histories.read(db, entry)
             tools, model = _tools_and_model(db, session_id)
-            results = db.execute(
-                "SELECT idempotency_key, turn_index, result, digest FROM results"
+            rows = db.execute(
+                "SELECT turn_index, idempotency_key, digest, result FROM results"
                 " WHERE session_id = ? ORDER BY turn_index",
                 (session_id,),
             ).fetchall()
-        return entry.record(history, tuple(StoredResult(*row) for row in results), tools, model)
+        return entry.record(history, tuple(self._result(session_id, *row) for row in rows), tools, model)
 
     def find(self, session_id: str) -> LedgerEntry:
         with self._transaction() as db:
@@ -160,10 +182,13 @@ class SqliteSessionStore:
                 " ON CONFLICT DO UPDATE SET epoch = max(epoch, excluded.epoch)",
                 (session_id,),
             )
+            if not _is_there(db, session_id):
+                return False
             db.execute("DELETE FROM results WHERE session_id = ?", (session_id,))
-            db.execute("DELETE FROM turns WHERE session_id = ?", (session_id,))
-            deleted = db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
-            return deleted.rowcount > 0
+            self._histories.delete(db, session_id)
+            db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
+            self._purged = False
+            return True
 
     def close_after(self, session_id: str, turn_key: str) -> None:
         with self._transaction() as db:
@@ -182,10 +207,21 @@ class SqliteSessionStore:
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO deployment VALUES (1, ?)", (text,))
 
+    def purge(self) -> None:
+        if self._purged:
+            return
+        try:
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.Error as exc:
+            raise self._error(exc) from exc
+        self._purged = True
+
     def disconnect(self) -> None:
         self._connection.close()
 
-    def _insert_session(self, db: sqlite3.Connection, record: SessionRecord) -> SessionRecord:
+    def _insert_session(
+        self, db: sqlite3.Connection, record: SessionRecord, tokens: int = 0
+    ) -> SessionRecord:
         record = replace(record, epoch=max(record.epoch, _epoch_floor(db) + 1))
         added = db.execute(
             f"INSERT OR IGNORE INTO sessions ({_ENTRY_COLUMNS}, tools, model)"
@@ -195,7 +231,7 @@ class SqliteSessionStore:
                 record.tenant,
                 record.replica_id,
                 record.epoch,
-                record.num_tokens,
+                tokens,
                 record.created_s,
                 self._clock(),
                 record.timeout_s,
@@ -209,18 +245,50 @@ class SqliteSessionStore:
             raise exists(record.session_id)
         return record
 
-    def _history(self, db: sqlite3.Connection, entry: LedgerEntry) -> bytes:
-        """The committed tokens: every turn's, after cutting what it rewound."""
-        history = bytearray()
-        for start_len, tokens in db.execute(
-            "SELECT start_len, tokens FROM turns WHERE session_id = ? ORDER BY turn_index",
-            (entry.session_id,),
-        ):
-            del history[start_len * TOKEN_BYTES :]
-            history += tokens
-        if len(history) != entry.tokens * TOKEN_BYTES:
-            raise StoreError(f"session log {self._path}: turns of {named(entry.session_id)} are missing")
-        return bytes(history)
+    def _is_last_turn(self, db: sqlite3.Connection, entry: LedgerEntry, record: TurnRecord) -> bool:
+        """True if the last turn is just this record, results aside: they are no part of the history."""
+        (stored,) = db.execute(
+            "SELECT last_turn FROM sessions WHERE session_id = ?", (entry.session_id,)
+        ).fetchone()
+        if stored is None or json.loads(self._cipher.decrypt(stored, _last_place(entry))) != identity(record):
+            return False
+        return self._histories.read(db, entry)[record.start_len * TOKEN_BYTES :] == record.tokens
+
+    def _insert_result(self, db: sqlite3.Connection, record: TurnRecord) -> None:
+        """Keeps the turn's result and forgets those past the last KEPT_RESULTS."""
+        session_id, index = record.session_id, record.turn_index
+        kept = db.execute(
+            "SELECT turn_index, idempotency_key FROM results WHERE session_id = ? ORDER BY turn_index DESC",
+            (session_id,),
+        ).fetchall()
+        check_key(record, [key for _, key in kept])
+        digest = None if record.digest is None else record.digest.encode()
+        db.execute(
+            "INSERT INTO results (session_id, turn_index, idempotency_key, digest, result)"
+            " VALUES (?, ?, ?, ?, ?)",
+            (
+                session_id,
+                index,
+                record.idempotency_key,
+                None if digest is None else self._cipher.encrypt(digest, _digest_place(session_id, index)),
+                self._cipher.encrypt(record.result, _result_place(session_id, index)),
+            ),
+        )
+        for turn_index, _ in kept[KEPT_RESULTS - 1 :]:
+            db.execute(
+                "DELETE FROM results WHERE session_id = ? AND turn_index = ?", (session_id, turn_index)
+            )
+
+    def _result(
+        self, session_id: str, index: int, key: str, digest: bytes | None, result: bytes
+    ) -> StoredResult:
+        if digest is not None:
+            digest = self._cipher.decrypt(digest, _digest_place(session_id, index))
+        result = self._cipher.decrypt(result, _result_place(session_id, index))
+        return StoredResult(key, index, result, None if digest is None else digest.decode())
+
+    def _error(self, exc: sqlite3.Error) -> StoreError:
+        return StoreError(f"session log {self._path}: {exc}")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -235,7 +303,7 @@ class SqliteSessionStore:
                     self._connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as exc:
-            raise StoreError(f"session log {self._path}: {exc}") from exc
+            raise self._error(exc) from exc
 
 
 def _entry(db: sqlite3.Connection, session_id: str) -> LedgerEntry:
@@ -264,57 +332,17 @@ def _to_entry(row: tuple[Any, ...]) -> LedgerEntry:
     return LedgerEntry(**dict(zip(_ENTRY_FIELDS, row, strict=True)))
 
 
-def _is_last_turn(db: sqlite3.Connection, record: TurnRecord) -> bool:
-    """True if the last turn's row holds just this record, results aside: they are no part of the history."""
-    row = db.execute(
-        "SELECT start_len, input_len, idempotency_key, digest, tokens FROM turns"
-        " WHERE session_id = ? AND turn_index = ?",
-        (record.session_id, record.turn_index),
-    ).fetchone()
-    return bool(
-        row == (record.start_len, record.input_len, record.idempotency_key, record.digest, record.tokens)
-    )
+def _is_there(db: sqlite3.Connection, session_id: str) -> bool:
+    return db.execute("SELECT 1 FROM sessions WHERE session_id = ?", (session_id,)).fetchone() is not None
 
 
-def _insert_turn(db: sqlite3.Connection, record: TurnRecord) -> None:
-    db.execute(
-        "INSERT INTO turns (session_id, turn_index, start_len, input_len, idempotency_key, digest, tokens)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            record.session_id,
-            record.turn_index,
-            record.start_len,
-            record.input_len,
-            record.idempotency_key,
-            record.digest,
-            record.tokens,
-        ),
-    )
-    if record.idempotency_key is not None:
-        _insert_result(db, record)
+def _last_place(entry: LedgerEntry) -> str:
+    return f"the last turn of {entry.session_id}"
 
 
-def _insert_result(db: sqlite3.Connection, record: TurnRecord) -> None:
-    """Keeps the turn's result and forgets those past the last KEPT_RESULTS."""
-    kept = db.execute(
-        "SELECT turn_index, idempotency_key FROM results WHERE session_id = ? ORDER BY turn_index DESC",
-        (record.session_id,),
-    ).fetchall()
-    check_key(record, [key for _, key in kept])
-    db.execute(
-        "INSERT INTO results (session_id, turn_index, idempotency_key, digest, result)"
-        " VALUES (?, ?, ?, ?, ?)",
-        (record.session_id, record.turn_index, record.idempotency_key, record.digest, record.result),
-    )
-    for turn_index, _ in kept[KEPT_RESULTS - 1 :]:
-        db.execute(
-            "DELETE FROM results WHERE session_id = ? AND turn_index = ?", (record.session_id, turn_index)
-        )
+def _digest_place(session_id: str, index: int) -> str:
+    return f"what turn {index} of {session_id} was asked"
 
 
-def _delete_rewound(db: sqlite3.Connection, record: TurnRecord) -> None:
-    """Deletes the turns that lie wholly past a rewind's start: none of their tokens is history any more."""
-    db.execute(
-        "DELETE FROM turns WHERE session_id = ? AND start_len >= ? AND turn_index < ?",
-        (record.session_id, record.start_len, record.turn_index),
-    )
+def _result_place(session_id: str, index: int) -> str:
+    return f"what turn {index} of {session_id} answered"

@@ -34,11 +34,11 @@ class SessionStore(Protocol):
         Raises SessionExists.
         """
 
-    def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
-        """Adds a session that begins with the first `length` tokens of its parent, and shares nothing with it.
+    def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
+        """Adds a session that begins with the first `length` tokens of its parent. Either may change and end without
+        the other; what they have in common is stored once.
 
-        Gives the record with that history, at an epoch like `open`. Raises SessionNotFound, InvalidFork and
-        SessionExists.
+        Gives it as it was added, at an epoch like `open`. Raises SessionNotFound, InvalidFork and SessionExists.
         """
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
@@ -84,6 +84,10 @@ class SessionStore(Protocol):
     def close_after(self, session_id: str, turn_key: str) -> None:
         """Records that the session is to be closed when the turn of that idempotency key has ended. Raises
         SessionNotFound."""
+
+    def purge(self) -> None:
+        """Leaves nothing of what was deleted before in the files that the log itself writes. To be called again and
+        again: it does nothing where nothing was deleted."""
 
     def deployment(self) -> str | None:
         """What `set_deployment` was given last; None if nothing was."""

@@ -28,6 +28,6 @@ def decode_tokens(data: bytes) -> list[int]:
     return packed.tolist()
 
 
-def count_tokens(data: bytes) -> int:
+def count_tokens(data: bytes | bytearray) -> int:
     """Number of tokens in packed `data`."""
     return len(data) // TOKEN_BYTES

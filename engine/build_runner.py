@@ -19,6 +19,7 @@ from engine.models.loader import LoadedModel
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.disk_folder import DiskFolder, DiskUnavailable
+from engine.runner.disk_format import Checked, Encrypted
 from engine.runner.disk_store import DiskStore
 from engine.runner.draft_model import DraftModel
 from engine.runner.graphs import Graphs, ladder, make_graphs
@@ -187,7 +188,7 @@ def open_disk(cache: CacheSettings) -> DiskStore | None:
         return None
     if cache.disk_path is None:
         raise DiskUnavailable("disk_size_bytes needs a disk_path")
-    return DiskStore(DiskFolder(Path(cache.disk_path)))
+    return DiskStore(DiskFolder(Path(cache.disk_path)), Encrypted() if cache.disk_encrypted else Checked())
 
 
 def choose_picker(device: torch.device) -> RowPicker:

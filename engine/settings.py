@@ -44,8 +44,8 @@ class CacheSettings:
     `kv_dtype` auto is that of activations; fp8 halves the bytes of bfloat16, with a scale for each token's head.
     Layers with a sliding window have a pool of their own with `window_ratio` times as many pages. Idle sessions' KV
     may take `host_size_bytes` of host memory when the pool is full, and when that gets full `disk_size_bytes` of files
-    under the folder `disk_path`. `books` is checked after each step: nothing, the balance of the running counters, or
-    every page (for tests).
+    under the folder `disk_path`, encrypted if `disk_encrypted`. `books` is checked after each step: nothing, the
+    balance of the running counters, or every page (for tests).
     """
 
     page_size: int = 16
@@ -58,6 +58,7 @@ class CacheSettings:
     host_size_bytes: int = 0
     disk_size_bytes: int = 0
     disk_path: str | None = None
+    disk_encrypted: bool = False
     books: BooksCheck = "balance"
 
 

@@ -1,17 +1,17 @@
-"""KV in files: each key's tensors one after another, as they lie in memory, with a checksum of each kept here.
+"""KV in files: each key's tensors one after another, as they lie in memory.
 
 Nothing is flushed to the disk itself: the files are of no use to anybody once the process has ended.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.runner.disk_folder import DiskFolder
+from engine.runner.disk_format import DiskFormat, Mark
 
 
 class DiskFault(OSError):
@@ -21,14 +21,15 @@ class DiskFault(OSError):
 class DiskStore:
     """Owns the files in `folder`, by key. One thread writes and removes, one reads, never the same key at a time."""
 
-    def __init__(self, folder: DiskFolder) -> None:
+    def __init__(self, folder: DiskFolder, form: DiskFormat) -> None:
         self._folder = folder
-        self._sums: dict[int, list[int]] = {}
+        self._form = form
+        self._marks: dict[int, list[Mark]] = {}
         self._stopped = False
 
     def __contains__(self, key: int) -> bool:
         """Whether a write of `key` has succeeded. Any thread."""
-        return key in self._sums
+        return key in self._marks
 
     @property
     def path(self) -> str:
@@ -37,32 +38,29 @@ class DiskStore:
     def write(self, key: int, tensors: Sequence[Tensor]) -> None:
         """Of tensors in host memory. Raises OSError, and leaves nothing then."""
         path = self._folder.file(str(key))
-        sums = []
+        marks = []
         try:
             with path.open("xb") as file:
                 for tensor in tensors:
                     if self._stopped:
                         raise DiskFault("the store is closing")
-                    data = _bytes_of(tensor)
-                    file.write(data)
-                    sums.append(zlib.crc32(data))
+                    marks.append(self._form.write(file, _bytes_of(tensor)))
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        self._sums[key] = sums
+        self._marks[key] = marks
 
     def read(self, key: int, blanks: Iterable[Tensor]) -> Iterator[Tensor]:
         """Fills `blanks`, of the shapes that were written, one after another. Raises OSError."""
         path = self._folder.file(str(key))
         with path.open("rb") as file:
-            for blank, expected in zip(blanks, self._sums[key], strict=True):
-                data = _bytes_of(blank)
-                if file.readinto(data) != len(data) or zlib.crc32(data) != expected:
+            for blank, mark in zip(blanks, self._marks[key], strict=True):
+                if not self._form.read(file, _bytes_of(blank), mark):
                     raise DiskFault(f"{path} does not hold what was written to it")
                 yield blank
 
     def remove(self, key: int) -> None:
-        del self._sums[key]
+        del self._marks[key]
         self._folder.file(str(key)).unlink(missing_ok=True)
 
     def stop(self) -> None:
@@ -71,7 +69,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Removes all files. No other thread may be in here any more."""
-        self._sums.clear()
+        self._marks.clear()
         self._folder.close()
 
 

@@ -180,8 +180,9 @@ class ControllerArgs(StrictModel):
     """The ownership ledger and the durable session log: `state_dir`/sessions.sqlite3, or in place of it Redis at
     `redis_url`, under keys that begin with `name`.
 
-    `full_sync` flushes the disk at every commit: it survives a loss of power, and costs milliseconds. A replica
-    unheard of for `replica_timeout_s` is dead. A finished turn waits `commit_patience_s` for a log that is away.
+    `full_sync` flushes the disk at every commit: it survives a loss of power, and costs milliseconds. `encrypted` keeps
+    what was said under a key from the environment. A replica unheard of for `replica_timeout_s` is dead. A finished
+    turn waits `commit_patience_s` for a log that is away.
     """
 
     name: NotEmpty = "kedge-controller"
@@ -190,6 +191,7 @@ class ControllerArgs(StrictModel):
     redis_url: Annotated[str, Field(pattern=r"^(redis|rediss|unix|redis\+sentinel)://.")] | None = None
     redis_wait_replicas: Annotated[int, Field(ge=0)] = 0
     redis_wait_ms: Annotated[int, Field(ge=1, le=MOST_WAIT_MS)] = 300
+    encrypted: bool = False
     heartbeat_interval_s: Seconds = 1.0
     replica_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 10.0
     commit_patience_s: Seconds = 60.0
@@ -230,8 +232,11 @@ class ControllerArgs(StrictModel):
     def log_settings(self) -> LogSettings:
         """Where the session log is."""
         if self.redis_url is not None:
-            return RedisLogSettings(self.redis_url, self.name, self.redis_wait_replicas, self.redis_wait_ms)
-        return SqliteLogSettings(str(state_path(self.state_dir) / "sessions.sqlite3"), self.full_sync)
+            return RedisLogSettings(
+                self.redis_url, self.name, self.redis_wait_replicas, self.redis_wait_ms, self.encrypted
+            )
+        path = str(state_path(self.state_dir) / "sessions.sqlite3")
+        return SqliteLogSettings(path, self.full_sync, self.encrypted)
 
 
 class AppArgs(StrictModel):

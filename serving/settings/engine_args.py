@@ -92,7 +92,7 @@ class CacheArgs(StrictModel):
     With neither a GPU gives `memory_share` of its memory to weights, activations and KV together, a CPU 256 MiB to KV.
     Layers with a sliding window have a pool of their own, of `window_ratio` times as many pages. `host_mib` of host
     memory take idle sessions' KV that the pool has no room for, `disk_mib` of files under `disk_path` what host memory
-    has no room for. `books` says how the books are checked each step.
+    has no room for, encrypted if `disk_encrypted`. `books` says how the books are checked each step.
     """
 
     page_size: Annotated[int, Field(ge=1, le=256)] = 16
@@ -105,6 +105,7 @@ class CacheArgs(StrictModel):
     host_mib: NotNegative = 512
     disk_mib: NotNegative = 0
     disk_path: Annotated[str | None, Field(min_length=1, validate_default=True)] = None
+    disk_encrypted: bool = False
     books: Annotated[BooksCheck, BeforeValidator(_yaml_off)] = "balance"
 
     @field_validator("disk_mib")
@@ -133,6 +134,7 @@ class CacheArgs(StrictModel):
             host_size_bytes=self.host_mib * _MIB,
             disk_size_bytes=self.disk_mib * _MIB,
             disk_path=None if self.disk_path is None else str(state_path(self.disk_path)),
+            disk_encrypted=self.disk_encrypted,
             books=self.books,
         )
 

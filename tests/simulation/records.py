@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from controllers.errors import StoreError
-from controllers.records import SessionRecord, TurnRecord
+from controllers.records import LedgerEntry, SessionRecord, TurnRecord
 from controllers.store import SessionStore
 from controllers.tokens import decode_tokens
 
@@ -88,8 +88,8 @@ class RecordedStore:
         self._begin(Life(record.session_id, self._clock(), open_key=record.open_key), opened.replica_id, None)
         return opened
 
-    def fork(self, parent_id: str, length: int, record: SessionRecord) -> SessionRecord:
-        forked: SessionRecord = self._change(self._store.fork, parent_id, length, record)
+    def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
+        forked: LedgerEntry = self._change(self._store.fork, parent_id, length, record)
         inherited = self.living[parent_id].history()[:length]
         life = Life(record.session_id, self._clock(), inherited, open_key=record.open_key)
         self._begin(life, forked.replica_id, parent_id)

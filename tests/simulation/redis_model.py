@@ -26,6 +26,13 @@ class Members(dict[bytes, bytes]):
     """A set, in the order in which it grew."""
 
 
+class Scores(dict[bytes, bytes]):
+    """A sorted set: members and their scores, which are whole numbers."""
+
+    def downwards(self) -> list[bytes]:
+        return sorted(self, key=lambda member: (int(self[member]), member), reverse=True)
+
+
 OK = Status(b"OK")
 _WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
@@ -51,7 +58,7 @@ class RedisModel:
         self._scripts.clear()
 
     def execute(self, words: Words) -> Any:
-        """The reply: bytes, int, None, a list, a dict, a Status. Raises ReplyError."""
+        """The reply: bytes, int, float, None, a list, a dict, a Status. Raises ReplyError."""
         name = words[0].lower().decode()
         command = getattr(self, f"_do_{name}", None)
         if command is None:
@@ -181,6 +188,20 @@ class RedisModel:
 
     def _do_sscan(self, key: bytes, _cursor: bytes, *_count: bytes) -> list[Any]:
         return [b"0", self._do_smembers(key)]
+
+    def _do_zadd(self, key: bytes, *pairs: bytes) -> int:
+        return self._grown(key, Scores, dict(zip(pairs[1::2], pairs[::2], strict=True)))
+
+    def _do_zrem(self, key: bytes, *members: bytes) -> int:
+        return self._shrunk(key, Scores, members)
+
+    def _do_zrevrange(self, key: bytes, start: bytes, end: bytes) -> list[bytes]:
+        found: Scores = self._value(key, Scores) or Scores()
+        return found.downwards()[int(start) : int(end) + 1]
+
+    def _do_zscore(self, key: bytes, member: bytes) -> float | None:
+        score = (self._value(key, Scores) or {}).get(member)
+        return None if score is None else float(score)
 
     def _do_eval(self, script: bytes, count: bytes, *words: bytes) -> Any:
         digest = hashlib.sha1(script, usedforsecurity=False).hexdigest().encode()

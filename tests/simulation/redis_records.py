@@ -9,8 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from controllers.tokens import TOKEN_BYTES, decode_tokens
+from controllers.log_cipher import LogCipher
+from controllers.records import LedgerEntry
+from controllers.redis_histories import RedisHistories
+from controllers.redis_log import Command
+from controllers.tokens import decode_tokens
 from tests.simulation.network import Party
 from tests.simulation.records import UNKNOWN, Committed, Life, LogListener
 from tests.simulation.redis_model import RedisModel
@@ -20,13 +25,31 @@ from tests.simulation.redis_model import RedisModel
 class Stored:
     """A session's text, as far as it is checked. `last` are the last turn's start, tokens and tokens of input."""
 
-    epoch: int
-    turns: int
-    tokens: int
+    entry: LedgerEntry
     writer: str
-    replica_id: str
     last: tuple[int, int, int] | None
-    open_key: str | None
+
+    @property
+    def epoch(self) -> int:
+        return self.entry.epoch
+
+    @property
+    def turns(self) -> int:
+        return self.entry.turns
+
+
+class Behind:
+    """The log, read past everybody."""
+
+    def __init__(self, model: RedisModel, prefix: str) -> None:
+        self._model = model
+        self._prefix = prefix
+
+    def key(self, *parts: str) -> str:
+        return self._prefix + ":".join(parts)
+
+    def read(self, *commands: Command) -> list[Any]:
+        return [self._model.execute([_word(word) for word in command]) for command in commands]
 
 
 class RedisRecords:
@@ -43,6 +66,7 @@ class RedisRecords:
         self.living: dict[str, Life] = {}
         self._model = model
         self._prefix = f"kedge:{{{name}}}:"
+        self._histories = RedisHistories(Behind(model, self._prefix), LogCipher())
         self.listeners: list[LogListener] = []
         self._clock = clock
         self._wrong = wrong
@@ -63,7 +87,7 @@ class RedisRecords:
     def contents(self, session_id: str) -> tuple[tuple[int, ...], int]:
         """The session's tokens and how many turns it has."""
         stored = self._stored[session_id]
-        return self._history(session_id, 0, stored.tokens), stored.turns
+        return self._history(stored), stored.turns
 
     def _opened(self, client: Party) -> None:
         found = dict(self._model.execute([b"HGETALL", f"{self._prefix}writers".encode()]))
@@ -94,17 +118,16 @@ class RedisRecords:
             self._check_turns(session_id, before, after)
             if after.epoch != before.epoch:
                 for listener in self.listeners:
-                    listener.moved(self.living[session_id], after.replica_id)
+                    listener.moved(self.living[session_id], after.entry.replica_id)
 
     def _begin(self, session_id: str, stored: Stored) -> None:
         if stored.epoch <= self._former_epochs.get(session_id, 0):
             self._wrong(f"{session_id}: opened at epoch {stored.epoch}, which its namesake had")
-        inherited = self._history(session_id, 0, stored.tokens)
-        life = Life(session_id, self._clock(), inherited, open_key=stored.open_key)
+        life = Life(session_id, self._clock(), self._history(stored), open_key=stored.entry.open_key)
         self.lives.append(life)
         self.living[session_id] = life
         for listener in self.listeners:
-            listener.opened(life, stored.replica_id, UNKNOWN)
+            listener.opened(life, stored.entry.replica_id, UNKNOWN)
 
     def _check_writer(self, session_id: str, before: Stored, after: Stored, cluster: str) -> None:
         claimed = before.writer != after.writer
@@ -121,7 +144,7 @@ class RedisRecords:
             self._wrong(f"{session_id}: went from {before} to {after}")
             return
         (start, count, input_len), history = after.last, life.history()
-        tokens = self._history(session_id, start, start + count)
+        tokens = self._history(after)[start : start + count]
         turn = Committed(
             session_id=session_id,
             turn_index=before.turns,
@@ -139,17 +162,16 @@ class RedisRecords:
         if text is None:
             return None
         fields = json.loads(text)
-        entry, last = fields["entry"], fields["last"]
+        last = fields["last"]
         return Stored(
-            epoch=entry["epoch"],
-            turns=entry["turns"],
-            tokens=entry["tokens"],
+            entry=LedgerEntry(**fields["entry"]),
             writer=fields["writer"],
-            replica_id=entry["replica_id"],
             last=None if last is None else (last[0], last[1], last[2]),
-            open_key=entry["open_key"],
         )
 
-    def _history(self, session_id: str, start: int, end: int) -> tuple[int, ...]:
-        text = self._model.get(f"{self._prefix}history:{session_id}".encode()) or b""
-        return tuple(decode_tokens(text[start * TOKEN_BYTES : end * TOKEN_BYTES]))
+    def _history(self, stored: Stored) -> tuple[int, ...]:
+        return tuple(decode_tokens(self._histories.read(stored.entry)))
+
+
+def _word(word: str | bytes | int | float) -> bytes:
+    return word if isinstance(word, bytes) else str(word).encode()

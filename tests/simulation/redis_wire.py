@@ -41,6 +41,8 @@ def packed(reply: Any) -> bytes:
             return b"$%d" % len(reply) + END + reply + END
         case int():
             return b":%d" % reply + END
+        case float():
+            return b",%.17g" % reply + END
         case dict():
             pairs = [packed(word) for pair in reply.items() for word in pair]
             return b"%%%d" % len(reply) + END + b"".join(pairs)

@@ -62,10 +62,11 @@ def parent(store: SqliteSessionStore) -> SqliteSessionStore:
 @pytest.mark.parametrize("length", range(8))
 def test_the_log_gives_the_child_a_prefix(parent: SqliteSessionStore, length: int) -> None:
     forked = parent.fork("p", length, CHILD)
-    assert decode_tokens(forked.history) == [1, 2, 13, 14, 5, 6, 7][:length]
-    assert parent.load("c") == forked
-    assert (forked.turns, forked.results) == (0, ())
+    child = parent.load("c")
+    assert decode_tokens(child.history) == [1, 2, 13, 14, 5, 6, 7][:length]
+    assert (child.turns, child.results) == (0, ())
     (entry,) = [entry for entry in parent.load_all_entries() if entry.session_id == "c"]
+    assert entry == forked
     assert (entry.tokens, entry.turns, entry.timeout_s, entry.open_key) == (length, 0, 40.0, "k")
 
 

@@ -17,7 +17,6 @@ from controllers import circuit_breaker, redis_log
 from controllers.errors import SessionNotFound, SessionTakenOver, StoreError
 from controllers.redis_store import RedisSessionStore
 from controllers.settings import REDIS_PASSWORD, RedisLogSettings
-from controllers.tokens import TOKEN_BYTES
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def test_a_closed_session_leaves_nothing(redis_server: RedisServer, log: RedisLo
     assert left == {b"layout", b"writers", b"alive:cluster", b"epoch_floor"}
 
 
-def test_a_rewound_history_is_overwritten(redis_server: RedisServer, log: RedisLogSettings) -> None:
+def test_rewound_turns_are_deleted(redis_server: RedisServer, log: RedisLogSettings) -> None:
     store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     store.append_turn(turn_of(0, 0, [1, 2]))
@@ -90,8 +89,8 @@ def test_a_rewound_history_is_overwritten(redis_server: RedisServer, log: RedisL
         store.append_turn(turn_of(index, 2, [3, 4, index]))
     assert history_of(store) == [1, 2, 3, 4, 49]
     with redis_server.client() as client:
-        (history,) = [key for key in client.scan_iter() if log.name.encode() in key and b"history" in key]
-        assert client.strlen(history) == 5 * TOKEN_BYTES
+        (turns,) = [key for key in client.scan_iter() if log.name.encode() in key and b"turns" in key]
+        assert client.hlen(turns) == 2
     store.disconnect()
 
 
@@ -187,7 +186,7 @@ def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> 
         keys = {
             key.split(b"}:")[1].split(b":")[0]: key for key in client.scan_iter() if log.name.encode() in key
         }
-        for kind, reason in ((b"results", "what turn 0 answered"), (b"history", "tokens of session 's'")):
+        for kind, reason in ((b"results", "what turn 0 answered"), (b"turns", "tokens of session 's'")):
             client.delete(keys[kind])
             with pytest.raises(StoreError, match=reason):
                 store.load("s")
@@ -295,7 +294,7 @@ def test_changes_whose_answers_are_lost_are_made_once(
     store.append_turn(turn_of(0, 0, [1, 2], idempotency_key="k"))
     store.assign("s", "b", 2)
     store.append_turn(turn_of(1, 2, [3], epoch=2))
-    assert store.fork("s", 2, replace(SESSION, session_id="child")).num_tokens == 2
+    assert store.fork("s", 2, replace(SESSION, session_id="child")).tokens == 2
     assert (history_of(store), store.load("s").turns) == ([1, 2, 3], 2)
     assert store.close("s")
     assert len(changes) == 6, "none of them was planned again"

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from redis_server import CLUSTER, RedisServer
 
 from controllers.errors import StaleEpoch
+from controllers.log_cipher import KEY_BYTES, LogCipher
 from controllers.records import KEPT_RESULTS, SessionRecord, StoredResult, TurnRecord
 from controllers.redis_store import RedisSessionStore
 from controllers.sqlite_store import SqliteSessionStore
@@ -41,11 +42,15 @@ class Place(Protocol):
     def take_over(self) -> SessionStore:
         """The log as a process that was just killed leaves it."""
 
+    def histories(self, store: SessionStore) -> int:
+        """How many turns and segments it has, of all sessions."""
+
     def remove(self) -> None: ...
 
 
 class Files:
-    def __init__(self) -> None:
+    def __init__(self, cipher: LogCipher) -> None:
+        self._cipher = cipher
         self._folder = Path(tempfile.mkdtemp())
         self._generation = 0
 
@@ -53,7 +58,7 @@ class Files:
         return self._folder / str(self._generation) / "sessions.db"
 
     def open(self) -> SessionStore:
-        return SqliteSessionStore(self._path())
+        return SqliteSessionStore(self._path(), cipher=self._cipher)
 
     def take_over(self) -> SessionStore:
         before = self._path().parent
@@ -61,19 +66,31 @@ class Files:
         shutil.copytree(before, self._path().parent)
         return self.open()
 
+    def histories(self, store: SessionStore) -> int:
+        assert isinstance(store, SqliteSessionStore)
+        counts = "SELECT (SELECT count(*) FROM turns) + (SELECT count(*) FROM segments)"
+        return int(store._connection.execute(counts).fetchone()[0])
+
     def remove(self) -> None:
         shutil.rmtree(self._folder)
 
 
 class Keys:
-    def __init__(self, server: RedisServer) -> None:
+    def __init__(self, server: RedisServer, cipher: LogCipher) -> None:
+        self._server = server
         self._log = server.log()
+        self._cipher = cipher
 
     def open(self) -> SessionStore:
-        return RedisSessionStore(self._log, CLUSTER)
+        return RedisSessionStore(self._log, CLUSTER, cipher=self._cipher)
 
     def take_over(self) -> SessionStore:
         return self.open()
+
+    def histories(self, store: SessionStore) -> int:  # noqa: ARG002
+        kinds = ("history", "turns", "segment", "tokens", "uses")
+        with self._server.client() as client:
+            return sum(len(client.keys(f"kedge:{{{self._log.name}}}:{kind}:*")) for kind in kinds)
 
     def remove(self) -> None:
         pass
@@ -193,6 +210,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert (entry.tokens, entry.turns) == (len(session.history), session.turns)
 
     def teardown(self) -> None:
+        for session_id in self.model:
+            assert self.store.close(session_id)
+        assert self.place.histories(self.store) == 0
         self.store.disconnect()
         self.place.remove()
 
@@ -202,9 +222,14 @@ def check(place: Callable[[], Place]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
-def test_sqlite_store_against_the_model() -> None:
-    check(Files)
+CIPHERS = [LogCipher(), LogCipher([bytes(KEY_BYTES)], encrypts=True)]
 
 
-def test_redis_store_against_the_model(redis_server: RedisServer) -> None:
-    check(lambda: Keys(redis_server))
+@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+def test_sqlite_store_against_the_model(cipher: LogCipher) -> None:
+    check(lambda: Files(cipher))
+
+
+@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+def test_redis_store_against_the_model(redis_server: RedisServer, cipher: LogCipher) -> None:
+    check(lambda: Keys(redis_server, cipher))

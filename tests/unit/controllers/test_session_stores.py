@@ -12,6 +12,7 @@ from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, history_of, turn_of
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
+from controllers.log_cipher import KEY_BYTES, LogCipher
 from controllers.records import KEPT_RESULTS, LedgerEntry, StoredResult, TurnRecord
 from controllers.redis_store import RedisSessionStore
 from controllers.session_keys import tenant_in
@@ -23,13 +24,14 @@ Place = Callable[[ManualClock], SessionStore]
 """Opens the log there, the same one each time."""
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", "redis", "encrypted sqlite", "encrypted redis"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    if request.param == "sqlite":
-        return lambda clock: SqliteSessionStore(tmp_path / "sessions.db", clock=clock)
+    cipher = LogCipher([b"k" * KEY_BYTES], encrypts="encrypted" in request.param)
+    if "sqlite" in request.param:
+        return lambda clock: SqliteSessionStore(tmp_path / "sessions.db", clock=clock, cipher=cipher)
     server: RedisServer = request.getfixturevalue("redis_server")
     log = server.log()
-    return lambda clock: RedisSessionStore(log, CLUSTER, clock=clock)
+    return lambda clock: RedisSessionStore(log, CLUSTER, clock=clock, cipher=cipher)
 
 
 @pytest.fixture
@@ -216,7 +218,8 @@ def test_forks(store: SessionStore) -> None:
     for length in (-1, 3):
         with pytest.raises(InvalidFork):
             store.fork("s", length, child)
-    assert store.fork("s", 2, child) == replace(child, history=encode_tokens([1, 4]))
+    assert store.fork("s", 2, child) == store.find("child")
+    assert store.find("child").tokens == 2
     assert store.load("child") == replace(child, history=encode_tokens([1, 4]))
     with pytest.raises(SessionExists):
         store.fork("s", 2, child)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.runner.disk_folder import DiskFolder
+from engine.runner.disk_format import Checked, Encrypted
 from engine.runner.disk_store import DiskFault, DiskStore
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[DiskStore]:
-    made = DiskStore(DiskFolder(tmp_path))
+@pytest.fixture(params=[Checked, Encrypted])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskStore]:
+    made = DiskStore(DiskFolder(tmp_path), request.param())
     yield made
     made.close()
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
@@ -104,3 +105,14 @@ def test_a_store_that_closes_lets_no_write_hold_it_up(store: DiskStore) -> None:
     with pytest.raises(DiskFault, match="closing"):
         store.write(1, tensors())
     assert not file_of(store, 1).exists()
+
+
+def test_encrypted_files_have_nothing_of_what_was_written(tmp_path: Path) -> None:
+    bits = os.urandom(2**16)
+    kv = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+    for form, plain in ((Checked(), True), (Encrypted(), False)):
+        store = DiskStore(DiskFolder(tmp_path), form)
+        store.write(1, [kv])
+        assert (bits[:32] in file_of(store, 1).read_bytes()) == plain
+        assert torch.equal(next(store.read(1, [torch.empty_like(kv)])), kv)
+        store.close()

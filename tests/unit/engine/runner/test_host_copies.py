@@ -15,6 +15,7 @@ import torch
 from cache.tiers import PoolPages
 from engine.runner import host_copies
 from engine.runner.disk_folder import DiskFolder
+from engine.runner.disk_format import Encrypted
 from engine.runner.disk_store import DiskStore
 from engine.runner.host_copies import HostCopies
 from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
@@ -45,7 +46,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[HostCo
     """Copies, with a disk, over three pools, and the pools' bits by page [P, L, 2, K, p, D]: model, draft, window; in
     fp8 then their scales."""
     pool, draft = make_pool((None, 9, None), request.param), make_pool((None,), request.param)
-    copies = HostCopies.of(pool, draft.full, DiskStore(DiskFolder(tmp_path)))
+    copies = HostCopies.of(pool, draft.full, DiskStore(DiskFolder(tmp_path), Encrypted()))
     assert pool.window is not None
     pools = (pool.full, draft.full, pool.window)
     scales = [bits(paged.scales_L2KS[..., None]) for paged in pools if paged.scales_L2KS is not None]

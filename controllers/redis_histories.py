@@ -1,0 +1,165 @@
+"""Histories in a session log in Redis: each session's turns, behind what it has in common with others. Of each session
+there is
+
+- `turns`, a hash: by its index each turn, its start in eight bytes before its tokens, and by `base` the segment that
+  the session begins with (redis_segments.py);
+- `history`, a string, only of a session that a version before has begun: its tokens until then.
+
+Nothing here changes the log. What a change needs is given as commands, with the texts that it was derived from.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from controllers.errors import StoreError
+from controllers.log_cipher import LogCipher
+from controllers.records import LedgerEntry, TurnRecord
+from controllers.redis_log import Command
+from controllers.redis_segments import Base, Change, LogReader, RedisSegments, user_segment, user_session
+from controllers.session_keys import named
+from controllers.tokens import TOKEN_BYTES, count_tokens
+
+FIELDS_AT_ONCE = 1000
+"""Words of one command: a script cannot pass on much more than that."""
+BASE = "base"
+START_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What `turns` has of a session. `by_turn` are index, start and stored tokens, in order. Past the session's last
+    turn there is only what a failover of Redis has half forgotten."""
+
+    base: Base
+    by_turn: list[tuple[int, int, bytes]]
+
+    @classmethod
+    def parse(cls, fields: dict[bytes, bytes]) -> _Turns:
+        by_turn = sorted(
+            (int(field), int.from_bytes(turn[:START_BYTES], "little"), turn[START_BYTES:])
+            for field, turn in fields.items()
+            if field != BASE.encode()
+        )
+        return cls(_parse_base(fields.get(BASE.encode())), by_turn)
+
+
+class RedisHistories:
+    def __init__(self, log: LogReader, cipher: LogCipher) -> None:
+        self._log = log
+        self._cipher = cipher
+        self._segments = RedisSegments(log, cipher)
+
+    def reads(self, session_id: str) -> tuple[Command, Command]:
+        """What `history` needs the answers of."""
+        return ("GET", self._former_key(session_id)), ("HGETALL", self._key(session_id))
+
+    def history(self, entry: LedgerEntry, former: bytes | None, fields: dict[bytes, bytes]) -> bytes:
+        """The session's tokens. Raises StoreError if some are missing."""
+        turns = _Turns.parse(fields)
+        return self._segments.line(turns.base) + self._own(entry, former, turns)
+
+    def read(self, entry: LedgerEntry) -> bytes:
+        return self.history(entry, *self._log.read(*self.reads(entry.session_id)))
+
+    def opened(self, session_id: str) -> Command:
+        """A version before may have closed one of that name, and left what it does not know."""
+        return ("DEL", self._key(session_id), self._former_key(session_id))
+
+    def appended(self, entry: LedgerEntry, record: TurnRecord) -> Change:
+        """The session's next turn. O(new tokens), unless it rewinds."""
+        tokens = self._cipher.encrypt(record.tokens, _place(record.session_id, record.turn_index))
+        turn = record.start_len.to_bytes(START_BYTES, "little") + tokens
+        added: Command = ("HSET", self._key(record.session_id), record.turn_index, turn)
+        if record.start_len == entry.tokens:
+            return Change([added], {})
+        commands, guards = self._rewound(record.session_id, record.start_len)
+        return Change([*commands, added], guards)
+
+    def forked(self, parent: LedgerEntry, child_id: str, length: int) -> Change:
+        """The child begins with `length` tokens of its parent. O(what no other session has of them), so the next forks
+        there cost nothing."""
+        user, child = user_session(parent.session_id), user_session(child_id)
+        former, fields = self._log.read(*self.reads(parent.session_id))
+        turns = _Turns.parse(fields)
+        if length <= turns.base.length:
+            base = self._segments.cut(turns.base, length)
+            if base.segment is None:
+                return Change([], {})
+            commands, guards = self._segments.changed({base.segment: {child: length}})
+            return Change([*commands, self._based(child_id, base)], guards)
+        own = self._own(parent, former, turns)
+        uses = {user: parent.tokens, child: length}
+        segment, commands = self._segments.made(turns.base, parent.tokens, own, uses)
+        commands += [
+            self.opened(parent.session_id),
+            self._based(parent.session_id, Base(segment, parent.tokens)),
+            self._based(child_id, Base(segment, length)),
+        ]
+        if turns.base.segment is None:
+            return Change(commands, {})
+        users = {user: 0, user_segment(segment): turns.base.length}
+        more, guards = self._segments.changed({turns.base.segment: users})
+        return Change([*commands, *more], guards)
+
+    def closed(self, session_id: str) -> Change:
+        """Nothing is left of it."""
+        gone: Command = ("DEL", self._key(session_id), self._former_key(session_id))
+        base = _parse_base(self._log.read(("HGET", self._key(session_id), BASE))[0])
+        if base.segment is None:
+            return Change([gone], {})
+        commands, guards = self._segments.changed({base.segment: {user_session(session_id): 0}})
+        return Change([*commands, gone], guards)
+
+    def _rewound(self, session_id: str, start_len: int) -> Change:
+        """Deletes what lies wholly past it: none of that is history any more."""
+        turns = _Turns.parse(self._log.read(("HGETALL", self._key(session_id)))[0])
+        past = [index for index, start, _ in turns.by_turn if start >= start_len]
+        commands: list[Command] = [
+            ("HDEL", self._key(session_id), *past[at : at + FIELDS_AT_ONCE])
+            for at in range(0, len(past), FIELDS_AT_ONCE)
+        ]
+        if start_len == 0:
+            commands.append(("DEL", self._former_key(session_id)))
+        if start_len >= turns.base.length or turns.base.segment is None:
+            return Change(commands, {})
+        base, user = self._segments.cut(turns.base, start_len), user_session(session_id)
+        uses = {turns.base.segment: {user: 0}}
+        if base.segment is not None:
+            uses.setdefault(base.segment, {})[user] = start_len
+        more, guards = self._segments.changed(uses)
+        return Change([*commands, *more, self._based(session_id, base)], guards)
+
+    def _own(self, entry: LedgerEntry, former: bytes | None, turns: _Turns) -> bytes:
+        """What the session has behind its base: every turn's tokens, after cutting what it rewound."""
+        own = bytearray(former or b"")
+        for index, start_len, stored in turns.by_turn:
+            if index >= entry.turns:
+                break
+            del own[(start_len - turns.base.length) * TOKEN_BYTES :]
+            own += self._cipher.decrypt(stored, _place(entry.session_id, index))
+        own_len = entry.tokens - turns.base.length
+        del own[own_len * TOKEN_BYTES :]  # a version before left there what was rewound
+        if count_tokens(own) != own_len:
+            raise StoreError(f"session log: tokens of {named(entry.session_id)} are missing")
+        return bytes(own)
+
+    def _based(self, session_id: str, base: Base) -> Command:
+        if base.segment is None:
+            return ("HDEL", self._key(session_id), BASE)
+        return ("HSET", self._key(session_id), BASE, json.dumps(base))
+
+    def _key(self, session_id: str) -> str:
+        return self._log.key("turns", session_id)
+
+    def _former_key(self, session_id: str) -> str:
+        return self._log.key("history", session_id)
+
+
+def _parse_base(text: bytes | None) -> Base:
+    return Base() if text is None else Base(*json.loads(text))
+
+
+def _place(session_id: str, turn_index: int) -> str:
+    return f"turn {turn_index} of {session_id}"

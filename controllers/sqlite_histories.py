@@ -1,0 +1,163 @@
+"""Histories in the session log's SQLite file: each session's turns, behind what it has in common with others.
+
+What sessions have in common is a *segment*: tokens that were a session's own until it was forked. A segment may begin
+where another one is left; the segments that a history begins with are its line. A session, or a segment, uses the first
+`base_len` tokens of the line that ends with the segment `base`.
+
+Invariant: a segment is as long as the longest use of it, so nothing stays of a history that no session has. One that
+nobody uses is gone.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from controllers.errors import StoreError
+from controllers.log_cipher import LogCipher
+from controllers.records import LedgerEntry, TurnRecord
+from controllers.session_keys import named
+from controllers.tokens import TOKEN_BYTES, count_tokens
+
+Base = tuple[int | None, int]
+"""The segment that a line ends with (None: there is none), and how many of the line's tokens are used."""
+
+
+class SqliteHistories:
+    """The tables `turns` and `segments`, and of `sessions` the columns `base` and `base_len`. Every method is part of
+    its caller's transaction."""
+
+    def __init__(self, cipher: LogCipher) -> None:
+        self._cipher = cipher
+
+    def read(self, db: sqlite3.Connection, entry: LedgerEntry) -> bytes:
+        """The session's tokens. Raises StoreError if some are missing."""
+        base = _base(db, entry.session_id)
+        return self._line(db, base) + self._own(db, entry, base[1])
+
+    def append(self, db: sqlite3.Connection, entry: LedgerEntry, record: TurnRecord) -> None:
+        """The session's next turn. O(new tokens), unless it rewinds to what is shared."""
+        tokens = self._cipher.encrypt(record.tokens, _place(record.session_id, record.turn_index))
+        if record.start_len < entry.tokens:
+            self._rewind(db, record.session_id, record.start_len)
+        db.execute(
+            "INSERT INTO turns (session_id, turn_index, start_len, tokens) VALUES (?, ?, ?, ?)",
+            (record.session_id, record.turn_index, record.start_len, tokens),
+        )
+
+    def fork(self, db: sqlite3.Connection, parent: LedgerEntry, child_id: str, length: int) -> None:
+        """The child, which has nothing yet, begins with `length` tokens of its parent. O(what no other session has of
+        them), so the next forks there cost nothing."""
+        base, base_len = _base(db, parent.session_id)
+        if length > base_len:
+            base = self._share(db, parent, (base, base_len))
+        _set_base(db, child_id, _cut(db, (base, length)))
+
+    def delete(self, db: sqlite3.Connection, session_id: str) -> None:
+        """The session itself is its caller's to delete, before."""
+        base, _ = _base(db, session_id)
+        db.execute("DELETE FROM turns WHERE session_id = ?", (session_id,))
+        _set_base(db, session_id, (None, 0))
+        self._release(db, base)
+
+    def _rewind(self, db: sqlite3.Connection, session_id: str, start_len: int) -> None:
+        """Deletes what lies wholly past it: none of that is history any more."""
+        db.execute("DELETE FROM turns WHERE session_id = ? AND start_len >= ?", (session_id, start_len))
+        base, base_len = _base(db, session_id)
+        if start_len < base_len:
+            _set_base(db, session_id, _cut(db, (base, start_len)))
+            self._release(db, base)
+
+    def _share(self, db: sqlite3.Connection, entry: LedgerEntry, base: Base) -> int:
+        """Makes a segment of what is the session's own."""
+        (segment,) = db.execute("SELECT coalesce(max(segment), 0) + 1 FROM segments").fetchone()
+        tokens = self._cipher.encrypt(self._own(db, entry, base[1]), _place_of_segment(segment))
+        db.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?)", (segment, *base, entry.tokens, tokens))
+        db.execute("DELETE FROM turns WHERE session_id = ?", (entry.session_id,))
+        _set_base(db, entry.session_id, (segment, entry.tokens))
+        return int(segment)
+
+    def _own(self, db: sqlite3.Connection, entry: LedgerEntry, base_len: int) -> bytes:
+        """What the session has behind its base: every turn's tokens, after cutting what it rewound."""
+        own = bytearray()
+        for turn_index, start_len, tokens in db.execute(
+            "SELECT turn_index, start_len, tokens FROM turns WHERE session_id = ? ORDER BY turn_index",
+            (entry.session_id,),
+        ):
+            del own[(start_len - base_len) * TOKEN_BYTES :]
+            own += self._cipher.decrypt(tokens, _place(entry.session_id, turn_index))
+        if base_len + count_tokens(own) != entry.tokens:
+            raise StoreError(f"session log: turns of {named(entry.session_id)} are missing")
+        return bytes(own)
+
+    def _line(self, db: sqlite3.Connection, base: Base) -> bytes:
+        segment, end_len = base
+        parts = []
+        while segment is not None:
+            before, start_len, stored = db.execute(
+                "SELECT base, base_len, tokens FROM segments WHERE segment = ?", (segment,)
+            ).fetchone()
+            tokens = self._cipher.decrypt(stored, _place_of_segment(segment))
+            parts.append(tokens[: (end_len - start_len) * TOKEN_BYTES])
+            segment, end_len = before, start_len
+        return b"".join(reversed(parts))
+
+    def _release(self, db: sqlite3.Connection, segment: int | None) -> None:
+        """Somebody uses it less, or not any more."""
+        while segment is not None:
+            before, start_len, end_len, tokens = db.execute(
+                "SELECT base, base_len, end_len, tokens FROM segments WHERE segment = ?", (segment,)
+            ).fetchone()
+            used_len = _used_len(db, segment)
+            if used_len == 0:
+                db.execute("DELETE FROM segments WHERE segment = ?", (segment,))
+                segment = before
+                continue
+            if used_len < end_len:
+                place = _place_of_segment(segment)
+                kept = self._cipher.decrypt(tokens, place)[: (used_len - start_len) * TOKEN_BYTES]
+                db.execute(
+                    "UPDATE segments SET end_len = ?, tokens = ? WHERE segment = ?",
+                    (used_len, self._cipher.encrypt(kept, place), segment),
+                )
+            return
+
+
+def _base(db: sqlite3.Connection, session_id: str) -> Base:
+    base, base_len = db.execute(
+        "SELECT base, base_len FROM sessions WHERE session_id = ?", (session_id,)
+    ).fetchone()
+    return base, base_len
+
+
+def _set_base(db: sqlite3.Connection, session_id: str, base: Base) -> None:
+    db.execute("UPDATE sessions SET base = ?, base_len = ? WHERE session_id = ?", (*base, session_id))
+
+
+def _cut(db: sqlite3.Connection, base: Base) -> Base:
+    """The same tokens, by the segment that the last of them is in."""
+    segment, length = base
+    while segment is not None:
+        before, start_len = db.execute(
+            "SELECT base, base_len FROM segments WHERE segment = ?", (segment,)
+        ).fetchone()
+        if start_len < length:
+            break
+        segment = before
+    return segment, length
+
+
+def _used_len(db: sqlite3.Connection, segment: int) -> int:
+    """How long the longest use of the segment is; 0 if nobody uses it."""
+    longest = [
+        db.execute(f"SELECT max(base_len) FROM {table} WHERE base = ?", (segment,)).fetchone()[0] or 0
+        for table in ("sessions", "segments")
+    ]
+    return max(longest)
+
+
+def _place(session_id: str, turn_index: int) -> str:
+    return f"turn {turn_index} of {session_id}"
+
+
+def _place_of_segment(segment: int) -> str:
+    return f"segment {segment}"

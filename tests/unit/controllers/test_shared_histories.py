@@ -1,0 +1,162 @@
+"""Sessions that were forked keep what they have in common once, and nothing that none of them has any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from redis_server import CLUSTER, RedisServer
+from store_turns import SESSION, history_of, turn_of
+
+from controllers.log_cipher import KEY_BYTES, LogCipher
+from controllers.redis_store import RedisSessionStore
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.store import SessionStore
+from controllers.tokens import TOKEN_BYTES, encode_tokens
+
+Seen = Callable[[], bytes]
+"""Every byte that the log has somewhere."""
+
+TOKENS = [random.randrange(2**31, 2**32) for random in [Random(7)] for _ in range(600)]
+"""None of them comes twice, or by chance."""
+CIPHERS = [LogCipher(), LogCipher([bytes(KEY_BYTES)], encrypts=True)]
+
+
+def sqlite_bytes(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
+
+
+def redis_bytes(server: RedisServer, name: str) -> bytes:
+    found = []
+    with server.client() as client:
+        for key in client.scan_iter(f"kedge:{{{name}}}:*"):
+            match client.type(key):
+                case b"string":
+                    found.append(client.get(key))
+                case b"hash":
+                    found += [part for pair in client.hgetall(key).items() for part in pair]
+    return b" ".join(found)
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[..., SessionStore], Seen]]:
+    if request.param == "sqlite":
+        path = tmp_path / "folder" / "sessions.db"
+        yield lambda cipher: SqliteSessionStore(path, cipher=cipher), lambda: sqlite_bytes(path.parent)
+        return
+    server: RedisServer = request.getfixturevalue("redis_server")
+    settings = server.log()
+    yield (
+        lambda cipher: RedisSessionStore(settings, CLUSTER, cipher=cipher),
+        lambda: redis_bytes(server, settings.name),
+    )
+
+
+@pytest.fixture
+def store(log: tuple[Callable[..., SessionStore], Seen]) -> Iterator[SessionStore]:
+    store = log[0](LogCipher())
+    yield store
+    store.disconnect()
+
+
+@pytest.fixture
+def seen(log: tuple[Callable[..., SessionStore], Seen]) -> Seen:
+    return log[1]
+
+
+def times_seen(seen: Seen, token: int) -> int:
+    return seen().count(encode_tokens([token]))
+
+
+def forked(store: SessionStore, parent_id: str, length: int, *names: str) -> None:
+    for name in names:
+        store.fork(parent_id, length, replace(SESSION, session_id=name))
+
+
+def test_a_hundred_forks_keep_their_parents_history_once(store: SessionStore, seen: Seen) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, TOKENS))
+    forked(store, "s", 500, *(f"child{number}" for number in range(100)))
+    store.purge()
+    assert len(seen()) < 30 * len(TOKENS) * TOKEN_BYTES
+    assert times_seen(seen, TOKENS[0]) == 1
+    assert history_of(store, "child7") == TOKENS[:500]
+
+
+def test_a_closed_session_leaves_no_byte_that_is_not_anothers(store: SessionStore, seen: Seen) -> None:
+    store.open(SESSION)
+    secret = b"what the model answered"
+    store.append_turn(turn_of(0, 0, TOKENS, idempotency_key="k", result=secret, digest="what was asked"))
+    forked(store, "s", 100, "child")
+    store.append_turn(turn_of(1, 600, [2**31 - 1]))
+    assert secret in seen()
+    assert store.close("s")
+    store.purge()
+    left = seen()
+    assert secret not in left
+    assert b"what was asked" not in left
+    assert [token for token in TOKENS if encode_tokens([token]) in left] == TOKENS[:100]
+    assert store.close("child")
+    store.purge()
+    left = seen()
+    assert not any(encode_tokens([token]) in left for token in TOKENS)
+
+
+def test_a_rewound_session_leaves_no_byte_of_what_it_rewound(store: SessionStore, seen: Seen) -> None:
+    store.open(SESSION)
+    store.append_turn(turn_of(0, 0, TOKENS[:10]))
+    store.append_turn(turn_of(1, 10, TOKENS[10:20]))
+    forked(store, "s", 20, "child")
+    store.append_turn(turn_of(2, 5, [1]))
+    assert times_seen(seen, TOKENS[19]) >= 1, "the child has it"
+    store.append_turn(replace(turn_of(0, 3, [2]), session_id="child"))
+    store.purge()
+    assert (history_of(store), history_of(store, "child")) == ([*TOKENS[:5], 1], [*TOKENS[:3], 2])
+    assert [token for token in TOKENS[:20] if times_seen(seen, token)] == TOKENS[:5]
+
+
+def test_forks_of_forks_end_in_any_order(store: SessionStore, seen: Seen) -> None:
+    random = Random(3)
+    for _ in range(20):
+        opened = store.open(SESSION)
+        store.append_turn(turn_of(0, 0, TOKENS[:4], epoch=opened.epoch))
+        expected = {"s": TOKENS[:4]}
+        for number in range(12):
+            parent = random.choice(sorted(expected))
+            length = random.randrange(len(expected[parent]) + 1)
+            name = f"child{number}"
+            child = store.fork(parent, length, replace(SESSION, session_id=name))
+            added = random.sample(TOKENS, 3)
+            turn = turn_of(0, length, added, epoch=child.epoch)
+            store.append_turn(replace(turn, session_id=name))
+            expected[name] = expected[parent][:length] + added
+        for name in random.sample(sorted(expected), len(expected)):
+            assert {other: history_of(store, other) for other in expected} == expected
+            assert store.close(name)
+            del expected[name]
+    store.purge()
+    assert not any(times_seen(seen, token) for token in TOKENS)
+
+
+def test_an_encrypted_log_tells_nothing_of_what_was_said(
+    log: tuple[Callable[..., SessionStore], Seen],
+) -> None:
+    opened, seen = log
+    for cipher in CIPHERS:
+        store = opened(cipher)
+        epoch = store.open(SESSION).epoch
+        said = turn_of(0, 0, TOKENS, epoch=epoch, idempotency_key="k", result=b"answered", digest="asked")
+        store.append_turn(said)
+        forked(store, "s", 100, "child")
+        store.append_turn(turn_of(1, 600, TOKENS[:50], epoch=epoch))
+        left = seen()
+        plain = cipher is CIPHERS[0]
+        assert any(encode_tokens([token]) in left for token in TOKENS) == plain
+        assert (b"answered" in left) == (b"asked" in left) == plain
+        assert store.close("s")
+        assert store.close("child")
+        store.purge()
+        store.disconnect()
