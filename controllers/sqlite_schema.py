@@ -148,7 +148,7 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        connection.execute("PRAGMA secure_delete = ON")
+        connection.execute("PRAGMA secure_delete = ON")  # as Debian's SQLite is built, and others are not
         layout = _layout(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
