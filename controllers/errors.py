@@ -154,9 +154,18 @@ class SettingsRefused(ControllerError):
 
 class StoreError(ControllerError):
     """The session log cannot be opened, read or written. A change may be in it nevertheless: its answer may be what was
-    lost. So it is no refusal, and what bears repetition is asked again."""
+    lost. So it is no refusal, and what bears repetition is asked again.
+
+    `detail` is for those who read the logs, and no client's business: paths, addresses, what libraries say."""
 
     code = "store_unavailable"
+
+    def __init__(self, message: str, param: str | None = None, detail: str | None = None) -> None:
+        super().__init__(message, param)
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return self.message if self.detail is None else f"{self.message} ({self.detail})"
 
 
 class NoAnswer(StoreError):

@@ -108,13 +108,13 @@ class RedisLog:
         try:
             self._redis = connect(settings, TIMEOUT_S)
         except ValueError as error:
-            raise StoreError(f"session log {settings}: {error}", "redis_url") from error
+            raise StoreError(f"session log: {error}", "redis_url", str(settings)) from error
         try:
             self._await_server(timer, timer() + open_patience_s)
             self._number = self._open()
         except StoreError as error:
             self.close()
-            raise StoreError(f"cannot open {error.message}", "redis_url") from error
+            raise StoreError(f"cannot open {error}", "redis_url") from error
 
     def key(self, *parts: str) -> str:
         return self._prefix + ":".join(parts)
@@ -159,8 +159,10 @@ class RedisLog:
     def close(self) -> None:
         self._redis.close()
 
-    def error(self, reason: str) -> StoreError:
-        return StoreError(f"session log {self._settings}: {reason}")
+    def error(self, reason: str, said: str | None = None) -> StoreError:
+        """`said` is what a library says: it may name addresses."""
+        where = str(self._settings)
+        return StoreError(f"session log: {reason}", detail=where if said is None else f"{where}: {said}")
 
     def _await_server(self, timer: Callable[[], float], deadline_s: float) -> None:
         """Until Redis answers. What is wrong with one that does not by then is for opening the log to find."""
@@ -214,7 +216,7 @@ class RedisLog:
         except redis.RedisError as error:
             if isinstance(error, redis.TimeoutError | MasterNotFoundError):
                 self._breaker.open()
-            raise self.error(str(error)) from error
+            raise self.error("Redis does not answer as it should", str(error)) from error
 
     def _answers(self, timeout_s: float) -> bool:
         """Over a connection of its own, as the log would make it, but with less patience."""

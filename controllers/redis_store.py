@@ -409,7 +409,7 @@ class RedisSessionStore:
         try:
             return _Session.parse(text)
         except (ValueError, TypeError, KeyError) as error:
-            raise self._log.error(f"a session cannot be read: {error!r}") from error
+            raise self._log.error("a session cannot be read", repr(error)) from error
 
     def _text(self, session: _Session) -> bytes:
         return self._cipher.encrypt(session.text(), _session_place(session.entry.session_id))

@@ -288,7 +288,7 @@ class SqliteSessionStore:
         return StoredResult(key, index, result, None if digest is None else digest.decode())
 
     def _error(self, exc: sqlite3.Error) -> StoreError:
-        return StoreError(f"session log {self._path}: {exc}")
+        return StoreError("session log: it cannot be read or written", detail=f"{self._path}: {exc}")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

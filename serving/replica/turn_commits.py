@@ -46,7 +46,7 @@ class TurnCommits:
                         reason = _reason(failure)
                         if tries == 1:
                             logger.warning(
-                                "session %s: a turn waits for the log: %s", record.session_id, reason
+                                "session %s: a turn waits for the log: %s", record.session_id, failure
                             )
                         await self._pause(failure, tries)
                         self._metrics.commit_retried()

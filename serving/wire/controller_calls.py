@@ -139,9 +139,9 @@ class ControllerCalls:
             async with asyncio.timeout(self._timeout_s):
                 return await self._until_up(method, args, last)
         except TimeoutError:
-            reason = f": {_cause(last[-1])}" if last else ""
             raise NoAnswer(
-                f"the cluster controller did not answer {method} in {self._timeout_s} s{reason}"
+                f"the cluster controller did not answer {method} in {self._timeout_s} s",
+                detail=_cause(last[-1]) if last else None,
             ) from None
 
     async def _until_up(self, method: str, args: tuple[Any, ...], last: list[RayActorError]) -> Any:
@@ -181,7 +181,7 @@ class ControllerCalls:
 
 
 def _cause(error: RayActorError) -> str:
-    """The end of what Ray tells of it, which may be a whole traceback: that is for the log, not for clients."""
+    """The end of what Ray tells of it, which may be a whole traceback."""
     return str(error).rstrip().rpartition("\n")[2]
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
 from controllers import errors
-from controllers.errors import ControllerError, InvalidRewind, Overloaded
+from controllers.errors import ControllerError, InvalidRewind, Overloaded, StoreError
+from controllers.sqlite_store import SqliteSessionStore
 
 
 def _subclasses(base: type[ControllerError]) -> list[type[ControllerError]]:
@@ -42,3 +44,15 @@ def test_fixed_codes_and_defaults() -> None:
 def test_overloaded_keeps_its_estimate() -> None:
     copy = pickle.loads(pickle.dumps(Overloaded("later", retry_after_s=2.5)))
     assert copy.retry_after_s == 2.5
+
+
+def test_where_the_log_is_stays_in_the_server(tmp_path: Path) -> None:
+    """Clients were told the path of the log's file, or the address of its Redis, with what failed there."""
+    path = tmp_path / "sessions.db"
+    store = SqliteSessionStore(path)
+    store.disconnect()
+    with pytest.raises(StoreError) as caught:
+        store.epoch_floor()
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert error.message == "session log: it cannot be read or written"
+    assert str(error) == f"{error.message} ({path}: Cannot operate on a closed database.)"

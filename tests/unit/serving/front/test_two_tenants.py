@@ -1,10 +1,12 @@
-"""Calls of all kinds by two tenants at one server: nothing of the one is read, changed or known by the other.
+"""Calls of all kinds by two tenants and an operator at one server: nothing of a tenant is read, changed or known by the
+other, an operator changes nothing of either, and the logs tell what nobody said.
 
 KEDGE_FUZZ_CALLS=10000 makes it longer.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import uuid
@@ -24,7 +26,7 @@ from tests.unit.serving.local_service import LocalService, client_of, local_serv
 CALLS = int(os.environ.get("KEDGE_FUZZ_CALLS", "1500"))
 OTHER = {"acme": "umbrella", "umbrella": "acme"}
 RING = KeyRing({API_KEYS: "key-a=acme,key-u=umbrella", OPERATOR_KEYS: "key-o"})
-KEYS = {"acme": "key-a", "umbrella": "key-u"}
+KEYS = {"acme": "key-a", "umbrella": "key-u", "operator": "key-o"}
 SESSIONS = "/v1/kedge/sessions"
 COMMON_IDS = ("s", "t")
 """Ids that both use."""
@@ -39,12 +41,13 @@ FOR_OPERATORS = (
 
 @dataclass
 class Tenant:
-    """One side. `secrets` are words that only it has said, and ids that only it has used."""
+    """One side. `secrets` are words that only it has said, and ids that only it has used; `said` are the words."""
 
     name: str
     rng: random.Random
     own_ids: list[str] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
     def secret(self) -> str:
         word = uuid.UUID(int=self.rng.getrandbits(128)).hex
@@ -78,6 +81,7 @@ def some_call(tenant: Tenant, session_id: str) -> Call:
     if rng.random() < 0.1:
         headers["x-tenant-id"] = tenant.name
     said, stream = f"{tenant.secret()} ", rng.random() < 0.3
+    tenant.said.append(said.strip())
     match rng.choice(
         ("chat", "completions", "generate", "open", "close", "new", "get", "delete", "fork", "abort")
     ):
@@ -128,8 +132,9 @@ def state_of(service: LocalService, tenant: str) -> list[Any]:
 
 @pytest.mark.slow
 async def test_two_tenants_know_nothing_of_each_other(
-    served: tuple[httpx.AsyncClient, LocalService],
+    served: tuple[httpx.AsyncClient, LocalService], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    caplog.set_level(logging.INFO)
     client, service = served
     seed = random.randrange(2**31)
     print(f"seed {seed}")  # noqa: T201
@@ -148,6 +153,8 @@ async def test_two_tenants_know_nothing_of_each_other(
             answered += reply.status_code == 200
         elif kind < 0.8:
             reply = await _as_of_nobody(client, service, tenant, other)
+        elif kind < 0.85:
+            reply = await _as_an_operator(client, service, rng)
         elif kind < 0.9:
             method, path = rng.choice(FOR_OPERATORS)
             reply = await Call(method, path, {}).send(client, tenant.name)
@@ -163,6 +170,22 @@ async def test_two_tenants_know_nothing_of_each_other(
             told = reply.text + (await Call("GET", SESSIONS, {}).send(client, tenant.name)).text
             assert not [secret for secret in other.secrets if secret in told]
     assert answered > CALLS / 10
+    never_logged = {*KEYS.values(), str(tmp_path), *tenants["acme"].said, *tenants["umbrella"].said}
+    assert not [word for word in never_logged if word in caplog.text]
+
+
+async def _as_an_operator(
+    client: httpx.AsyncClient, service: LocalService, rng: random.Random
+) -> httpx.Response:
+    """Looks at everything, and clears what is cached: of no tenant's sessions anything changes."""
+    before = [state_of(service, tenant) for tenant in OTHER]
+    method, path = rng.choice(
+        (*FOR_OPERATORS[:-1], ("GET", SESSIONS), ("GET", "/metrics"), ("GET", "/health"))
+    )
+    reply = await Call(method, path, {}).send(client, "operator")
+    assert reply.status_code == 200, (path, reply.text)
+    assert [state_of(service, tenant) for tenant in OTHER] == before, path
+    return reply
 
 
 async def _as_of_nobody(
