@@ -108,3 +108,19 @@ def test_a_disk_that_takes_nothing_costs_no_session_what_the_host_has_of_it(
     assert stats.disk_failures > 0
     assert (histories, cached) == (expected, cached_without)
     assert stats.demotions_to_disk == 0
+
+
+def test_a_closed_session_leaves_nothing_on_host_and_disk(model: Path, tmp_path: Path) -> None:
+    with engine_of(model, tmp_path / "disk") as (engine, deltas):
+        folder = Path(str(engine.describe()["disk"]))
+        two_rounds(engine, deltas)
+        assert list(folder.glob("*.kv"))
+        for number in range(SESSIONS):
+            engine.close_session(f"s{number}").result(WAIT_S)
+        tiers = engine._cache.tiers
+        while engine._call(lambda: tiers.writing or tiers.copies_in_flight).result(WAIT_S):
+            pass
+        assert [account.used_bytes for account in tiers.accounts()] == [0, 0]
+        write_lane = engine._runner._copies._write_lane  # type: ignore[attr-defined]
+        write_lane.submit(lambda: None).result(WAIT_S)  # behind what removes files
+        assert list(folder.glob("*.kv")) == []
