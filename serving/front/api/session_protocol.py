@@ -50,6 +50,8 @@ from serving.wire.turns import (
     TurnFinish,
 )
 
+MOST_REPEATED = 128
+
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["sessions"])
@@ -295,9 +297,18 @@ def _top_entries(logprobs: Iterable[TextLogprob], with_text: bool) -> list[Any]:
     ]
 
 
+def _num_entries(result: TurnResult) -> int:
+    """Tokens and log-probabilities, of which an event has one entry each."""
+    return len(result.token_ids) + len(result.logprobs) + len(result.input_logprobs)
+
+
 class GenerateEncoder:
     """Writes the events of one request: each tells the whole text and all token ids so far, or, as with SGLang's option
-    of that name, `incremental` ones only what is new. Counts are totals in both."""
+    of that name, `incremental` ones only what is new. Counts are totals in both.
+
+    One that repeats is written when there is something new for every MOST_REPEATED that it repeats. So a stream has not
+    more than about so many times the bytes of its last event, however long that is.
+    """
 
     def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool, incremental: bool) -> None:
         self._body = body
@@ -305,10 +316,13 @@ class GenerateEncoder:
         self._numbered = numbered
         self._incremental = incremental
         self._results = [TurnResult() for _ in plan.calls]
+        self._told = [0 for _ in plan.calls]
 
-    def chunk(self, index: int, event: TurnEvent) -> str:
+    def chunk(self, index: int, event: TurnEvent) -> str | None:
         result = self._results[index]
         result.add(event)
+        if not self._incremental and not self._worth_telling(index, result):
+            return None
         if self._incremental:
             result = replace(
                 result,
@@ -325,3 +339,10 @@ class GenerateEncoder:
 
     def error(self, info: ErrorInfo) -> dict[str, Any]:
         return session_error(info)
+
+    def _worth_telling(self, index: int, result: TurnResult) -> bool:
+        told, entries = self._told[index], _num_entries(result)
+        if result.finish is None and (entries - told) * MOST_REPEATED < told:
+            return False
+        self._told[index] = entries
+        return True

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 class ChunkEncoder(Protocol):
     """How a protocol writes a stream: JSON texts, each of which becomes one event."""
 
-    def chunk(self, index: int, event: TurnEvent) -> str: ...
+    def chunk(self, index: int, event: TurnEvent) -> str | None:
+        """None: a later one tells it. The first and the last of a turn are told."""
 
     def closing(self) -> Iterable[str]:
         """What follows the last turn's end."""
@@ -37,7 +38,7 @@ class ChunkEncoder(Protocol):
 
 
 class TurnEventStream(EventSourceResponse):
-    """One event for each TurnEvent, then `[DONE]`.
+    """An event for each TurnEvent that is told, then `[DONE]`.
 
     A turn may wait in a queue, or for the session log. Meanwhile comments go out, which clients pass over, so that
     nobody on the way takes the connection for dead.
@@ -98,10 +99,11 @@ class TurnEventStream(EventSourceResponse):
         try:
             async with open_turns(service, plan) as events:
                 async for index, event in events:
-                    body = format_sse_event(data_str=encoder.chunk(index, event))
+                    chunk = encoder.chunk(index, event)
                     if not self._started:
                         self.headers.update(turn_headers(event))
-                    yield body
+                    if chunk is not None:
+                        yield format_sse_event(data_str=chunk)
             for text in encoder.closing():
                 yield format_sse_event(data_str=text)
         except Exception as error:
