@@ -29,9 +29,11 @@ def create_http_app(
     keep_alive_s: float = KEEP_ALIVE_S,
     browser_rules: BrowserRules = NO_RULES,
     incremental_streaming_output: bool = False,
+    operators: bool = True,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
-    `keys` calls need one of them. A stream is silent for `keep_alive_s` at most."""
+    `keys` calls need one of them. A stream is silent for `keep_alive_s` at most. Without `operators` what is for them
+    is refused to everybody."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
@@ -40,7 +42,7 @@ def create_http_app(
     install_error_handlers(app)
     for protocol in (openai_chat, openai_completions, openai_models, session_protocol, admin):
         app.include_router(protocol.routes())
-    app.add_middleware(CallersKnown, keys=keys)
+    app.add_middleware(CallersKnown, keys=keys, operators=operators)
     app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=not keys)
     if browser_rules.origins:
         app.add_middleware(

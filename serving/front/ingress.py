@@ -21,6 +21,7 @@ from serving.front.api.keys import KeyRing
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.http import create_http_app
 from serving.front.membership import WATCH_INTERVAL_S, Membership
+from serving.front.operator_port import OperatorPort
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.siblings import Siblings
@@ -68,10 +69,7 @@ class Ingress:
         place_of: Callable[[AppArgs], IngressPlace],
     ) -> None:
         self._keys = KeyRing(os.environ, args.ingress.keys_path)
-        self._keep_alive_s = args.ingress.keep_alive_s
-        self._incremental_streaming_output = args.ingress.incremental_streaming_output
-        self._max_body_bytes = args.ingress.max_body_bytes
-        self._browser_rules = BrowserRules(args.ingress.allowed_hosts, args.ingress.allowed_origins)
+        self._args = args.ingress
         place = place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
@@ -109,6 +107,10 @@ class Ingress:
         # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
+        self._operator_port: OperatorPort | None = None
+        if args.ingress.operator_port is not None:
+            address = (args.ingress.operator_host, args.ingress.operator_port)
+            self._operator_port = OperatorPort(self._app(operators=True), address)
 
     @property
     def service(self) -> TurnService:
@@ -132,21 +134,27 @@ class Ingress:
         return self._metrics.ingress_id, self._metrics.render()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app: FastAPI = create_http_app(
+        return self._app(operators=self._operator_port is None)
+
+    def _app(self, *, operators: bool) -> FastAPI:
+        args = self._args
+        return create_http_app(
             lambda: self.service,
             keys=self._keys,
-            body_limits=BodyLimits.of_context(self._service.model.max_context_len, self._max_body_bytes),
-            keep_alive_s=self._keep_alive_s,
-            browser_rules=self._browser_rules,
-            incremental_streaming_output=self._incremental_streaming_output,
+            body_limits=BodyLimits.of_context(self._service.model.max_context_len, args.max_body_bytes),
+            keep_alive_s=args.keep_alive_s,
+            browser_rules=BrowserRules(args.allowed_hosts, args.allowed_origins),
+            incremental_streaming_output=args.incremental_streaming_output,
+            operators=operators,
         )
-        return app
 
     async def __del__(self) -> None:
         """Serve calls it also where `__init__` raised, whose error is the one to be seen."""
         replicas: ReplicaCalls | None = getattr(self, "_replicas", None)
         if replicas is None:
             return
+        if (operators := getattr(self, "_operator_port", None)) is not None:
+            await operators.stop()
         await self._tasks.stop(timeout_s=1.0)
         await replicas.stop()
 

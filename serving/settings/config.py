@@ -115,7 +115,9 @@ class IngressArgs(StrictModel):
     out first, and its streams have `graceful_shutdown_timeout_s` to end. `allowed_hosts` and `allowed_origins` are for
     browsers, see serving/front/api/browsers.py, `keys_file` has hashes of keys, see serving/front/api/keys.py.
     Without `max_body_mib` the model's context says how large a body may be, see serving/front/api/body_limits.py.
-    With `incremental_streaming_output` an event of /generate tells what is new, as with SGLang's option."""
+    With `incremental_streaming_output` an event of /generate tells what is new, as with SGLang's option.
+    What is for operators is taken at their `operator_port` only, if they have one: at the address `operator_host` of
+    each machine that has an ingress."""
 
     count: PositiveInt = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
@@ -127,6 +129,8 @@ class IngressArgs(StrictModel):
     allowed_origins: tuple[Origin, ...] = Field(default=(), strict=False)
     keys_file: NotEmpty | None = None
     incremental_streaming_output: bool = False
+    operator_host: NotEmpty = "127.0.0.1"
+    operator_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     max_body_mib: Annotated[float, Field(gt=0, le=1024)] | None = None
 
     @property

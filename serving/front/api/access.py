@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -25,17 +26,21 @@ REFUSED = ErrorInfo(
     "authorization",
 )
 FOR_OPERATORS = ErrorInfo(
-    HTTPStatus.FORBIDDEN, "operator_only", "This is for operators: send an operator's key.", "authorization"
+    HTTPStatus.FORBIDDEN,
+    "operator_only",
+    "This is for operators: send an operator's key, to the operators' port if there is one.",
+    "authorization",
 )
 
 
 class CallersKnown:
     """ASGI middleware: says whose call it is (`scope["state"]["caller"]`). Calls without one of the keys are refused
-    before anything of theirs is read."""
+    before anything of theirs is read. Without `operators` nobody is one here."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, *, operators: bool) -> None:
         self._app = app
         self._keys = keys
+        self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,7 +48,8 @@ class CallersKnown:
             return
         caller = self._caller(scope["path"], Headers(scope=scope))
         if isinstance(caller, Caller):
-            scope.setdefault("state", {})["caller"] = caller
+            known = caller if self._operators else replace(caller, operator=False)
+            scope.setdefault("state", {})["caller"] = known
             await self._app(scope, receive, send)
             return
         response = error_response(scope["path"], caller)
