@@ -23,16 +23,15 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
+from serving.front.api.json_lists import filled, joined_items, list_items
 from serving.front.api.openai_answers import AnswerReader
 from serving.front.api.openai_chat_schema import (
     ChatBody,
     ChatChoice,
     ChatChunk,
-    ChatLogprob,
     ChatLogprobs,
     ChatReply,
     ChunkChoice,
-    TokenChoice,
 )
 from serving.front.api.openai_replies import (
     UsageCounter,
@@ -59,6 +58,8 @@ from serving.wire.turns import ChatPrompt, ErrorInfo, ModelInfo, SessionTurn, Te
 
 FEW_MESSAGES = 256
 """More are brought into shape on a thread: streams go on meanwhile."""
+
+NO_LOGPROBS = ChatLogprobs(content=[])
 
 
 def routes() -> APIRouter:
@@ -87,7 +88,7 @@ async def chat_completions(
     if body.stream:
         return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, service.model.model_id))
     results = await until_disconnect(request.receive, collect(service, plan))
-    return json_reply(_reply(body, readers, reply_id, service.model.model_id, results), results)
+    return json_reply(await _reply(body, readers, reply_id, service.model.model_id, results), results)
 
 
 def _plan(
@@ -143,21 +144,15 @@ def _logprobs(body: ChatBody) -> LogprobParams | None:
     return None
 
 
-def _chat_logprobs(entries: Sequence[TextLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(
-                token=shown(entry.text),
-                logprob=finite(entry.token.logprob or 0.0),
-                bytes=list(token_bytes(entry.text)),
-                top_logprobs=[
-                    TokenChoice(token=shown(text), logprob=logprob, bytes=list(token_bytes(text)))
-                    for text, logprob in top_pairs(entry)
-                ],
-            )
-            for entry in entries
-        ]
-    )
+def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
+    return {
+        **_token_choice(entry.text, finite(entry.token.logprob or 0.0)),
+        "top_logprobs": [_token_choice(text, logprob) for text, logprob in top_pairs(entry)],
+    }
+
+
+def _token_choice(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": shown(text), "logprob": logprob, "bytes": list(token_bytes(text))}
 
 
 def _stop_fields(body: ChatBody, reader: AnswerReader, news: TurnEvent | TurnResult) -> dict[str, Any]:
@@ -169,24 +164,35 @@ def _stop_fields(body: ChatBody, reader: AnswerReader, news: TurnEvent | TurnRes
     )
 
 
-def _reply(
+async def _reply(
     body: ChatBody,
     readers: Sequence[AnswerReader],
     reply_id: str,
     model_id: str,
     results: Sequence[TurnResult],
-) -> ChatReply:
-    choices = [
-        ChatChoice(
+) -> str:
+    choices = []
+    for index, (reader, result) in enumerate(zip(readers, results, strict=True)):
+        choice = ChatChoice(
             index=index,
             message=reader.read(result).message(),
-            logprobs=_chat_logprobs(result.logprobs) if body.logprobs else None,
+            logprobs=NO_LOGPROBS if body.logprobs else None,
             **_stop_fields(body, reader, result),
         )
-        for index, (reader, result) in enumerate(zip(readers, results, strict=True))
-    ]
-    usage = usage_of(results, len(results))
-    return ChatReply(id=reply_id, created=int(time.time()), model=model_id, choices=choices, usage=usage)
+        choices.append(await _with_logprobs(choice.model_dump_json(), result.logprobs))
+    reply = ChatReply(
+        id=reply_id,
+        created=int(time.time()),
+        model=model_id,
+        choices=[],
+        usage=usage_of(results, len(results)),
+    )
+    return filled(reply.model_dump_json(), "choices", joined_items(choices))
+
+
+async def _with_logprobs(text: str, entries: Sequence[TextLogprob]) -> str:
+    """JSON of a choice that has NO_LOGPROBS if there are entries."""
+    return filled(text, "content", await list_items(entries, _chat_logprob)) if entries else text
 
 
 class ChatEncoder:
@@ -199,7 +205,7 @@ class ChatEncoder:
         self._started: set[int] = set()
         self._usage = UsageCounter(body.n or 1)
 
-    def chunk(self, index: int, event: TurnEvent) -> str:
+    async def chunk(self, index: int, event: TurnEvent) -> str:
         self._usage.note(index, event)
         role: Literal["assistant"] | None = None if index in self._started else "assistant"
         self._started.add(index)
@@ -207,10 +213,12 @@ class ChatEncoder:
         choice = ChunkChoice(
             index=index,
             delta=reader.read(event).delta(role),
-            logprobs=_chat_logprobs(event.logprobs) if event.logprobs else None,
+            logprobs=NO_LOGPROBS if event.logprobs else None,
             **_stop_fields(self._body, reader, event),
         )
-        return ChatChunk(**self._head, choices=[choice]).model_dump_json()
+        return await _with_logprobs(
+            ChatChunk(**self._head, choices=[choice]).model_dump_json(), event.logprobs
+        )
 
     def closing(self) -> Iterable[str]:
         if self._body.wants_usage_chunk:

@@ -131,18 +131,10 @@ class ChatBody(OpenAiBody):
     web_search_options: NotSupported = None
 
 
-class TokenChoice(Reply):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(TokenChoice):
-    top_logprobs: list[TokenChoice]
-
-
 class ChatLogprobs(Reply):
-    content: list[ChatLogprob]
+    """Its entries are written by themselves (json_lists.py)."""
+
+    content: list[dict[str, Any]]
 
 
 class AnswerMessage(Reply):

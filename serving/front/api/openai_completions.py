@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,6 +26,7 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
+from serving.front.api.json_lists import filled, joined_items, list_items
 from serving.front.api.openai_completions_schema import (
     CompletionBody,
     CompletionChoice,
@@ -63,6 +64,7 @@ from serving.wire.turns import (
 )
 
 _DEFAULT_MAX_TOKENS = 16
+NO_LOGPROBS = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
 Prompts = Sequence[TextPrompt | TokenPrompt]
 
 
@@ -95,7 +97,7 @@ async def completions(
     if body.stream:
         return TurnEventStream(service, plan, encoder)
     results = await until_disconnect(request.receive, collect(service, plan))
-    return json_reply(encoder.whole(results), results)
+    return json_reply(await encoder.whole(results), results)
 
 
 def _check(body: CompletionBody, prompts: Prompts, model: ModelInfo) -> None:
@@ -179,8 +181,9 @@ class CompletionEncoder:
         self._started: set[int] = set()
         self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
 
-    def chunk(self, index: int, event: TurnEvent) -> str:
-        return CompletionReply(**self._head, choices=[self._choice(index, event)]).model_dump_json()
+    async def chunk(self, index: int, event: TurnEvent) -> str:
+        reply = CompletionReply(**self._head, choices=[self._choice(index, event)])
+        return await self._with_logprobs(reply.model_dump_json(), index, event)
 
     def closing(self) -> Iterable[str]:
         if self._body.wants_usage_chunk:
@@ -189,10 +192,14 @@ class CompletionEncoder:
     def error(self, info: ErrorInfo) -> dict[str, Any]:
         return openai_error(info)
 
-    def whole(self, results: Sequence[TurnResult]) -> CompletionReply:
+    async def whole(self, results: Sequence[TurnResult]) -> str:
         """The reply to a request that is not streamed."""
-        choices = [self._choice(index, result) for index, result in enumerate(results)]
-        return CompletionReply(**self._head, choices=choices, usage=self._usage.usage())
+        choices = [
+            await self._with_logprobs(self._choice(index, result).model_dump_json(), index, result)
+            for index, result in enumerate(results)
+        ]
+        reply = CompletionReply(**self._head, choices=[], usage=self._usage.usage())
+        return filled(reply.model_dump_json(), "choices", joined_items(choices))
 
     def _choice(self, index: int, news: TurnEvent | TurnResult) -> CompletionChoice:
         self._usage.note(index, news)
@@ -200,12 +207,10 @@ class CompletionEncoder:
         if self._body.echo and index not in self._started:
             text = self._echoed(index, news) + text
         self._started.add(index)
-        entries = (*news.input_logprobs, *news.logprobs)
-        wants_logprobs = self._body.logprobs is not None and entries
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=self._logprobs(index, entries) if wants_logprobs else None,
+            logprobs=NO_LOGPROBS if self._has_logprobs(news) else None,
             **stop_fields(
                 news.finish,
                 news.token_ids,
@@ -218,15 +223,28 @@ class CompletionEncoder:
         prompt = self._prompts[index // self._num_choices]
         return prompt.text if isinstance(prompt, TextPrompt) else _text_of(news.input_logprobs)
 
-    def _logprobs(self, index: int, entries: Sequence[TextLogprob]) -> CompletionLogprobs:
-        place = self._places[index]
-        return CompletionLogprobs(
-            tokens=[shown(entry.text) for entry in entries],
-            token_logprobs=[
-                None if entry.token.logprob is None else finite(entry.token.logprob) for entry in entries
-            ],
-            top_logprobs=[
-                {shown(text): logprob for text, logprob in top_pairs(entry)} or None for entry in entries
-            ],
-            text_offset=[place.pass_by(entry.text) for entry in entries],
-        )
+    def _has_logprobs(self, news: TurnEvent | TurnResult) -> bool:
+        return self._body.logprobs is not None and bool(news.input_logprobs or news.logprobs)
+
+    async def _with_logprobs(self, text: str, index: int, news: TurnEvent | TurnResult) -> str:
+        """JSON of a choice that has NO_LOGPROBS if there are some."""
+        if not self._has_logprobs(news):
+            return text
+        entries, place = (*news.input_logprobs, *news.logprobs), self._places[index]
+        lists: dict[str, Callable[[TextLogprob], Any]] = {
+            "tokens": lambda entry: shown(entry.text),
+            "token_logprobs": _token_logprob,
+            "top_logprobs": _top_logprobs,
+            "text_offset": lambda entry: place.pass_by(entry.text),
+        }
+        for name, shape in lists.items():
+            text = filled(text, name, await list_items(entries, shape))
+        return text
+
+
+def _token_logprob(entry: TextLogprob) -> float | None:
+    return None if entry.token.logprob is None else finite(entry.token.logprob)
+
+
+def _top_logprobs(entry: TextLogprob) -> dict[str, float] | None:
+    return {shown(text): logprob for text, logprob in top_pairs(entry)} or None

@@ -134,7 +134,6 @@ def top_pairs(entry: TextLogprob) -> list[tuple[str, float]]:
     ]
 
 
-def json_reply(reply: BaseModel, results: Sequence[TurnResult] = ()) -> Response:
-    """Serialized once. What a session's turn, of which a reply has one at most, says of itself is in the headers."""
-    headers = turn_headers(results[0]) if results else {}
-    return Response(reply.model_dump_json(), media_type="application/json", headers=headers)
+def json_reply(text: str, results: Sequence[TurnResult]) -> Response:
+    """What a session's turn, of which a reply has one at most, says of itself is in the headers."""
+    return Response(text, media_type="application/json", headers=turn_headers(results[0]))

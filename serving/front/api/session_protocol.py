@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import TypeAdapter
 
 from engine.api import LogprobParams, SamplingParams
-from serving.front.api.errors import refusal, session_error
+from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     OPERATORS_ONLY,
     IdempotencyHeader,
@@ -23,32 +22,14 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
-from serving.front.api.openai_replies import json_reply, shown
-from serving.front.api.session_schema import (
-    AbortBody,
-    CloseSessionBody,
-    GenerateBody,
-    GenerateReply,
-    LogprobEntry,
-    MetaInfo,
-    OpenSessionBody,
-)
+from serving.front.api.json_lists import joined_items
+from serving.front.api.openai_replies import json_reply
+from serving.front.api.session_replies import GenerateEncoder, whole_reply
+from serving.front.api.session_schema import AbortBody, CloseSessionBody, GenerateBody, OpenSessionBody
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_headers import turn_headers
-from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
-from serving.wire.turns import (
-    ErrorInfo,
-    ModelInfo,
-    ServiceError,
-    SessionTurn,
-    TextLogprob,
-    TextPrompt,
-    TokenPrompt,
-    TurnCall,
-    TurnEvent,
-    TurnFinish,
-)
+from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
+from serving.wire.turns import ModelInfo, ServiceError, SessionTurn, TextPrompt, TokenPrompt, TurnCall
 
 MOST_REPEATED = 128
 
@@ -135,11 +116,10 @@ async def generate(
         encoder = GenerateEncoder(body, plan, numbered=as_list, incremental=incremental)
         return TurnEventStream(service, plan, encoder)
     results = await until_disconnect(request.receive, collect(service, plan))
-    replies = [_reply(body, call, result, None) for call, result in zip(plan.calls, results, strict=True)]
-    if as_list:
-        body_json = TypeAdapter(list[GenerateReply]).dump_json(replies)
-        return Response(body_json, media_type="application/json", headers=turn_headers(results[0]))
-    return json_reply(replies[0], results)
+    replies = [
+        await whole_reply(body, call, result) for call, result in zip(plan.calls, results, strict=True)
+    ]
+    return json_reply(f"[{joined_items(replies)}]" if as_list else replies[0], results)
 
 
 def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None, tenant: str) -> TurnPlan:
@@ -232,117 +212,3 @@ def _field_names(prompt_field: str) -> dict[str, str]:
         "session_id": "session_params.id",
         "idempotency_key": "idempotency-key",
     }
-
-
-def _reply(body: GenerateBody, call: TurnCall, result: TurnResult, index: int | None) -> GenerateReply:
-    finish = result.finish
-    meta = MetaInfo(
-        id=call.request_id,
-        prompt_tokens=result.prompt_tokens,
-        completion_tokens=result.completion_tokens,
-        cached_tokens=result.cached_tokens,
-        finish_reason=None if finish is None else _finish_reason(finish, result.completion_tokens),
-        e2e_latency=result.elapsed_s,
-        replayed=result.replayed,
-        **_draft_fields(result),
-        **(_logprob_fields(body, result) if body.return_logprob else {}),
-    )
-    return GenerateReply(text=result.text, output_ids=result.token_ids, meta_info=meta, index=index)
-
-
-def _finish_reason(finish: TurnFinish, completion_tokens: int) -> dict[str, Any]:
-    match finish.reason:
-        case "stop":
-            return {"type": "stop", "matched": finish.matched}
-        case "length":
-            return {"type": "length", "length": completion_tokens}
-        case _:
-            return {"type": finish.reason, "message": finish.message or "Aborted"}
-
-
-def _draft_fields(result: TurnResult) -> dict[str, Any]:
-    if not result.draft_tokens:
-        return {}
-    return {
-        "spec_accept_token_num": result.accepted_draft_tokens,
-        "spec_draft_token_num": result.draft_tokens,
-        "spec_accept_rate": result.accepted_draft_tokens / result.draft_tokens,
-    }
-
-
-def _logprob_fields(body: GenerateBody, result: TurnResult) -> dict[str, Any]:
-    with_text = bool(body.return_text_in_logprobs)
-    fields = {
-        "output_token_logprobs": _entries(result.logprobs, with_text),
-        "input_token_logprobs": _entries(result.input_logprobs, with_text),
-    }
-    if body.top_logprobs_num:
-        fields["output_top_logprobs"] = _top_entries(result.logprobs, with_text)
-        fields["input_top_logprobs"] = _top_entries(result.input_logprobs, with_text)
-    return fields
-
-
-def _entries(logprobs: Iterable[TextLogprob], with_text: bool) -> list[LogprobEntry]:
-    return [(e.token.logprob, e.token.token_id, shown(e.text) if with_text else None) for e in logprobs]
-
-
-def _top_entries(logprobs: Iterable[TextLogprob], with_text: bool) -> list[Any]:
-    return [
-        [
-            (logprob, token_id, shown(text) if with_text else None)
-            for (token_id, logprob), text in zip(entry.token.top, entry.top_texts, strict=True)
-        ]
-        or None
-        for entry in logprobs
-    ]
-
-
-def _num_entries(result: TurnResult) -> int:
-    """Tokens and log-probabilities, of which an event has one entry each."""
-    return len(result.token_ids) + len(result.logprobs) + len(result.input_logprobs)
-
-
-class GenerateEncoder:
-    """Writes the events of one request: each tells the whole text and all token ids so far, or, as with SGLang's option
-    of that name, `incremental` ones only what is new. Counts are totals in both.
-
-    One that repeats is written when there is something new for every MOST_REPEATED that it repeats. So a stream has not
-    more than about so many times the bytes of its last event, however long that is.
-    """
-
-    def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool, incremental: bool) -> None:
-        self._body = body
-        self._calls = plan.calls
-        self._numbered = numbered
-        self._incremental = incremental
-        self._results = [TurnResult() for _ in plan.calls]
-        self._told = [0 for _ in plan.calls]
-
-    def chunk(self, index: int, event: TurnEvent) -> str | None:
-        result = self._results[index]
-        result.add(event)
-        if not self._incremental and not self._worth_telling(index, result):
-            return None
-        if self._incremental:
-            result = replace(
-                result,
-                text=event.text,
-                token_ids=list(event.token_ids),
-                logprobs=list(event.logprobs),
-                input_logprobs=list(event.input_logprobs),
-            )
-        number = index if self._numbered else None
-        return _reply(self._body, self._calls[index], result, number).model_dump_json()
-
-    def closing(self) -> Iterable[str]:
-        return ()
-
-    def error(self, info: ErrorInfo) -> dict[str, Any]:
-        return session_error(info)
-
-    def _worth_telling(self, index: int, result: TurnResult) -> bool:
-        told, entries = self._told[index], _num_entries(result)
-        if result.finish is None and (entries - told) * MOST_REPEATED < told:
-            return False
-        self._told[index] = entries
-        return True

@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 class ChunkEncoder(Protocol):
     """How a protocol writes a stream: JSON texts, each of which becomes one event."""
 
-    def chunk(self, index: int, event: TurnEvent) -> str | None:
-        """None: a later one tells it. The first and the last of a turn are told."""
+    async def chunk(self, index: int, event: TurnEvent) -> str: ...
 
     def closing(self) -> Iterable[str]:
         """What follows the last turn's end."""
@@ -99,7 +98,7 @@ class TurnEventStream(EventSourceResponse):
         try:
             async with open_turns(service, plan) as events:
                 async for index, event in events:
-                    chunk = encoder.chunk(index, event)
+                    body = format_sse_event(data_str=await encoder.chunk(index, event))
                     if not self._started:
                         self.headers.update(turn_headers(event))
                     if chunk is not None:

@@ -1,0 +1,125 @@
+"""Replies of the session protocol, whole or as the events of a stream."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from serving.front.api.errors import session_error
+from serving.front.api.json_lists import filled, joined_items, list_items
+from serving.front.api.openai_replies import shown
+from serving.front.api.session_schema import GenerateBody, GenerateReply, LogprobEntry, MetaInfo
+from serving.front.api.turn_streams import TurnPlan, TurnResult
+from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish
+
+ItemsByField = Mapping[str, str]
+"""JSON of the entries in each list of log-probabilities."""
+
+
+async def whole_reply(body: GenerateBody, call: TurnCall, result: TurnResult) -> str:
+    """The reply to one call that is not streamed, as JSON."""
+    return _reply(call, result, await _logprob_items(body, result), None)
+
+
+class GenerateEncoder:
+    """Writes the events of one request: each tells the whole text and all token ids so far, or, as with SGLang's option
+    of that name, `incremental` ones only what is new. Counts are totals in both."""
+
+    def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool, incremental: bool) -> None:
+        self._body = body
+        self._calls = plan.calls
+        self._numbered = numbered
+        self._incremental = incremental
+        self._results = [TurnResult() for _ in plan.calls]
+        self._written: list[defaultdict[str, list[str]]] = [defaultdict(list) for _ in plan.calls]
+        """Of each call what its events so far have of log-probabilities: each entry is written once."""
+
+    async def chunk(self, index: int, event: TurnEvent) -> str:
+        new = await _logprob_items(self._body, event)
+        result = self._results[index]
+        result.add(replace(event, logprobs=(), input_logprobs=()))
+        if self._incremental:
+            result = replace(result, text=event.text, token_ids=list(event.token_ids))
+        else:
+            new = self._so_far(index, new)
+        number = index if self._numbered else None
+        return _reply(self._calls[index], result, new, number)
+
+    def closing(self) -> Iterable[str]:
+        return ()
+
+    def error(self, info: ErrorInfo) -> dict[str, Any]:
+        return session_error(info)
+
+    def _so_far(self, index: int, new: ItemsByField) -> ItemsByField:
+        written = self._written[index]
+        for name, items in new.items():
+            written[name].append(items)
+        return {name: joined_items(texts) for name, texts in written.items()}
+
+
+def _reply(call: TurnCall, result: TurnResult, logprobs: ItemsByField, number: int | None) -> str:
+    no_logprobs: dict[str, Any] = {name: [] for name in logprobs}
+    finish = result.finish
+    meta = MetaInfo(
+        id=call.request_id,
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=result.completion_tokens,
+        cached_tokens=result.cached_tokens,
+        finish_reason=None if finish is None else _finish_reason(finish, result.completion_tokens),
+        e2e_latency=result.elapsed_s,
+        replayed=result.replayed,
+        **_draft_fields(result),
+        **no_logprobs,
+    )
+    reply = GenerateReply(text=result.text, output_ids=result.token_ids, meta_info=meta, index=number)
+    text = reply.model_dump_json()
+    for name, items in logprobs.items():
+        text = filled(text, name, items)
+    return text
+
+
+def _finish_reason(finish: TurnFinish, completion_tokens: int) -> dict[str, Any]:
+    match finish.reason:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": completion_tokens}
+        case _:
+            return {"type": finish.reason, "message": finish.message or "Aborted"}
+
+
+def _draft_fields(result: TurnResult) -> dict[str, Any]:
+    if not result.draft_tokens:
+        return {}
+    return {
+        "spec_accept_token_num": result.accepted_draft_tokens,
+        "spec_draft_token_num": result.draft_tokens,
+        "spec_accept_rate": result.accepted_draft_tokens / result.draft_tokens,
+    }
+
+
+async def _logprob_items(body: GenerateBody, news: TurnEvent | TurnResult) -> ItemsByField:
+    if not body.return_logprob:
+        return {}
+    with_text = bool(body.return_text_in_logprobs)
+
+    def entry_of(entry: TextLogprob) -> LogprobEntry:
+        return entry.token.logprob, entry.token.token_id, shown(entry.text) if with_text else None
+
+    def top_of(entry: TextLogprob) -> list[LogprobEntry] | None:
+        return [
+            (logprob, token_id, shown(text) if with_text else None)
+            for (token_id, logprob), text in zip(entry.token.top, entry.top_texts, strict=True)
+        ] or None
+
+    fields = {
+        "output_token_logprobs": await list_items(news.logprobs, entry_of),
+        "input_token_logprobs": await list_items(news.input_logprobs, entry_of),
+    }
+    if body.top_logprobs_num:
+        fields["output_top_logprobs"] = await list_items(news.logprobs, top_of)
+        fields["input_top_logprobs"] = await list_items(news.input_logprobs, top_of)
+    return fields
