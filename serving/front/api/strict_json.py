@@ -78,7 +78,8 @@ class StrictJsonRequest(Request):
         body = await self.body()
         if len(body) <= SMALL_BODY_BYTES:
             return _parsed(body)
-        self._limits.check_values(body)
+        for _ in self._limits.check_values(body):
+            await asyncio.sleep(0)
         value = _parsed(body)
         if self.model is None:
             return value

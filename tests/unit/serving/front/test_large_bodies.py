@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from serving.front.api import body_limits
-from serving.front.api.body_limits import MIB, BodyLimits
+from serving.front.api.body_limits import MIB, PIECE_BYTES, BodyLimits
 from serving.front.api.openai_chat_schema import MAX_MESSAGES, ChatBody
 from serving.front.api.openai_completions_schema import CompletionBody
 from serving.front.api.session_schema import GenerateBody
@@ -50,16 +51,24 @@ def containers_in(value: Any) -> int:
     return 0
 
 
-@given(JSON, st.booleans())
-def test_objects_and_lists_are_counted_whatever_is_in_strings(value: Any, ascii_only: bool) -> None:
+def check_all(limits: BodyLimits, text: bytes) -> int:
+    """In how many pieces that took."""
+    return len(list(limits.check_values(text)))
+
+
+@given(JSON, st.booleans(), st.integers(1, 12))
+def test_objects_and_lists_are_counted_whatever_is_in_strings(
+    value: Any, ascii_only: bool, piece_bytes: int
+) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     count = containers_in(value)
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(body_limits, "PIECE_BYTES", piece_bytes)
         patched.setattr(body_limits, "MOST_CONTAINERS", count)
-        BodyLimits().check_values(text)
+        check_all(BodyLimits(), text)
         patched.setattr(body_limits, "MOST_CONTAINERS", count - 1)
-        with pytest.raises(HTTPException, match=f"has {count} objects and lists"):
-            BodyLimits().check_values(text)
+        with pytest.raises(HTTPException, match=f"more than {count - 1} objects and lists"):
+            check_all(BodyLimits(), text)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +79,13 @@ def test_objects_and_lists_are_counted_whatever_is_in_strings(value: Any, ascii_
         b"[" + b'"",' * 200_000 + b"0]",
         b"[" + b"0," * 300_000 + b"0]",
         b"{" + b'"a":0,' * 200_000 + b'"b":0}',
+        b"[" + (b"9" * 4000 + b",") * 1000 + b"0]",
     ],
 )
 def test_what_takes_long_to_parse_is_refused(text: bytes) -> None:
     """3 MiB of zeros for messages took 17 s of the event loop, and 0.9 GiB."""
-    with pytest.raises(HTTPException, match="at most") as refused:
-        BodyLimits.of_context(2048).check_values(text)
+    with pytest.raises(HTTPException, match="more than") as refused:
+        check_all(BodyLimits.of_context(2048), text)
     assert refused.value.status_code == 413
 
 
@@ -84,12 +94,13 @@ def test_what_fills_the_context_is_taken() -> None:
         limits = BodyLimits.of_context(context_len)
         for body in (
             json.dumps({"prompt": [131_071] * context_len}),
+            json.dumps({"prompt": [131_071] * context_len}, indent=4),
             json.dumps({"prompt": 'a "quoted", [text]: {here}\\n' * (context_len // 8)}),
             json.dumps({"prompt": "語" * context_len * 2}),
         ):
             if len(body) <= 32 * MIB:
                 limits.check_size(len(body))
-            limits.check_values(body.encode())
+            assert check_all(limits, body.encode()) >= len(body) / PIECE_BYTES
     assert BodyLimits.of_context(2048).size_bytes < 5 * MIB
     assert BodyLimits.of_context(2048, 9).size_bytes == 9
 
@@ -130,6 +141,27 @@ async def test_what_is_too_much_is_named(
     reply = await client.post(CHAT, json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == named, reply.text
+
+
+async def test_others_are_served_while_a_large_body_is_counted(tmp_path: Path) -> None:
+    """12 MiB of backslashes held the event loop for 40 ms, before they were parsed."""
+    turns = 0
+
+    async def note_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async with local_service(tmp_path) as service:
+        app = create_http_app(lambda: service, body_limits=BodyLimits.of_context(131_072))
+        noting = asyncio.create_task(note_turns())
+        async with client_of(app) as client:
+            body = b'{"user":"' + b"\\" * (8 * MIB) + b'"}'
+            reply = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
+        noting.cancel()
+    assert reply.json()["error"]["param"] == "messages"
+    assert turns >= 8 * MIB / PIECE_BYTES
 
 
 async def test_a_large_body_is_checked_on_a_thread_and_means_what_a_small_one_does(
