@@ -176,6 +176,23 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
             top_logprobs=20,
             stream=stream,
         )
+    opening = json.dumps({"capacity_of_str_len": 0, "session_id": "hostile"})
+    yield HostileBody("(a session is opened)", "/open_session", opening.encode())
+    yield HostileBody(
+        "log-probabilities of a whole context, in a session, with a key",
+        GENERATE,
+        json.dumps(
+            {
+                "input_ids": scored,
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "top_logprobs_num": 20,
+                "sampling_params": params,
+                "session_params": {"id": "hostile"},
+            }
+        ).encode(),
+        (("idempotency-key", "k"),),
+    )
     yield _completion("echo of a long prompt", prompt="ab " * 2_000, echo=True, logprobs=5)
 
 

@@ -16,11 +16,10 @@ ENTRIES_AT_ONCE = 64
 
 
 async def list_items(entries: Sequence[T], shape: Callable[[T], Any]) -> str:
-    """JSON of the shaped entries, with commas between them and no brackets. Other tasks run now and then."""
+    """JSON of the shaped entries, with commas between them and no brackets. Other tasks run meanwhile."""
     texts: list[str] = []
     for start in range(0, len(entries), ENTRIES_AT_ONCE):
-        if start:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # first, too: an answer may have many short lists
         some = [shape(entry) for entry in entries[start : start + ENTRIES_AT_ONCE]]
         texts.append(to_json(some, inf_nan_mode="null").decode()[1:-1])
     return joined_items(texts)
