@@ -38,9 +38,9 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
         raise InvalidRequest("history_len does not fit the history", param="history_len")
     if not request.new_tokens:
         raise InvalidRequest("a request needs at least one new token", param="input_ids")
-    _check_ids(request.new_tokens, limits, "input_ids")
     _check_sampling(request.sampling, limits)
-    _check_length(request, limits)
+    _check_length(request, limits)  # first: there may be millions of ids
+    _check_ids(request.new_tokens, limits, "input_ids")
     _check_resumed(request, limits)
     if request.logprobs is not None:
         _check_logprobs(request, request.logprobs)

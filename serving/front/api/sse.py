@@ -19,6 +19,10 @@ from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent, TurnService
 
 KEEP_ALIVE = b": keep-alive\n\n"
+SEND_PATIENCE_S = 60.0
+"""A client that takes nothing for so long is gone, as far as its turn is concerned. It may have kilobytes of an answer
+on their way to it that it has not read."""
+
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 logger = logging.getLogger(__name__)
@@ -69,7 +73,7 @@ class TurnEventStream(EventSourceResponse):
                     await self._write(send, body)
             finally:
                 comments.cancel()
-                await asyncio.wait([comments])
+                await asyncio.gather(comments, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send, keep_alive_s: float) -> None:
@@ -84,12 +88,18 @@ class TurnEventStream(EventSourceResponse):
                 await asyncio.sleep(keep_alive_s - silent_s)
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """For events and comments, of which none gets into another."""
+        """For events and comments, of which none gets into another. Raises ClientGone."""
         async with self._sending:
-            if not self._started:
-                self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            try:
+                async with asyncio.timeout(SEND_PATIENCE_S):
+                    if not self._started:
+                        self._started = True
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                        )
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            except TimeoutError:
+                raise ClientGone from None
             self._sent_s = asyncio.get_running_loop().time()
 
     async def _encode(

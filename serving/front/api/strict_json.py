@@ -16,6 +16,11 @@ from serving.front.api.body_limits import BodyLimits
 SMALL_BODY_BYTES = 64 * 1024
 """What is larger is counted before it is parsed, and checked on a thread."""
 
+BODY_PATIENCE_S = 20.0
+BODY_BYTES_PER_S = 16 * 1024
+"""A body has so long to come, and a second more for each of so many bytes that have: who sends less keeps a place in
+the front end for nothing."""
+
 MOST_FIELDS = 128
 """More than any object of ours has. Each that is unknown would be an error of its own."""
 
@@ -65,14 +70,24 @@ class StrictJsonRequest(Request):
             limits = self._limits
             declared = self.headers.get("content-length", "")
             limits.check_size(int(declared) if declared.isdecimal() else 0)
-            pieces: list[bytes] = []
-            size_bytes = 0
+            try:
+                self._body = await self._arrived(limits)
+            except TimeoutError:
+                message = f"The body did not come at {BODY_BYTES_PER_S // 1024} KiB a second."
+                raise HTTPException(408, message, {"connection": "close"}) from None
+        return self._body
+
+    async def _arrived(self, limits: BodyLimits) -> bytes:
+        """Raises HTTPException for a body that is too large, and TimeoutError for one that comes too slowly."""
+        pieces: list[bytes] = []
+        size_bytes = 0
+        async with asyncio.timeout(BODY_PATIENCE_S) as patience:
             async for piece in self.stream():
                 size_bytes += len(piece)
                 limits.check_size(size_bytes)
                 pieces.append(piece)
-            self._body = b"".join(pieces)
-        return self._body
+                patience.reschedule((patience.when() or 0.0) + len(piece) / BODY_BYTES_PER_S)
+        return b"".join(pieces)
 
     async def json(self) -> Any:
         body = await self.body()

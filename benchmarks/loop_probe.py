@@ -1,0 +1,113 @@
+"""How long the event loops of a served cluster's processes stood still: a probe that is sent into each of its actors.
+
+A loop that stands still serves nobody else. The probe is a task on each loop of the process that sleeps BEAT_S and
+notes how late it wakes; nothing of it is in the product.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+BEAT_S = 0.002
+CALL_TIMEOUT_S = 20.0
+PARTS = {"SERVE_REPLICA::kedge#Ingress": "front end", "SERVE_REPLICA::kedge#LLMReplica": "replica"}
+PROXY = "SERVE_PROXY_ACTOR"
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The longest one of a part's loops. `late_s`: the loop served nothing for so long. `busy_s`: CPU that the process
+    had meanwhile, all of its threads together. What is missing to `late_s` is the machine's: it had no core for it."""
+
+    late_s: float
+    busy_s: float
+
+    @property
+    def own_s(self) -> float:
+        """What the process itself has to answer for."""
+        return min(self.late_s, self.busy_s)
+
+
+class LoopProbe:
+    """Of all processes of the Ray cluster at `address` that serve the application `kedge`, and of its controller."""
+
+    def __init__(self, address: str, controller: str) -> None:
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
+        self._actors = dict(_actors(controller))
+        self._ask(_start)
+
+    @property
+    def parts(self) -> set[str]:
+        return {part for part, _ in self._actors.values()}
+
+    def longest(self) -> dict[str, Stall]:
+        """By part: the longest stall since this was asked last."""
+        found: dict[str, Stall] = {}
+        for part, stalls in self._ask(_taken):
+            for stall in stalls:
+                found[part] = max(
+                    found.get(part, Stall(0.0, 0.0)), Stall(*stall), key=lambda each: each.own_s
+                )
+        return found
+
+    def _ask(self, work: Callable[[Any], Any]) -> list[tuple[str, Any]]:
+        asked = [(part, actor.__ray_call__.remote(work)) for part, actor in self._actors.values()]
+        return [(part, ray.get(answer, timeout=CALL_TIMEOUT_S)) for part, answer in asked]
+
+
+def _actors(controller: str) -> Mapping[str, tuple[str, Any]]:
+    found = {}
+    for listed in ray.util.list_named_actors(all_namespaces=True):
+        name = listed["name"]
+        part = next((part for begin, part in PARTS.items() if name.startswith(begin)), None)
+        if name == controller:
+            part = "controller"
+        elif name.startswith(PROXY):
+            part = "Ray's proxy"
+        if part is not None:
+            found[name] = part, ray.get_actor(name, listed["namespace"])
+    return found
+
+
+def _start(_: Any) -> None:
+    """In the actor's process: a task on every loop that runs there."""
+    import asyncio
+    import gc
+    import time
+    import types
+
+    state = types.SimpleNamespace(stalls=[], tasks=[])
+    sys.modules["kedge_loop_probe"] = state  # type: ignore[assignment]
+
+    async def beat(longest: list[float]) -> None:
+        while True:
+            began_s, busy_s = time.perf_counter(), time.process_time()
+            await asyncio.sleep(BEAT_S)
+            late_s = time.perf_counter() - began_s - BEAT_S
+            busy_s = time.process_time() - busy_s
+            if min(late_s, busy_s) > min(longest):
+                longest[:] = [late_s, busy_s]
+
+    def begin(loop: asyncio.AbstractEventLoop) -> None:
+        longest = [0.0, 0.0]
+        state.stalls.append(longest)
+        state.tasks.append(loop.create_task(beat(longest)))
+
+    for each in gc.get_objects():
+        if issubclass(type(each), asyncio.AbstractEventLoop) and each.is_running():
+            each.call_soon_threadsafe(begin, each)
+
+
+def _taken(_: Any) -> list[tuple[float, float]]:
+    state: Any = sys.modules["kedge_loop_probe"]
+    stalls = [tuple(longest) for longest in state.stalls]
+    for longest in state.stalls:
+        longest[:] = [0.0, 0.0]
+    return stalls  # type: ignore[return-value]
