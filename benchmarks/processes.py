@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,32 @@ class Footprint:
     role: str
     pss_bytes: int
     num_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the processes of one kind hold together. Memory that they share counts for each."""
+
+    resident_bytes: int
+    num_files: int
+
+    def most(self, other: Held) -> Held:
+        return Held(max(self.resident_bytes, other.resident_bytes), max(self.num_files, other.num_files))
+
+
+def held_by(root: int) -> dict[str, Held]:
+    """By role, of the processes below `root`. It takes less time than `footprints`."""
+    found: dict[str, Held] = {}
+    for pid in _descendants(root):
+        try:
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            num_files = len(os.listdir(f"/proc/{pid}/fd"))
+        except OSError:
+            continue
+        role, own = _role(_command(pid)), pages * os.sysconf("SC_PAGE_SIZE")
+        held = found.get(role, Held(0, 0))
+        found[role] = Held(held.resident_bytes + own, held.num_files + num_files)
+    return found
 
 
 def siblings(pid: int, title: str) -> list[int]:

@@ -61,9 +61,11 @@ async def test_a_body_that_comes_too_slowly_is_answered_408(
                 await asyncio.sleep(0.05)
 
         trickling = asyncio.create_task(trickle())
-        answer = await reader.read()  # to the end of the connection
-        trickling.cancel()
-        writer.close()
+        try:
+            answer = await reader.read()  # to the end of the connection
+        finally:
+            trickling.cancel()
+            writer.close()
     assert answer.startswith(b"HTTP/1.1 408 ")
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert error["code"] == "request_timeout"
