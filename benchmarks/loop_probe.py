@@ -100,9 +100,10 @@ def _start(_: Any) -> None:
         state.stalls.append(longest)
         state.tasks.append(loop.create_task(beat(longest)))
 
-    for each in gc.get_objects():
-        if issubclass(type(each), asyncio.AbstractEventLoop) and each.is_running():
-            each.call_soon_threadsafe(begin, each)
+    tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task)]
+    for loop in {task.get_loop() for task in tasks}:
+        if loop.is_running():
+            loop.call_soon_threadsafe(begin, loop)
 
 
 def _taken(_: Any) -> list[tuple[float, float]]:

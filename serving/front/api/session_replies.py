@@ -14,6 +14,12 @@ from serving.front.api.session_schema import GenerateBody, GenerateReply, Logpro
 from serving.front.api.turn_streams import TurnPlan, TurnResult
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish
 
+LARGE_EVENT_BYTES = 256 * 1024
+NEW_SHARE = 1 / 16
+"""Of an event that is large and tells all that came before it, too. With one for every token, an answer of 4,000 tokens
+with twenty log-probabilities each would be 4 GB."""
+
+ID_BYTES = 6
 ItemsByField = Mapping[str, str]
 """JSON of the entries in each list of log-probabilities."""
 
@@ -25,7 +31,8 @@ async def whole_reply(body: GenerateBody, call: TurnCall, result: TurnResult) ->
 
 class GenerateEncoder:
     """Writes the events of one request: each tells the whole text and all token ids so far, or, as with SGLang's option
-    of that name, `incremental` ones only what is new. Counts are totals in both."""
+    of that name, `incremental` ones only what is new. Counts are totals in both. Once they are large, those that tell
+    everything wait until a share of it is new, or the end."""
 
     def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool, incremental: bool) -> None:
         self._body = body
@@ -35,15 +42,19 @@ class GenerateEncoder:
         self._results = [TurnResult() for _ in plan.calls]
         self._written: list[defaultdict[str, list[str]]] = [defaultdict(list) for _ in plan.calls]
         """Of each call what its events so far have of log-probabilities: each entry is written once."""
+        self._told = [_Told() for _ in plan.calls]
 
-    async def chunk(self, index: int, event: TurnEvent) -> str:
+    async def chunk(self, index: int, event: TurnEvent) -> str | None:
         new = await _logprob_items(self._body, event)
         result = self._results[index]
         result.add(replace(event, logprobs=(), input_logprobs=()))
         if self._incremental:
             result = replace(result, text=event.text, token_ids=list(event.token_ids))
         else:
-            new = self._so_far(index, new)
+            self._add(index, new)
+            if not self._told[index].may_tell(event, new):
+                return None
+            new = {name: joined_items(texts) for name, texts in self._written[index].items()}
         number = index if self._numbered else None
         return _reply(self._calls[index], result, new, number)
 
@@ -53,11 +64,28 @@ class GenerateEncoder:
     def error(self, info: ErrorInfo) -> dict[str, Any]:
         return session_error(info)
 
-    def _so_far(self, index: int, new: ItemsByField) -> ItemsByField:
-        written = self._written[index]
+    def _add(self, index: int, new: ItemsByField) -> None:
         for name, items in new.items():
-            written[name].append(items)
-        return {name: joined_items(texts) for name, texts in written.items()}
+            self._written[index][name].append(items)
+
+
+class _Told:
+    """How large the events of a call are, about: what there is to tell, and what of it the last one had."""
+
+    def __init__(self) -> None:
+        self._size_bytes = 0
+        self._told_bytes = 0
+
+    def may_tell(self, event: TurnEvent, logprobs: ItemsByField) -> bool:
+        """Whether this event is to be sent."""
+        ids_bytes = ID_BYTES * len(event.token_ids)
+        self._size_bytes += len(event.text) + ids_bytes + sum(map(len, logprobs.values()))
+        new_bytes = self._size_bytes - self._told_bytes
+        large = self._size_bytes > LARGE_EVENT_BYTES
+        if large and event.finish is None and new_bytes < NEW_SHARE * self._size_bytes:
+            return False
+        self._told_bytes = self._size_bytes
+        return True
 
 
 def _reply(call: TurnCall, result: TurnResult, logprobs: ItemsByField, number: int | None) -> str:

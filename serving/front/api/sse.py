@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 class ChunkEncoder(Protocol):
     """How a protocol writes a stream: JSON texts, each of which becomes one event."""
 
-    async def chunk(self, index: int, event: TurnEvent) -> str: ...
+    async def chunk(self, index: int, event: TurnEvent) -> str | None:
+        """None: a later one tells it, too."""
 
     def closing(self) -> Iterable[str]:
         """What follows the last turn's end."""
@@ -108,11 +109,12 @@ class TurnEventStream(EventSourceResponse):
         try:
             async with open_turns(service, plan) as events:
                 async for index, event in events:
-                    body = format_sse_event(data_str=await encoder.chunk(index, event))
+                    text = await encoder.chunk(index, event)
+                    if text is None:
+                        continue
                     if not self._started:
                         self.headers.update(turn_headers(event))
-                    if chunk is not None:
-                        yield format_sse_event(data_str=chunk)
+                    yield format_sse_event(data_str=text)
             for text in encoder.closing():
                 yield format_sse_event(data_str=text)
         except Exception as error:

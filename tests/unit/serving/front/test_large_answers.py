@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.front.api import json_lists
+from serving.front.api import json_lists, session_replies
 from serving.front.api.json_lists import filled, joined_items, list_items
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import client_of, local_service
@@ -91,6 +91,25 @@ async def test_each_event_of_generate_tells_all_log_probabilities_so_far(tmp_pat
         ]
         assert lengths == sorted(lengths)
         assert lengths[-1] == 40
+
+
+async def test_events_that_tell_everything_so_far_are_fewer_once_they_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn of 4,000 tokens with twenty log-probabilities each was 4 GB on the way to its client, and the machine's
+    memory was used up."""
+    monkeypatch.setattr(session_replies, "LARGE_EVENT_BYTES", 4096)
+    async with (
+        local_service(tmp_path) as service,
+        client_of(create_http_app(lambda: service)) as client,
+    ):
+        sampling = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
+        asked = ASKED["/generate"] | {"sampling_params": sampling}
+        whole = (await client.post("/generate", json=asked)).json()
+        reply = await client.post("/generate", json=asked | {"stream": True})
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+    assert comparable(json.loads(events[-1])) == comparable(whole)
+    assert sum(map(len, events)) < 24 * len(events[-1])  # 4 KiB of small ones, then 17 times the last
 
 
 async def test_others_are_served_while_a_large_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
