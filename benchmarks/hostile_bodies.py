@@ -145,10 +145,10 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
         return_text_in_logprobs=True,
         sampling_params=params,
     )
-    many = {"max_new_tokens": min(4_000, context_len - 200), "ignore_eos": True}
+    many = {"max_new_tokens": min(1_500, context_len - 200), "ignore_eos": True}
     for stream in (False, True):
         yield _completion(
-            f"4,000 tokens out, with log-probabilities, stream {stream}",
+            f"1,500 tokens out, with log-probabilities, stream {stream}",
             GENERATE,
             text="a",
             stream=stream,
@@ -157,7 +157,7 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
             sampling_params=many,
         )
         yield _completion(
-            f"4,000 tokens out, stream {stream}", GENERATE, text="a", stream=stream, sampling_params=many
+            f"1,500 tokens out, stream {stream}", GENERATE, text="a", stream=stream, sampling_params=many
         )
         yield _completion(
             f"128 choices of 128 tokens, stream {stream}",

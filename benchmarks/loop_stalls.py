@@ -53,6 +53,9 @@ class Measured:
     def worst_ms(self) -> float:
         return max(self.median_ms(part) for part in self.stalls if part != "Ray's proxy")
 
+    def worst_part(self) -> str:
+        return max((part for part in self.stalls if part != "Ray's proxy"), key=self.median_ms)
+
     def record(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -74,7 +77,10 @@ async def measure_alone(
             probe.longest()
             measured.status = await send(client, body, f"{number}")
             measured.note(probe.longest())
-        print(f"{measured.worst_ms():8.1f} ms  {measured.status}  {body.name}", flush=True)
+        print(
+            f"{measured.worst_ms():8.1f} ms  {measured.worst_part():10} {measured.status}  {body.name}",
+            flush=True,
+        )
         found.append(measured)
     return found
 
@@ -92,9 +98,11 @@ async def send(client: httpx.AsyncClient, body: HostileBody, key: str) -> int | 
     """The answer's status, or what went wrong. Keys of its headers are made new ones."""
     headers = {name: value + key if name == "idempotency-key" else value for name, value in body.headers}
     try:
-        reply = await client.post(
-            body.path, content=body.content, headers={"content-type": "application/json", **headers}
-        )
+        async with client.stream(
+            "POST", body.path, content=body.content, headers={"content-type": "application/json", **headers}
+        ) as reply:
+            async for _ in reply.aiter_raw():
+                pass
     except httpx.HTTPError as error:
         return type(error).__name__
     return reply.status_code

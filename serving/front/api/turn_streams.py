@@ -89,7 +89,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
-        pass
+        await asyncio.sleep(0)
 
 
 async def _stop(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -112,12 +112,12 @@ async def open_turns(service: TurnService, plan: TurnPlan) -> AsyncIterator[Asyn
                 yield _until_finished(events)
             return
         queue: asyncio.Queue[IndexedEvent | Exception] = asyncio.Queue(_MAX_QUEUED_EVENTS)
-        feeders = [
-            asyncio.create_task(_feed(service, index, call, queue)) for index, call in enumerate(plan.calls)
-        ]
+        feeders: list[asyncio.Task[None]] = []
+        starting = asyncio.create_task(_start(service, plan, queue, feeders))
         try:
             yield _merged(queue, len(plan.calls))
         finally:
+            await _stop([starting])
             await _stop(feeders)
 
 
@@ -147,6 +147,18 @@ async def _until_finished(events: AsyncIterator[TurnEvent]) -> AsyncIterator[Ind
         if event.finish is not None:
             return
     raise ServiceError(ErrorInfo(500, "turn_broken_off", "The turn ended without a result."))
+
+
+async def _start(
+    service: TurnService,
+    plan: TurnPlan,
+    queue: asyncio.Queue[IndexedEvent | Exception],
+    feeders: list[asyncio.Task[None]],
+) -> None:
+    """One call after another: hundreds at once would hold the event loop while they are sent."""
+    for index, call in enumerate(plan.calls):
+        feeders.append(asyncio.create_task(_feed(service, index, call, queue)))
+        await asyncio.sleep(0)
 
 
 async def _feed(

@@ -172,3 +172,29 @@ async def test_a_queue_full_of_events_does_not_block_the_end() -> None:
         async with asyncio.timeout(60):
             reply = await client.post("/v1/completions", json={"prompt": ["a", "b"]})
         assert reply.status_code == 503
+
+
+async def test_the_calls_of_one_request_are_begun_one_by_one() -> None:
+    """256 at once held the front end's event loop for 0.1 s."""
+    since = most_between = 0
+
+    class Noting(BreakingService):
+        @asynccontextmanager
+        async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+            nonlocal since, most_between
+            since += 1
+            most_between = max(most_between, since)
+            async with super().run(call) as events:
+                yield events
+
+    async def others() -> None:
+        nonlocal since
+        while True:
+            since = 0
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(others())
+    async with client_of(create_http_app(lambda: Noting(ServiceError(LOST)))) as client:
+        await client.post("/v1/completions", json={"prompt": ["a"] * 64})
+    running.cancel()
+    assert most_between == 1
