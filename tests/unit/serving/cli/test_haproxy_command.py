@@ -11,13 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from serving.cli.commands.haproxy import BINARY_PATH, closed_to_others
+from serving.cli.commands.haproxy import (
+    BINARY_PATH,
+    CLIENT_CONNECTIONS,
+    bounded,
+    client_connections_in,
+    closed_to_others,
+)
 
 CONFIG = """\
 global
@@ -58,6 +64,49 @@ def test_rays_own_template_has_what_is_looked_for() -> None:
     changed = closed_to_others(config)
     assert changed.count("bind 127.0.0.1:8000") == 3
     assert changed.count(" mode 600 level admin") == 1
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+def test_heads_and_connections_are_bounded(limit: int | None) -> None:
+    """Connections on which nothing comes took all places of others."""
+    config = f"defaults\n    mode http\n{CONFIG.format(host='*')}"
+    changed = bounded(config, limit)
+    assert changed.count("    timeout http-request 10s\n") == 1
+    assert ("sc0_conn_cur gt 7" in changed) == (limit is not None)
+    assert bounded(changed, limit) == changed
+    assert "timeout http-request 10s" in bounded(HAPROXY_CONFIG_TEMPLATE, limit)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
+def test_a_limit_that_is_no_number_is_refused(value: str) -> None:
+    assert client_connections_in({}) is None
+    assert client_connections_in({CLIENT_CONNECTIONS: "12"}) == 12
+    with pytest.raises(ValueError, match=CLIENT_CONNECTIONS):
+        client_connections_in({CLIENT_CONNECTIONS: value})
+
+
+def test_an_address_has_no_more_connections_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CLIENT_CONNECTIONS, "3")
+    with started_by_another(tmp_path) as (_, _, port), ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(socket.create_connection(("127.0.0.1", port)))
+        eventually(lambda: not answers(port, "127.0.0.1"))
+        assert answers(port, "127.0.0.2")
+        held.close()
+        eventually(lambda: answers(port, "127.0.0.1"))
+
+
+def answers(port: int, address: str) -> bool:
+    """Whether a call from that address has an answer."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), source_address=(address, 0)) as client:
+            client.settimeout(ENDS_WITHIN_S)
+            client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return client.recv(12) == b"HTTP/1.1 200"
+    except ConnectionError:
+        return False
 
 
 def test_it_becomes_haproxy_without_splicing(tmp_path: Path) -> None:
