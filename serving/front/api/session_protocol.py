@@ -31,8 +31,6 @@ from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
 from serving.wire.turns import ModelInfo, ServiceError, SessionTurn, TextPrompt, TokenPrompt, TurnCall
 
-MOST_REPEATED = 128
-
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["sessions"])

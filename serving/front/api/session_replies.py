@@ -14,10 +14,13 @@ from serving.front.api.session_schema import GenerateBody, GenerateReply, Logpro
 from serving.front.api.turn_streams import TurnPlan, TurnResult
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish
 
+NEW_SHARE = 1 / 128
+"""Of an event that tells all that came before it, too: a stream has not more than about 128 times the bytes of its last
+event, however long that is. With an event for every token, 4,000 tokens of text would be 61 MB."""
+
 LARGE_EVENT_BYTES = 256 * 1024
-NEW_SHARE = 1 / 16
-"""Of an event that is large and tells all that came before it, too. With one for every token, an answer of 4,000 tokens
-with twenty log-probabilities each would be 4 GB."""
+NEW_SHARE_OF_LARGE = 1 / 16
+"""With an event for every token, 4,000 tokens with twenty log-probabilities each would be 4 GB."""
 
 ID_BYTES = 6
 ItemsByField = Mapping[str, str]
@@ -31,8 +34,8 @@ async def whole_reply(body: GenerateBody, call: TurnCall, result: TurnResult) ->
 
 class GenerateEncoder:
     """Writes the events of one request: each tells the whole text and all token ids so far, or, as with SGLang's option
-    of that name, `incremental` ones only what is new. Counts are totals in both. Once they are large, those that tell
-    everything wait until a share of it is new, or the end."""
+    of that name, `incremental` ones only what is new. Counts are totals in both. Those that tell everything wait until
+    a share of it is new, or the end."""
 
     def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool, incremental: bool) -> None:
         self._body = body
@@ -80,9 +83,9 @@ class _Told:
         """Whether this event is to be sent."""
         ids_bytes = ID_BYTES * len(event.token_ids)
         self._size_bytes += len(event.text) + ids_bytes + sum(map(len, logprobs.values()))
+        share = NEW_SHARE_OF_LARGE if self._size_bytes > LARGE_EVENT_BYTES else NEW_SHARE
         new_bytes = self._size_bytes - self._told_bytes
-        large = self._size_bytes > LARGE_EVENT_BYTES
-        if large and event.finish is None and new_bytes < NEW_SHARE * self._size_bytes:
+        if event.finish is None and new_bytes < share * self._size_bytes:
             return False
         self._told_bytes = self._size_bytes
         return True
