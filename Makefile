@@ -5,6 +5,7 @@
 #
 # CONFIG=path      another cluster
 # PROXY=haproxy    HAProxy in place of Ray Serve's own proxy (Linux)
+# SERVE_ARGS=...   more options of `kedge serve`, e.g. the address of a Ray cluster
 # PYTHON=python3.x another interpreter (3.11 or newer)
 # PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch
 # JOBS=2           processes that share the tests; those that start a cluster run one by one
@@ -13,6 +14,7 @@
 PYTHON ?= python3
 CONFIG ?= configs/cluster.yaml
 PROXY ?=
+SERVE_ARGS ?=
 PIP_ARGS ?=
 JOBS ?= 2
 TEST_ARGS ?=
@@ -27,19 +29,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .PHONY: serve test test-all check format install install-dev clean
 .DELETE_ON_ERROR:
 
-# Ray Serve takes these from the environment only; docs/operations.md, "Behind HAProxy", says what they do.
-HAPROXY := RAY_SERVE_ENABLE_HA_PROXY=1 \
-	RAY_SERVE_HAPROXY_BINARY_PATH="$(CURDIR)/$(BIN)/kedge-haproxy" \
-	RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0 \
-	RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0 \
-	RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=0
-
-# Ray reads the header of this name before Kedge, and answers 500 where it is no UTF-8: another name than Kedge's.
-HEADER := RAY_SERVE_SESSION_ID_HEADER_KEY=x-ray-session-id
-
 serve: install
-	$(BIN)/python -m serving.settings.config $(CONFIG)
-	$(HEADER) $(if $(filter haproxy,$(PROXY)),$(HAPROXY)) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/serve run $(CONFIG)
+	$(BIN)/kedge serve $(CONFIG) $(if $(PROXY),--proxy $(PROXY)) $(SERVE_ARGS)
 
 # A cluster takes the whole machine: its tests run one by one.
 SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/cluster

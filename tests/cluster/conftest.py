@@ -1,5 +1,5 @@
 """One cluster for the tests of this folder: configs/cluster.yaml as it is shipped, but for ports and state, and then
-with the changes that some files need. Few files have one of their own, because of what `serve run` is started with."""
+with the changes that some files need. Few files have one of their own, because of how it is started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 from served_cluster import ROOT, ServedCluster, as_shipped
 
-AT_EVERY_CHANGE = {"test_clients.py", "test_failover.py", "test_pinning.py"}
+AT_EVERY_CHANGE = {"test_clients.py", "test_failover.py", "test_pinning.py", "test_ray_tokens.py"}
 """The others take minutes: they are part of `make test-all`."""
 
 

@@ -1,4 +1,4 @@
-"""A real cluster for tests: `serve run` on a copy of a config, on free ports, in a Ray session of its own."""
+"""A real cluster for tests: `kedge serve` on a copy of a config, on free ports, in a Ray session of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 30.0
+APPLICATIONS = "/api/serve/applications/"
 REPLICA = "ray::ServeReplica:kedge:"
 """Begins the titles of all processes of the application that Serve starts: engine replicas and front ends."""
 
@@ -59,8 +61,8 @@ def as_shipped(document: dict[str, Any]) -> None:
 
 
 class ServedCluster:
-    """`serve run` in a process group of its own. `edit` changes the parsed config before it is written; what is put
-    into `environment` before `start` is added to that of `serve run`."""
+    """`kedge serve` in a process group of its own, with a token. `edit` changes the parsed config before it is written;
+    what is put into `environment` and `options` before `start` is added to those of `kedge serve`."""
 
     def __init__(self, config: Path, edit: Edit = as_shipped) -> None:
         # Ray's sockets need a short path, shorter than pytest's own directories.
@@ -77,6 +79,8 @@ class ServedCluster:
         self._configure(self._edited(edit))
         self.log = self.directory / "log"
         self.environment: dict[str, str] = {}
+        self.options: list[str] = []
+        self.token = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
 
     def use(self, edit: Edit) -> None:
@@ -97,20 +101,20 @@ class ServedCluster:
             os.environ
             | {
                 "RAY_TMPDIR": str(self.directory),
-                "RAY_AUTH_MODE": "disabled",
+                "RAY_AUTH_TOKEN": self.token,  # that tokens are on is Ray's doing
                 "RAY_USAGE_STATS_ENABLED": "0",
-                "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",  # as `make serve`
                 "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
                 "RAY_worker_niceness": "0",  # Ray's workers give way to all else on the machine, to the tests among it
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
             }
         )
         environment |= self.environment
-        environment.pop("RAY_ADDRESS", None)
-        serve = Path(sys.executable).with_name("serve")
+        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+            environment.pop(name, None)
+        kedge = Path(sys.executable).with_name("kedge")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(serve), "run", str(self.config)],
+                [str(kedge), "serve", str(self.config), *self.options],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -148,7 +152,8 @@ class ServedCluster:
 
     def _deploy(self, document: dict[str, Any]) -> None:
         self._configure(document)
-        httpx.put(self._serve_api(), json=document, timeout=60.0).raise_for_status()
+        with self.dashboard() as dashboard:
+            dashboard.put(APPLICATIONS, json=document).raise_for_status()
 
     def _edited(self, edit: Edit) -> dict[str, Any]:
         document = copy.deepcopy(self._shipped)
@@ -179,17 +184,20 @@ class ServedCluster:
 
     def application(self) -> dict[str, Any]:
         """What Serve says of the application: `status`, `message`, and each of its `deployments`."""
-        answer = httpx.get(self._serve_api(), timeout=60.0).raise_for_status().json()
+        with self.dashboard() as dashboard:
+            answer = dashboard.get(APPLICATIONS).raise_for_status().json()
         (application,) = answer["applications"].values()
         return dict(application)
 
-    def _serve_api(self) -> str:
+    def dashboard(self, **headers: str) -> httpx.Client:
+        """Of Ray's dashboard, with the token unless there are other headers."""
         found = re.search(r"dashboard at .*?(http://[\d.:]+)", self.log_text())
         assert found is not None, self.log_text()
-        return f"{found[1]}/api/serve/applications/"
+        headers = headers or {"authorization": f"Bearer {self.token}"}
+        return httpx.Client(base_url=found[1], headers=headers, timeout=60.0)
 
     def terminate(self) -> None:
-        """SIGTERM to `serve run`, as a service manager would; returns when it has ended."""
+        """SIGTERM to `serve run`, which `kedge serve` became, as a service manager would; returns when it has ended."""
         assert self._process is not None
         self._process.terminate()
         self._process.wait(STOP_TIMEOUT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,13 +25,9 @@ def two_ingresses(document: dict[str, Any]) -> None:
 
 
 def haproxy_environment(served: ServedCluster) -> dict[str, str]:
-    """Serve's settings, with files and ports that no other cluster on this machine has."""
+    """Files and ports that no other cluster on this machine has, beside what `kedge serve --proxy haproxy` sets."""
     files = served.directory / "ha"
     return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("kedge-haproxy")),
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
         "RAY_SERVE_HAPROXY_NBTHREAD": "2",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
@@ -42,7 +37,6 @@ def haproxy_environment(served: ServedCluster) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
     }
 
 
@@ -50,6 +44,7 @@ def haproxy_environment(served: ServedCluster) -> dict[str, str]:
 def fronted() -> Iterator[ServedCluster]:
     served = ServedCluster(ROOT / "configs" / "cluster.yaml", two_ingresses)
     served.environment = haproxy_environment(served)
+    served.options = ["--proxy", "haproxy"]
     served.start()
     try:
         eventually(lambda: len(served_calls(served)) == 2)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from serving.cli.client.server import ServerError
 from serving.cli.load.settings import LoadError
+from serving.cli.start.errors import StartError
 
 
 @contextmanager
@@ -17,6 +18,6 @@ def one_line_errors(command: str) -> Iterator[None]:
     """Turns errors that the user can act on into a message without a traceback."""
     try:
         yield
-    except (ServerError, LoadError) as error:
+    except (ServerError, LoadError, StartError) as error:
         Console(stderr=True, soft_wrap=True).print(f"kedge {command}: {error}", style="red", markup=False)
         raise typer.Exit(1) from error

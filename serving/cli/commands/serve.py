@@ -1,0 +1,68 @@
+"""`kedge serve`: Ray Serve's `serve run` on a config file, once its settings and the Ray cluster are fit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serving.cli.commands.failure import one_line_errors
+from serving.cli.start.environment import Proxy, serve_environment
+from serving.cli.start.errors import StartError
+from serving.cli.start.ray_cluster import refuse_open_cluster
+
+ADDRESS_HELP = (
+    "host:port of the Ray cluster to serve on. If left out RAY_ADDRESS, else the cluster that `ray start` started"
+    " on this machine, else one that is started here, with a token."
+)
+PROXY_HELP = "haproxy: HAProxy in place of Ray Serve's own proxy, on a cluster that is started here (Linux)."
+ALLOW_HELP = (
+    "Serve on a Ray cluster that asks for no token, though others may reach it: they can run code there."
+)
+
+
+def serve(
+    config: Annotated[Path, typer.Argument(help="The config file, such as configs/cluster.yaml.")],
+    address: Annotated[str | None, typer.Option(help=ADDRESS_HELP)] = None,
+    proxy: Annotated[Proxy, typer.Option(help=PROXY_HELP)] = Proxy.RAY,
+    allow_no_token: Annotated[bool, typer.Option("--allow-no-token", help=ALLOW_HELP)] = False,
+) -> None:
+    """Check the settings and the Ray cluster, then serve in the foreground (`serve run`). Ctrl-C stops it.
+
+    Exit status: 1 if nothing was started, else that of `serve run`.
+    """
+    environ = dict(os.environ)  # before Ray is imported, which may change it
+    executables = Path(sys.executable).parent
+    with one_line_errors("serve"):
+        _check_settings(config)
+        if not allow_no_token:
+            refuse_open_cluster(address, environ)
+        _become_serve_run(config, address, executables, serve_environment(environ, executables, proxy))
+
+
+def _check_settings(config: Path) -> None:
+    """As `python -m serving.settings.config`. Raises StartError."""
+    import yaml  # these here, because every command would start more slowly
+
+    from serving.settings.config import check_file
+    from serving.settings.strict_settings import SettingsError
+
+    try:
+        check_file(str(config))
+    except (SettingsError, OSError, yaml.YAMLError) as error:
+        raise StartError(f"{config}: {error}") from error
+
+
+def _become_serve_run(
+    config: Path, address: str | None, executables: Path, environment: dict[str, str]
+) -> None:
+    """Does not return: the process is `serve run` from here on. Raises StartError if there is none."""
+    serve_run = executables / "serve"
+    arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
+    try:
+        os.execve(serve_run, [str(serve_run), *arguments], environment)
+    except OSError as error:
+        raise StartError(f"{serve_run} cannot be run: {error.strerror}; it comes with ray[serve]") from error

@@ -1,0 +1,1 @@
+"""What `kedge serve` does before it becomes `serve run`. Imports neither torch nor Ray before it is called."""

@@ -1,0 +1,128 @@
+"""A Ray cluster that runs everybody's code is refused, whichever way `serve run` would find it. What is asked is a real
+GCS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gcs_server import LOOPBACK, OWN, GcsServer
+
+from serving.cli.start.errors import StartError
+from serving.cli.start.ray_cluster import asks_for_token, refuse_open_cluster
+
+MAPPED_LOOPBACK = f"[::ffff:{LOOPBACK}]"
+"""The loopback for Ray, too, which puts the machine's own address in place of 127.0.0.1."""
+NOBODY = "127.0.0.2:1"
+
+needs_network = pytest.mark.skipif(OWN == LOOPBACK, reason="needs a network")
+
+
+@pytest.fixture(scope="module")
+def open_to_all() -> Iterator[GcsServer]:
+    server = GcsServer(OWN)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def open_here() -> Iterator[GcsServer]:
+    server = GcsServer(LOOPBACK)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def with_token() -> Iterator[GcsServer]:
+    server = GcsServer(OWN, token="8f6e" * 8)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def left_by_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that `ray start` writes an address to. There is none, and nothing in the environment, either."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+def why_refused(address: str | None = None, **environ: str) -> str:
+    with pytest.raises(StartError) as refused:
+        refuse_open_cluster(address, environ)
+    return str(refused.value)
+
+
+def test_the_cluster_itself_says_whether_it_asks_for_a_token(
+    open_to_all: GcsServer, with_token: GcsServer
+) -> None:
+    assert asks_for_token(with_token.at(OWN))
+    assert not asks_for_token(open_to_all.at(OWN))
+    with pytest.raises(StartError, match=f"no Ray cluster answers at {NOBODY}"):
+        asks_for_token(NOBODY)
+
+
+@needs_network
+@pytest.mark.parametrize("host", [OWN, LOOPBACK, MAPPED_LOOPBACK, "127.0.0.2", "localhost"])
+def test_a_cluster_that_is_open_to_others_is_refused(open_to_all: GcsServer, host: str) -> None:
+    why = why_refused(open_to_all.at(host))
+    assert "asks for no token: it runs code of everybody who reaches it" in why
+    assert "--allow-no-token" in why
+
+
+@needs_network
+def test_that_this_process_has_tokens_on_does_not_close_a_cluster(open_to_all: GcsServer) -> None:
+    assert "asks for no token" in why_refused(open_to_all.at(OWN), RAY_AUTH_MODE="token")
+
+
+@needs_network
+def test_a_cluster_is_found_as_ray_finds_it(
+    open_to_all: GcsServer, left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_open_cluster(None, {})  # one is to be started
+    address = open_to_all.at(OWN)
+    left_by_ray_start.write_text(address)
+    assert f"the Ray cluster at {address} asks for no token" in why_refused()
+    left_by_ray_start.write_text(NOBODY)
+    monkeypatch.setenv("RAY_ADDRESS", open_to_all.at(LOOPBACK))
+    assert f"the Ray cluster at {address} asks for no token" in why_refused()
+    refuse_open_cluster("local", {})  # one is to be started, whatever there is
+
+
+def test_a_cluster_of_the_loopback_alone_needs_no_token(open_here: GcsServer) -> None:
+    refuse_open_cluster(open_here.at(MAPPED_LOOPBACK), {})
+
+
+def test_a_cluster_with_a_token_is_taken(with_token: GcsServer) -> None:
+    """Whether this process has the token, too, Ray says."""
+    for host in (OWN, LOOPBACK):
+        refuse_open_cluster(with_token.at(host), {})
+
+
+@needs_network
+@pytest.mark.parametrize("mode", ["disabled", ""])
+def test_a_cluster_that_would_start_without_tokens_is_refused(mode: str) -> None:
+    assert f"with RAY_AUTH_MODE={mode} the Ray cluster that is to start" in why_refused(RAY_AUTH_MODE=mode)
+
+
+@pytest.mark.parametrize("mode", ["token", "TOKEN"])
+def test_a_cluster_that_starts_with_tokens_is_taken(mode: str) -> None:
+    refuse_open_cluster(None, {"RAY_AUTH_MODE": mode})
+
+
+def test_a_cluster_that_is_not_there_is_named(left_by_ray_start: Path) -> None:
+    assert why_refused(NOBODY).startswith(f"no Ray cluster answers at {NOBODY} (UNAVAILABLE, ")
+    left_by_ray_start.write_text(NOBODY)
+    assert "left by the last `ray start` here" in why_refused()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "ray://127.0.0.1:10001", ""])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    why = why_refused(address)
+    assert why == f"Invalid address format: {address} (a Ray cluster is named by host:port of its GCS)"
+
+
+def test_where_callers_need_a_certificate_no_token_is_asked_for() -> None:
+    refuse_open_cluster(NOBODY, {"RAY_USE_TLS": "1"})

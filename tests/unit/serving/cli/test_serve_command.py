@@ -1,0 +1,144 @@
+"""`kedge serve` starts nothing on bad settings, nor on a Ray cluster that runs everybody's code; else it becomes
+`serve run`. In place of that a script says what it was started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from gcs_server import LOOPBACK, OWN, GcsServer
+
+CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
+TIMEOUT_S = 60.0
+
+SERVE_RUN = """#!{python}
+import json, os, sys
+print(json.dumps({{"arguments": sys.argv[1:], "environment": dict(os.environ)}}))
+sys.exit(7)
+"""
+KEDGE = "import sys; sys.executable = sys.argv.pop(1); from serving.cli.main import main; main()"
+
+
+@dataclass(frozen=True)
+class Started:
+    """What became of `kedge serve`: what it said on standard error, and `serve run` as it was started, if it was."""
+
+    status: int
+    error: str
+    arguments: list[str] | None
+    environment: dict[str, str]
+
+
+class Kedge:
+    """`kedge` of an environment with executables of its own, in which Ray has never run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.executables = directory / "bin"
+        self.temporary = directory / "tmp"
+        self.executables.mkdir()
+        serve_run = self.executables / "serve"
+        serve_run.write_text(SERVE_RUN.format(python=sys.executable))
+        serve_run.chmod(0o755)
+
+    def serve(self, *options: str, config: Path = CONFIG, **variables: str) -> Started:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        done = subprocess.run(
+            [sys.executable, "-c", KEDGE, str(self.executables / "python"), "serve", str(config), *options],
+            env=inherited | {"RAY_TMPDIR": str(self.temporary)} | variables,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        told = json.loads(done.stdout) if done.stdout else {"arguments": None, "environment": {}}
+        return Started(done.returncode, done.stderr, told["arguments"], told["environment"])
+
+
+@pytest.fixture
+def kedge(tmp_path: Path) -> Kedge:
+    return Kedge(tmp_path)
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[GcsServer]:
+    server = GcsServer(OWN)
+    yield server
+    server.stop()
+
+
+def refused(started: Started) -> str:
+    """Why, where nothing was started."""
+    assert started.arguments is None, "serve run was started"
+    assert started.status == 1
+    assert started.error.startswith("kedge serve: "), started.error
+    return started.error
+
+
+def test_it_becomes_serve_run(kedge: Kedge) -> None:
+    started = kedge.serve()
+    assert started.arguments == ["run", str(CONFIG)]
+    assert started.status == 7, "the exit status is that of serve run"
+    assert started.environment["PATH"].split(os.pathsep)[0] == str(kedge.executables)
+    assert started.environment["RAY_SERVE_SESSION_ID_HEADER_KEY"] == "x-ray-session-id"
+    assert "RAY_SERVE_ENABLE_HA_PROXY" not in started.environment
+    assert "RAY_AUTH_MODE" not in started.environment, (
+        "Ray itself turns tokens on for a cluster that it starts"
+    )
+
+
+def test_bad_settings_are_named_before_ray_is_asked_for(kedge: Kedge, tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text(CONFIG.read_text().replace("page_size:", "page_sise:"))
+    why = refused(kedge.serve("--address", "nonsense", config=config))
+    assert f"{config}: bad application settings:" in why
+    assert "args.cache: unknown key 'page_sise'; did you mean 'page_size'?" in why
+
+
+@pytest.mark.parametrize(("text", "reason"), [(None, "No such file"), ("a: [", "expected the node content")])
+def test_a_file_that_cannot_be_read_is_named(
+    kedge: Kedge, tmp_path: Path, text: str | None, reason: str
+) -> None:
+    config = tmp_path / "other.yaml"
+    if text is not None:
+        config.write_text(text)
+    why = refused(kedge.serve(config=config))
+    assert f"{config}: " in why
+    assert reason in why
+
+
+def test_haproxy_is_set_up(kedge: Kedge) -> None:
+    started = kedge.serve("--proxy", "haproxy", RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
+    found = {name: value for name, value in started.environment.items() if name.startswith("RAY_SERVE_")}
+    assert found == {
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(kedge.executables / "kedge-haproxy"),
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # as it was set
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    }
+
+
+def test_another_proxy_is_refused(kedge: Kedge) -> None:
+    started = kedge.serve("--proxy", "nginx")
+    assert (started.status, started.arguments) == (2, None)
+    assert "--proxy" in started.error
+
+
+def test_without_ray_serve_it_says_so(kedge: Kedge) -> None:
+    (kedge.executables / "serve").unlink()
+    assert "it comes with ray[serve]" in refused(kedge.serve())
+
+
+@pytest.mark.skipif(OWN == LOOPBACK, reason="needs a network")
+def test_an_open_cluster_is_served_on_where_that_is_said(kedge: Kedge, open_to_all: GcsServer) -> None:
+    address = open_to_all.at(OWN)
+    assert f"the Ray cluster at {address} asks for no token" in refused(kedge.serve("--address", address))
+    started = kedge.serve("--address", address, "--allow-no-token")
+    assert started.arguments == ["run", "--address", address, str(CONFIG)]
