@@ -16,15 +16,15 @@ from served_cluster import ROOT, ServedCluster, eventually, free_port
 from session_client import Conversation
 
 from serving.cli.start.errors import StartError
-from serving.cli.start.ray_cluster import asks_for_token
+from serving.cli.start.ray_cluster import answers
 
 TIMEOUT_S = 60.0
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
-def is_closed(address: str) -> bool:
+def is_there(address: str, token: str) -> bool:
     try:
-        return asks_for_token(address)
+        return answers(address, token)
     except StartError:
         return False
 
@@ -47,7 +47,7 @@ def served() -> Iterator[ServedCluster]:
             [*start, f"--dashboard-port={free_port()}"], env=environment, stdout=log, stderr=log
         )
     try:
-        eventually(lambda: is_closed(address), TIMEOUT_S)
+        eventually(lambda: is_there(address, served.token), TIMEOUT_S)
         yield served
     finally:
         served.stop()

@@ -8,7 +8,7 @@ import pytest
 from ray._private.services import RAYLET_EXECUTABLE
 from served_cluster import APPLICATIONS, ServedCluster
 
-from serving.cli.start.ray_cluster import asks_for_token
+from serving.cli.start.ray_cluster import answers
 
 
 def gcs_address(cluster: ServedCluster) -> str:
@@ -19,7 +19,10 @@ def gcs_address(cluster: ServedCluster) -> str:
 
 
 def test_the_gcs_asks_for_the_token(cluster: ServedCluster) -> None:
-    assert asks_for_token(gcs_address(cluster))
+    address = gcs_address(cluster)
+    assert not answers(address)
+    assert not answers(address, "0123456789abcdef")
+    assert answers(address, cluster.token)
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer 0123456789abcdef"])

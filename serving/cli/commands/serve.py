@@ -12,7 +12,7 @@ import typer
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.start.environment import Proxy, serve_environment
 from serving.cli.start.errors import StartError
-from serving.cli.start.ray_cluster import refuse_open_cluster
+from serving.cli.start.ray_cluster import check_cluster
 
 ADDRESS_HELP = (
     "host:port of the Ray cluster to serve on. If left out RAY_ADDRESS, else the cluster that `ray start` started"
@@ -38,8 +38,7 @@ def serve(
     executables = Path(sys.executable).parent
     with one_line_errors("serve"):
         _check_settings(config)
-        if not allow_no_token:
-            refuse_open_cluster(address, environ)
+        check_cluster(address, environ, allow_open=allow_no_token)
         _become_serve_run(config, address, executables, serve_environment(environ, executables, proxy))
 
 

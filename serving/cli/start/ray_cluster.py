@@ -20,39 +20,44 @@ CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 FOUND = " The address is RAY_ADDRESS, or was left by the last `ray start` here (`ray stop` takes it back)."
 
 
-def refuse_open_cluster(address: str | None, environ: Mapping[str, str]) -> None:
-    """Raises StartError where `serve run --address ADDRESS` (None: without `--address`) would serve on a cluster that
-    asks for no token and that other machines reach, and where no cluster answers."""
+def check_cluster(address: str | None, environ: Mapping[str, str], *, allow_open: bool = False) -> None:
+    """Raises StartError where `serve run --address ADDRESS` (None: without `--address`) would not get to a cluster, or,
+    unless `allow_open`, to one that asks for no token and that other machines reach."""
     if environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return  # every caller needs a certificate then
     cluster = _cluster_at(address)
     if cluster is None:
-        _refuse_to_start_open(environ)
+        if not allow_open:
+            _refuse_to_start_open(environ)
         return
     try:
-        is_open = not asks_for_token(cluster)
+        is_open = answers(cluster)
     except StartError as error:
         raise StartError(f"{error}{'' if address else FOUND}") from error
-    if is_open and _others_reach(cluster):
+    if not is_open:
+        _check_own_token(cluster, address, environ)
+    elif not allow_open and _others_reach(cluster):
         raise StartError(
             f"the Ray cluster at {cluster} asks for no token: it runs code of everybody who reaches it. Start it with"
             " tokens (docs/operations.md, 'A cluster of your own'), or serve on it nevertheless with --allow-no-token"
         )
 
 
-def asks_for_token(address: str) -> bool:
-    """Whether the GCS at host:port refuses a call without a token. Raises StartError if there is none."""
+def answers(address: str, token: str | None = None) -> bool:
+    """Whether the GCS at host:port answers a call with this token, or without one; if not it asks for one. Raises
+    StartError if there is no GCS."""
     import grpc  # here, like Ray below: every command would start more slowly
 
+    metadata = None if token is None else [("authorization", f"Bearer {token}")]
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            channel.unary_unary(CHECK_ALIVE)(b"", timeout=PATIENCE_S)
+            channel.unary_unary(CHECK_ALIVE)(b"", timeout=PATIENCE_S, metadata=metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                return True
+                return False
             reason = f"{error.code().name}, {error.details()}"
             raise StartError(f"no Ray cluster answers at {address} ({reason}).") from error
-    return False
+    return True
 
 
 def _cluster_at(address: str | None) -> str | None:
@@ -79,6 +84,21 @@ def _refuse_to_start_open(environ: Mapping[str, str]) -> None:
         )
 
 
+def _check_own_token(cluster: str, address: str | None, environ: Mapping[str, str]) -> None:
+    """Whether Ray here would show the cluster its token: without RAY_AUTH_MODE only to one that it finds by itself."""
+    from ray._raylet import AuthenticationTokenLoader
+
+    found = (address or environ.get("RAY_ADDRESS") or "auto") == "auto"
+    if environ.get("RAY_AUTH_MODE", "token" if found else "").lower() != "token":
+        raise StartError(f"the Ray cluster at {cluster} asks for a token, and RAY_AUTH_MODE=token is not set")
+    loader = AuthenticationTokenLoader.instance()
+    places = "RAY_AUTH_TOKEN, else the file of RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token"
+    if not loader.has_token(ignore_auth_mode=True):
+        raise StartError(f"the Ray cluster at {cluster} asks for a token, and there is none here ({places})")
+    if not answers(cluster, loader.get_raw_token(ignore_auth_mode=True)):
+        raise StartError(f"the Ray cluster at {cluster} asks for another token than the one here ({places})")
+
+
 def _others_reach(address: str) -> bool:
     """Whether the GCS without tokens at host:port listens on more than the loopback. One that answers there may answer
     at the machine's own address, too."""
@@ -91,7 +111,7 @@ def _others_reach(address: str) -> bool:
     if _is_loopback(own):
         return False
     try:
-        return not asks_for_token(services.build_address(own, port))
+        return answers(services.build_address(own, port))
     except StartError:
         return False
 

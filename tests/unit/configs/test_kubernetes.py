@@ -80,6 +80,7 @@ def _misspelled(path: str) -> Callable[[Json], None]:
     "path",
     [
         "upgradeStrategy.type",
+        "rayClusterConfig.authOptions.mode",
         "rayClusterConfig.gcsFaultToleranceOptions.redisAddress",
         "rayClusterConfig.workerGroupSpecs.0.maxReplicas",
         "rayClusterConfig.headGroupSpec.template.spec.terminationGracePeriodSeconds",
@@ -99,6 +100,10 @@ def test_ray_serve_and_kedge_take_the_application(service: Json, args: AppArgs) 
     dockerfile = (FOLDER / "Dockerfile").read_text()
     assert cluster["rayVersion"] == ray.__version__
     assert f"ARG RAY={ray.__version__}-" in dockerfile
+
+
+def test_ray_asks_for_a_token(service: Json) -> None:
+    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 def test_a_replica_and_an_ingress_fit_on_each_worker(service: Json, args: AppArgs) -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 from gcs_server import LOOPBACK, OWN, GcsServer
+from ray._raylet import AuthenticationTokenLoader
 
 from serving.cli.start.errors import StartError
-from serving.cli.start.ray_cluster import asks_for_token, refuse_open_cluster
+from serving.cli.start.ray_cluster import answers, check_cluster
 
 MAPPED_LOOPBACK = f"[::ffff:{LOOPBACK}]"
 """The loopback for Ray, too, which puts the machine's own address in place of 127.0.0.1."""
 NOBODY = "127.0.0.2:1"
+TOKEN = "8f6e" * 8
 
 needs_network = pytest.mark.skipif(OWN == LOOPBACK, reason="needs a network")
 
@@ -35,7 +37,7 @@ def open_here() -> Iterator[GcsServer]:
 
 @pytest.fixture(scope="module")
 def with_token() -> Iterator[GcsServer]:
-    server = GcsServer(OWN, token="8f6e" * 8)
+    server = GcsServer(OWN, token=TOKEN)
     yield server
     server.stop()
 
@@ -49,19 +51,31 @@ def left_by_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ray" / "ray_current_cluster"
 
 
+def have_token(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+    """The user's token; Ray remembers the last one."""
+    monkeypatch.setenv("HOME", "/nonexistent")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
 def why_refused(address: str | None = None, **environ: str) -> str:
     with pytest.raises(StartError) as refused:
-        refuse_open_cluster(address, environ)
+        check_cluster(address, environ)
     return str(refused.value)
 
 
 def test_the_cluster_itself_says_whether_it_asks_for_a_token(
     open_to_all: GcsServer, with_token: GcsServer
 ) -> None:
-    assert asks_for_token(with_token.at(OWN))
-    assert not asks_for_token(open_to_all.at(OWN))
+    assert answers(open_to_all.at(OWN))
+    assert not answers(with_token.at(OWN))
+    assert not answers(with_token.at(OWN), "0000" * 8)
+    assert answers(with_token.at(OWN), TOKEN)
     with pytest.raises(StartError, match=f"no Ray cluster answers at {NOBODY}"):
-        asks_for_token(NOBODY)
+        answers(NOBODY)
 
 
 @needs_network
@@ -70,6 +84,7 @@ def test_a_cluster_that_is_open_to_others_is_refused(open_to_all: GcsServer, hos
     why = why_refused(open_to_all.at(host))
     assert "asks for no token: it runs code of everybody who reaches it" in why
     assert "--allow-no-token" in why
+    check_cluster(open_to_all.at(host), {}, allow_open=True)
 
 
 @needs_network
@@ -81,35 +96,61 @@ def test_that_this_process_has_tokens_on_does_not_close_a_cluster(open_to_all: G
 def test_a_cluster_is_found_as_ray_finds_it(
     open_to_all: GcsServer, left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_open_cluster(None, {})  # one is to be started
+    check_cluster(None, {})  # one is to be started
     address = open_to_all.at(OWN)
     left_by_ray_start.write_text(address)
     assert f"the Ray cluster at {address} asks for no token" in why_refused()
     left_by_ray_start.write_text(NOBODY)
     monkeypatch.setenv("RAY_ADDRESS", open_to_all.at(LOOPBACK))
     assert f"the Ray cluster at {address} asks for no token" in why_refused()
-    refuse_open_cluster("local", {})  # one is to be started, whatever there is
+    check_cluster("local", {})  # one is to be started, whatever there is
 
 
 def test_a_cluster_of_the_loopback_alone_needs_no_token(open_here: GcsServer) -> None:
-    refuse_open_cluster(open_here.at(MAPPED_LOOPBACK), {})
+    check_cluster(open_here.at(MAPPED_LOOPBACK), {})
 
 
-def test_a_cluster_with_a_token_is_taken(with_token: GcsServer) -> None:
-    """Whether this process has the token, too, Ray says."""
-    for host in (OWN, LOOPBACK):
-        refuse_open_cluster(with_token.at(host), {})
+def test_a_cluster_is_taken_that_takes_the_token_here(
+    with_token: GcsServer, left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = with_token.at(OWN)
+    have_token(monkeypatch, TOKEN)
+    check_cluster(address, {"RAY_AUTH_MODE": "token"})
+    left_by_ray_start.write_text(address)
+    check_cluster(None, {})  # Ray shows the token to a cluster that it finds by itself
+
+
+@pytest.mark.parametrize("environ", [{}, {"RAY_AUTH_MODE": "disabled"}])
+def test_ray_shows_no_token_to_a_cluster_that_is_named(
+    with_token: GcsServer, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    have_token(monkeypatch, TOKEN)
+    for allow_open in (False, True):
+        with pytest.raises(StartError, match="asks for a token, and RAY_AUTH_MODE=token is not set"):
+            check_cluster(with_token.at(OWN), environ, allow_open=allow_open)
+
+
+def test_without_the_clusters_token_nothing_is_started(
+    with_token: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_token(monkeypatch, None)
+    assert "and there is none here" in why_refused(with_token.at(OWN), RAY_AUTH_MODE="token")
+    have_token(monkeypatch, "0000" * 8)
+    assert "asks for another token than the one here" in why_refused(
+        with_token.at(OWN), RAY_AUTH_MODE="token"
+    )
 
 
 @needs_network
 @pytest.mark.parametrize("mode", ["disabled", ""])
 def test_a_cluster_that_would_start_without_tokens_is_refused(mode: str) -> None:
     assert f"with RAY_AUTH_MODE={mode} the Ray cluster that is to start" in why_refused(RAY_AUTH_MODE=mode)
+    check_cluster(None, {"RAY_AUTH_MODE": mode}, allow_open=True)
 
 
 @pytest.mark.parametrize("mode", ["token", "TOKEN"])
 def test_a_cluster_that_starts_with_tokens_is_taken(mode: str) -> None:
-    refuse_open_cluster(None, {"RAY_AUTH_MODE": mode})
+    check_cluster(None, {"RAY_AUTH_MODE": mode})
 
 
 def test_a_cluster_that_is_not_there_is_named(left_by_ray_start: Path) -> None:
@@ -125,4 +166,4 @@ def test_an_address_that_is_none_is_named(address: str) -> None:
 
 
 def test_where_callers_need_a_certificate_no_token_is_asked_for() -> None:
-    refuse_open_cluster(NOBODY, {"RAY_USE_TLS": "1"})
+    check_cluster(NOBODY, {"RAY_USE_TLS": "1"})
