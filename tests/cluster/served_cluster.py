@@ -108,9 +108,9 @@ class ServedCluster:
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cluster")]),
             }
         )
-        environment |= self.environment
         for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
             environment.pop(name, None)
+        environment |= self.environment
         kedge = Path(sys.executable).with_name("kedge")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
