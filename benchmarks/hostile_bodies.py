@@ -179,11 +179,11 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
     opening = json.dumps({"capacity_of_str_len": 0, "session_id": "hostile"})
     yield HostileBody("(a session is opened)", "/open_session", opening.encode())
     yield HostileBody(
-        "log-probabilities of a whole context, in a session, with a key",
+        "log-probabilities of 2,000 tokens, in a session, with a key",
         GENERATE,
         json.dumps(
             {
-                "input_ids": scored,
+                "input_ids": scored[:2_000],
                 "return_logprob": True,
                 "logprob_start_len": 0,
                 "top_logprobs_num": 20,

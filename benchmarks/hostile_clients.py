@@ -11,20 +11,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import random
 import statistics
+import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from hostile_connections import ATTACKS, Attacker
+from hostile_connections import ATTACKS
 from measure import machine
 from processes import Held, held_by
 from rich.console import Console
@@ -34,6 +34,7 @@ LONGEST_HISTORY = 600
 SETTLE_S = 3.0
 SAMPLE_S = 1.0
 GIVE_UP_S = 120.0
+END_S = 30.0
 CALM_S = 15.0
 """By then an attack that has ended should have left nothing behind."""
 
@@ -116,32 +117,37 @@ class Sessions:
         return first_s
 
 
-@contextmanager
-def attack(name: str, url: str, scale: float) -> Iterator[multiprocessing.Queue[dict[str, int]]]:
-    """In a process of its own, until the context is left. Then the queue has what became of it."""
-    address = urlsplit(url)
-    context = multiprocessing.get_context("spawn")
-    told: Any = context.Queue()
-    over = context.Event()
-    attacker = Attacker(address.hostname or "", address.port or 0, scale)
-    process = context.Process(target=attacker.run, args=(name, over, told))
-    process.start()
+@asynccontextmanager
+async def attack(name: str, args: argparse.Namespace) -> AsyncIterator[dict[str, int]]:
+    """In a process of its own, until the context is left. Then the dictionary has what became of it."""
+    address = urlsplit(args.url)
+    script = Path(__file__).with_name("hostile_connections.py")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, script, name, address.hostname or "", str(address.port), str(args.scale)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    told: dict[str, int] = {}
     try:
         yield told
     finally:
-        over.set()
-        process.join(30.0)
-        if process.is_alive():
+        try:
+            async with asyncio.timeout(END_S):
+                output, _ = await process.communicate(b"")
+            told.update(json.loads(output))
+        except TimeoutError:
             process.kill()
 
 
 async def phase(sessions: Sessions, args: argparse.Namespace, name: str | None) -> Phase:
     sessions.turns = turns = Turns()
     if name is None:
-        return Phase(turns, await _peak(args))
-    with attack(name, args.url, args.scale) as told:
-        peak = await _peak(args)
-    return Phase(turns, peak, told.get(timeout=10.0))
+        peak, told = await _peak(args), {}
+    else:
+        async with attack(name, args) as told:
+            peak = await _peak(args)
+            sessions.turns = Turns()  # what ends behind it counts for none
+    return Phase(turns, peak, told)
 
 
 async def _peak(args: argparse.Namespace) -> dict[str, Held]:

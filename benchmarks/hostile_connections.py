@@ -1,4 +1,8 @@
-"""Attacks on a server by the way that connections are used, each on an event loop of its own until told to stop."""
+"""Attacks on a server by the way that connections are used: `hostile_connections.py NAME HOST PORT SCALE`.
+
+One goes on until its standard input ends. Then it prints how often what happened, as JSON. SCALE multiplies the number
+of connections.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ import asyncio
 import json
 import resource
 import socket
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
-READERS = 32
+READERS = 16
 SENDERS = 500
 FLOODERS = 20
 HALF_OPEN = 10_000
@@ -24,7 +28,7 @@ FLOOD_BYTES = 64 * 2**20
 """Of one header that does not end."""
 
 BIG_STREAM = {
-    "input_ids": [7] * 1500,
+    "input_ids": [7] * 400,
     "stream": True,
     "return_logprob": True,
     "logprob_start_len": 0,
@@ -32,29 +36,6 @@ BIG_STREAM = {
     "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
 }
 """Every event tells all log-probabilities so far: some megabytes for each of its tokens."""
-
-
-@dataclass
-class Attacker:
-    """Of the server there. `scale` multiplies the number of connections."""
-
-    host: str
-    port: int
-    scale: float
-
-    def run(self, name: str, over: Any, told: Any) -> None:
-        """Until the event `over` is set; then puts into the queue `told` how often what happened."""
-        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-        told.put(asyncio.run(self._until(ATTACKS[name], over)))
-
-    async def _until(self, work: Callable[[Attack], Awaitable[None]], over: Any) -> dict[str, int]:
-        attack = Attack(self.host, self.port, self.scale)
-        task = asyncio.create_task(work(attack))
-        await asyncio.to_thread(over.wait)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return dict(attack.counts)
 
 
 class Attack:
@@ -210,3 +191,24 @@ ATTACKS: dict[str, Callable[[Attack], Awaitable[None]]] = {
     "half open": half_open,
     "many turns": many_turns,
 }
+
+
+async def until_told(name: str, host: str, port: int, scale: float) -> Counter[str]:
+    """Returns when standard input ends."""
+    attack = Attack(host, port, scale)
+    task = asyncio.create_task(ATTACKS[name](attack))
+    await asyncio.to_thread(sys.stdin.read)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return attack.counts
+
+
+def main() -> None:
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    name, host, port, scale = sys.argv[1:]
+    print(json.dumps(asyncio.run(until_told(name, host, int(port), float(scale)))))
+
+
+if __name__ == "__main__":
+    main()

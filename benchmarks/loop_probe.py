@@ -27,6 +27,8 @@ class Stall:
 
     late_s: float
     busy_s: float
+    loop_s: float
+    """CPU of the loop's own thread meanwhile."""
 
     @property
     def own_s(self) -> float:
@@ -53,7 +55,7 @@ class LoopProbe:
         for part, stalls in self._ask(_taken):
             for stall in stalls:
                 found[part] = max(
-                    found.get(part, Stall(0.0, 0.0)), Stall(*stall), key=lambda each: each.own_s
+                    found.get(part, Stall(0.0, 0.0, 0.0)), Stall(*stall), key=lambda each: each.own_s
                 )
         return found
 
@@ -88,15 +90,15 @@ def _start(_: Any) -> None:
 
     async def beat(longest: list[float]) -> None:
         while True:
-            began_s, busy_s = time.perf_counter(), time.process_time()
+            began_s, busy_s, loop_s = time.perf_counter(), time.process_time(), time.thread_time()
             await asyncio.sleep(BEAT_S)
             late_s = time.perf_counter() - began_s - BEAT_S
-            busy_s = time.process_time() - busy_s
-            if min(late_s, busy_s) > min(longest):
-                longest[:] = [late_s, busy_s]
+            busy_s, loop_s = time.process_time() - busy_s, time.thread_time() - loop_s
+            if min(late_s, busy_s) > min(longest[:2]):
+                longest[:] = [late_s, busy_s, loop_s]
 
     def begin(loop: asyncio.AbstractEventLoop) -> None:
-        longest = [0.0, 0.0]
+        longest = [0.0, 0.0, 0.0]
         state.stalls.append(longest)
         state.tasks.append(loop.create_task(beat(longest)))
 
@@ -106,9 +108,9 @@ def _start(_: Any) -> None:
             loop.call_soon_threadsafe(begin, loop)
 
 
-def _taken(_: Any) -> list[tuple[float, float]]:
+def _taken(_: Any) -> list[tuple[float, float, float]]:
     state: Any = sys.modules["kedge_loop_probe"]
     stalls = [tuple(longest) for longest in state.stalls]
     for longest in state.stalls:
-        longest[:] = [0.0, 0.0]
+        longest[:] = [0.0, 0.0, 0.0]
     return stalls  # type: ignore[return-value]

@@ -61,7 +61,10 @@ class Measured:
             "name": self.name,
             "status": self.status,
             "stalls_ms": {
-                part: [{"own": 1e3 * each.own_s, "late": 1e3 * each.late_s} for each in stalls]
+                part: [
+                    {"own": 1e3 * each.own_s, "late": 1e3 * each.late_s, "loop": 1e3 * each.loop_s}
+                    for each in stalls
+                ]
                 for part, stalls in self.stalls.items()
             },
         }
