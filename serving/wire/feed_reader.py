@@ -27,6 +27,9 @@ FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 """Between two tries to open a broken stream again. They double from the first to the longest."""
 
+TURNS_AT_ONCE = 16
+"""So many hear their news before others have the event loop again: one step may bring those of hundreds of turns."""
+
 OpenStream = Callable[[str, str, int | None], AsyncGenerator[FeedItem, None]]
 """Opens the stream of a replica's id and a feed's id, behind so many batches if another one broke (EventFeeds.stream).
 It raises ReplicaGone where it breaks, or the replica is lost."""
@@ -194,10 +197,12 @@ class FeedReader:
             if batch or answered:  # that it is open is not enough, or it might break for ever
                 self._reopening = None
             answered, patience_s = True, self._times.silence_s
-            for number, event in batch.items():
+            for place, (number, event) in enumerate(batch.items(), 1):
                 news = self._turns.get(number)
                 if news is not None:
                     news.hear(event)
+                if place % TURNS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     async def _pause_before_reopening(self, error: ReplicaGone) -> None:
         """Raises `error` if the replica has died, or the time for tries is over."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack
 from contextvars import ContextVar
 
 import pytest
 
 from serving.wire.event_feed import EventFeeds, FeedItem
-from serving.wire.feed_reader import FeedReaders, FeedTimes, TurnNews
+from serving.wire.feed_reader import TURNS_AT_ONCE, FeedReaders, FeedTimes, TurnNews
 from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turns import FeedLine, TurnEvent, TurnFinish, TurnReply
 from tests.unit.serving.wire.token_copies import copies_of_tokens
@@ -69,6 +70,34 @@ async def all_of(news: TurnNews) -> list[TurnEvent]:
 async def first_of(news: TurnNews) -> TurnEvent:
     async with asyncio.timeout(5):
         return await anext(news.events())
+
+
+async def test_news_of_many_turns_are_handed_out_some_at_a_time(
+    replica: Replica, readers: FeedReaders
+) -> None:
+    """Those of 256 turns of one request held the front end's event loop for tens of milliseconds."""
+    since = most_between = 0
+
+    async def others() -> None:
+        nonlocal since
+        while True:
+            since = 0
+            await asyncio.sleep(0)
+
+    async def read(news: TurnNews) -> None:
+        nonlocal since, most_between
+        assert await first_of(news) == token(1)
+        since += 1
+        most_between = max(most_between, since)
+
+    running = asyncio.create_task(others())
+    with ExitStack() as lines:
+        news = [lines.enter_context(readers.listen("r")) for _ in range(5 * TURNS_AT_ONCE)]
+        for each in news:
+            lines.enter_context(replica.feeds.line(each.line)).put(token(1))
+        await asyncio.gather(*map(read, news))
+    running.cancel()
+    assert most_between == TURNS_AT_ONCE
 
 
 async def test_news_then_the_reply(replica: Replica, readers: FeedReaders) -> None:
