@@ -8,7 +8,7 @@ be set there:
 - Its pages for metrics and statistics listen on every interface, wherever the front end listens.
 - Its admin socket obeys every user of the machine.
 - It outlives a Ray that was killed, and keeps the port; `ray stop` does not know it (serving/cli/haproxy_watch.py).
-- A connection on which nothing comes, or half of a request's head, keeps its place for as long as its client likes.
+- A connection on which nothing comes, or half of a request, keeps its place for as long as its client likes.
 - One client may have all the connections that there are. CLIENT_CONNECTIONS in the environment bounds that, by address.
 """
 
@@ -27,7 +27,8 @@ FRONT_END = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTIL
 OWN_PAGES = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )\*?:", re.MULTILINE)
 CLIENT_CONNECTIONS = "KEDGE_HAPROXY_CLIENT_CONNECTIONS"
 HEAD_TIMEOUT_S = 10
-"""For a request's first line and headers."""
+"""For a request's line and headers and what of its body fits beside them into a buffer of 16 KiB. Until then the front
+end does not hear of it."""
 
 CLIENTS_KNOWN = 100_000
 """Addresses with connections; the one that was idle for longest is forgotten for another."""
@@ -47,8 +48,9 @@ def closed_to_others(config: str) -> str:
 
 
 def bounded(config: str, client_connections: int | None) -> str:
-    """The configuration with a time for a request's head, and with so many connections of each address at most."""
-    config = DEFAULTS.sub(f"defaults\n    timeout http-request {HEAD_TIMEOUT_S}s\n", config)
+    """The configuration with a time for requests to come, and with so many connections of each address at most."""
+    waiting = f"    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request\n"
+    config = DEFAULTS.sub(f"defaults\n{waiting}", config)
     front_end = FRONT_END.search(config)
     if front_end is None or client_connections is None or "sc0_conn_cur" in config:
         return config

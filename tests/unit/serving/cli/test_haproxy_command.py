@@ -71,7 +71,7 @@ def test_heads_and_connections_are_bounded(limit: int | None) -> None:
     """Connections on which nothing comes took all places of others."""
     config = f"defaults\n    mode http\n{CONFIG.format(host='*')}"
     changed = bounded(config, limit)
-    assert changed.count("    timeout http-request 10s\n") == 1
+    assert changed.count("    timeout http-request 10s\n    option http-buffer-request\n") == 1
     assert ("sc0_conn_cur gt 7" in changed) == (limit is not None)
     assert bounded(changed, limit) == changed
     assert "timeout http-request 10s" in bounded(HAPROXY_CONFIG_TEMPLATE, limit)
