@@ -30,6 +30,8 @@ def hostile_bodies(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
     yield from _messages(size_bytes)
     yield from _fields_of_chat()
     yield from _prompts(context_len, size_bytes)
+    yield from _answers(context_len)
+    yield from _scored_session(context_len)
     yield from _grammars()
 
 
@@ -145,6 +147,10 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
         return_text_in_logprobs=True,
         sampling_params=params,
     )
+    yield _completion("echo of a long prompt", prompt="ab " * 2_000, echo=True, logprobs=5)
+
+
+def _answers(context_len: int) -> Iterator[HostileBody]:
     many = {"max_new_tokens": min(1_500, context_len - 200), "ignore_eos": True}
     for stream in (False, True):
         yield _completion(
@@ -176,6 +182,9 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
             top_logprobs=20,
             stream=stream,
         )
+
+
+def _scored_session(context_len: int) -> Iterator[HostileBody]:
     opening = json.dumps({"capacity_of_str_len": 0, "session_id": "hostile"})
     yield HostileBody("(a session is opened)", "/open_session", opening.encode())
     yield HostileBody(
@@ -183,17 +192,16 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
         GENERATE,
         json.dumps(
             {
-                "input_ids": scored[:2_000],
+                "input_ids": [7] * min(2_000, context_len - 8),
                 "return_logprob": True,
                 "logprob_start_len": 0,
                 "top_logprobs_num": 20,
-                "sampling_params": params,
+                "sampling_params": {"max_new_tokens": 1},
                 "session_params": {"id": "hostile"},
             }
         ).encode(),
         (("idempotency-key", "k"),),
     )
-    yield _completion("echo of a long prompt", prompt="ab " * 2_000, echo=True, logprobs=5)
 
 
 def _grammars() -> Iterator[HostileBody]:
