@@ -7,7 +7,7 @@
 # PROXY=haproxy    HAProxy in place of Ray Serve's own proxy (Linux)
 # SERVE_ARGS=...   more options of `kedge serve`, e.g. the address of a Ray cluster
 # PYTHON=python3.x another interpreter (3.11 or newer)
-# PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch
+# PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch, which are taken where pip finds them
 # JOBS=2           processes that share the tests; those that start a cluster run one by one
 # TEST_ARGS=...    pytest's arguments, for one run of what they name
 
@@ -23,8 +23,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 
-# pip's modes: pins come from the lock alone, the project itself is linked in place.
+# The locks alone say what is installed, and each file must have one of their hashes. The project is linked in place, by
+# the setuptools of the lock. Only a CPU build of torch, where pip is told of an index that has one, is that index's own.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+LOCKED := $(PIP) install $(PIP_ARGS) --no-deps --require-hashes
+CPU_TORCH := $(PIP) install $(PIP_ARGS) --no-deps torch==$(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements.lock)+cpu
+IS_CPU_TORCH := 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'
 
 .PHONY: serve test test-all check format install install-dev clean
 .DELETE_ON_ERROR:
@@ -67,13 +71,17 @@ $(STAMPS)/venv:
 	mkdir -p $(STAMPS)
 	touch $@
 
-$(STAMPS)/run: requirements.lock pyproject.toml $(STAMPS)/venv
-	$(PIP) install $(PIP_ARGS) -r requirements.lock
-	$(PIP) install --no-deps --editable .
+$(STAMPS)/run: requirements.lock requirements-cuda.lock pyproject.toml $(STAMPS)/venv
+	if $(CPU_TORCH) --dry-run >/dev/null 2>&1; then $(CPU_TORCH); fi
+	$(LOCKED) -r requirements.lock
+	$(BIN)/python -c $(IS_CPU_TORCH) || $(LOCKED) -r requirements-cuda.lock
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	$(PIP) check
 	touch $@
 
 $(STAMPS)/dev: requirements-dev.lock $(STAMPS)/run
-	$(PIP) install $(PIP_ARGS) -r requirements-dev.lock
+	$(LOCKED) -r requirements-dev.lock
+	$(PIP) check
 	touch $@
 
 clean:
