@@ -63,7 +63,10 @@ class Sessions:
 
     def __init__(self, url: str, number: int, tokens_out: int) -> None:
         self._client = httpx.AsyncClient(
-            base_url=url, timeout=GIVE_UP_S, limits=httpx.Limits(max_connections=None)
+            base_url=url,
+            timeout=GIVE_UP_S,
+            limits=httpx.Limits(max_connections=None),
+            headers={"x-tenant-id": "ordinary"},
         )
         self._tokens_out = tokens_out
         self._tasks = [asyncio.create_task(self._talk(random.Random(index))) for index in range(number)]

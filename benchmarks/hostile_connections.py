@@ -85,7 +85,12 @@ class Attack:
 
 
 def head(path: str, *lines: str) -> bytes:
-    first = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json")
+    first = (
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        "x-tenant-id: hostile",
+    )
     return "\r\n".join((*first, *lines, "", "")).encode()
 
 
@@ -102,6 +107,20 @@ async def never_read(attack: Attack) -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await attack.send(client, call("/generate", BIG_STREAM))
             await asyncio.Event().wait()
+
+    await attack.side_by_side(attack.number(READERS), one)
+
+
+async def read_at_once(attack: Attack) -> None:
+    """No attack: the same streams, read as they come. What they compute is missing to the others just so."""
+
+    async def one(index: int) -> None:
+        loop = asyncio.get_running_loop()
+        with await attack.connect(index) as client:
+            await attack.send(client, call("/generate", BIG_STREAM, "connection: close"))
+            while await loop.sock_recv(client, 2**16):
+                pass
+            attack.counts["read"] += 1
 
     await attack.side_by_side(attack.number(READERS), one)
 
@@ -171,13 +190,13 @@ async def half_open(attack: Attack) -> None:
 
 
 async def many_turns(attack: Attack) -> None:
-    """One client, of the tenant `greedy`, has hundreds of turns in flight at all times."""
+    """One client has hundreds of turns in flight at all times."""
     body = {"prompt": [7] * 64, "max_tokens": 64, "ignore_eos": True}
 
     async def one(index: int) -> None:
         while True:
             with await attack.connect(index) as client:
-                await attack.send(client, call("/v1/completions", body, "x-tenant-id: greedy"))
+                await attack.send(client, call("/v1/completions", body))
                 await attack.answered(client)
             await asyncio.sleep(0.2)
 
@@ -186,6 +205,7 @@ async def many_turns(attack: Attack) -> None:
 
 ATTACKS: dict[str, Callable[[Attack], Awaitable[None]]] = {
     "never read": never_read,
+    "the same, read": read_at_once,
     "send slowly": send_slowly,
     "flood headers": flood_headers,
     "half open": half_open,

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -96,6 +96,19 @@ def test_an_address_has_no_more_connections_than_it_may(
         assert answers(port, "127.0.0.2")
         held.close()
         eventually(lambda: answers(port, "127.0.0.1"))
+
+
+@pytest.mark.parametrize("lines", [(f"x-large: {'a' * 2**16}",), [f"x-{n}: a" for n in range(5000)]])
+def test_floods_of_headers_are_refused(tmp_path: Path, lines: Sequence[str]) -> None:
+    """Ray's own proxy takes headers without an end into its memory."""
+    with (
+        started_by_another(tmp_path) as (_, _, port),
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        client.settimeout(ENDS_WITHIN_S)
+        with suppress(ConnectionError):  # it does not wait for all of them
+            client.sendall("\r\n".join(("GET / HTTP/1.1", "host: x", *lines, "", "")).encode())
+        assert client.recv(12) == b"HTTP/1.1 400"
 
 
 def answers(port: int, address: str) -> bool:
