@@ -3,7 +3,7 @@ GCS."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ MAPPED_LOOPBACK = f"[::ffff:{LOOPBACK}]"
 """The loopback for Ray, too, which puts the machine's own address in place of 127.0.0.1."""
 NOBODY = "127.0.0.2:1"
 TOKEN = "8f6e" * 8
+
+HaveToken = Callable[[str | None], None]
 
 needs_network = pytest.mark.skipif(OWN == LOOPBACK, reason="needs a network")
 
@@ -51,14 +53,20 @@ def left_by_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ray" / "ray_current_cluster"
 
 
-def have_token(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
-    """The user's token; Ray remembers the last one."""
-    monkeypatch.setenv("HOME", "/nonexistent")
-    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    if token is not None:
-        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
-    AuthenticationTokenLoader.instance().reset_cache()
+@pytest.fixture
+def have_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[HaveToken]:
+    """Makes it the user's. Ray, which remembers the one that it found first, is told to look again."""
+    loader = AuthenticationTokenLoader.instance()
+    with monkeypatch.context() as patched:
+
+        def have(token: str | None) -> None:
+            patched.setenv("HOME", "/nonexistent")
+            patched.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+            patched.setenv("RAY_AUTH_TOKEN", token or "")
+            loader.reset_cache()
+
+        yield have
+    loader.reset_cache()
 
 
 def why_refused(address: str | None = None, **environ: str) -> str:
@@ -111,10 +119,10 @@ def test_a_cluster_of_the_loopback_alone_needs_no_token(open_here: GcsServer) ->
 
 
 def test_a_cluster_is_taken_that_takes_the_token_here(
-    with_token: GcsServer, left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
+    with_token: GcsServer, left_by_ray_start: Path, have_token: HaveToken
 ) -> None:
     address = with_token.at(OWN)
-    have_token(monkeypatch, TOKEN)
+    have_token(TOKEN)
     check_cluster(address, {"RAY_AUTH_MODE": "token"})
     left_by_ray_start.write_text(address)
     check_cluster(None, {})  # Ray shows the token to a cluster that it finds by itself
@@ -122,20 +130,18 @@ def test_a_cluster_is_taken_that_takes_the_token_here(
 
 @pytest.mark.parametrize("environ", [{}, {"RAY_AUTH_MODE": "disabled"}])
 def test_ray_shows_no_token_to_a_cluster_that_is_named(
-    with_token: GcsServer, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+    with_token: GcsServer, have_token: HaveToken, environ: dict[str, str]
 ) -> None:
-    have_token(monkeypatch, TOKEN)
+    have_token(TOKEN)
     for allow_open in (False, True):
         with pytest.raises(StartError, match="asks for a token, and RAY_AUTH_MODE=token is not set"):
             check_cluster(with_token.at(OWN), environ, allow_open=allow_open)
 
 
-def test_without_the_clusters_token_nothing_is_started(
-    with_token: GcsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    have_token(monkeypatch, None)
+def test_without_the_clusters_token_nothing_is_started(with_token: GcsServer, have_token: HaveToken) -> None:
+    have_token(None)
     assert "and there is none here" in why_refused(with_token.at(OWN), RAY_AUTH_MODE="token")
-    have_token(monkeypatch, "0000" * 8)
+    have_token("0000" * 8)
     assert "asks for another token than the one here" in why_refused(
         with_token.at(OWN), RAY_AUTH_MODE="token"
     )
