@@ -31,7 +31,7 @@ def hostile_bodies(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
     yield from _fields_of_chat()
     yield from _prompts(context_len, size_bytes)
     yield from _answers(context_len)
-    yield from _scored_session(context_len)
+    yield from _scored(context_len)
     yield from _grammars()
 
 
@@ -60,7 +60,7 @@ def _not_ours(size_bytes: int) -> Iterator[HostileBody]:
     yield HostileBody("backslashes up to the size limit", CHAT, b'{"a":"' + b"\\" * (size_bytes - 64) + b'"}')
     yield HostileBody("lists 5,000 deep", CHAT, b'{"messages":' + b"[" * 5_000 + b"]" * 5_000 + b"}")
     yield HostileBody("a number of 4 MB", COMPLETIONS, b'{"prompt":[' + b"9" * (4 * MIB - 64) + b"]}")
-    yield _chat("100,000 unknown fields", **{f"unknown{n}": 0 for n in range(40_000)})
+    yield _chat("40,000 unknown fields", **{f"unknown{n}": 0 for n in range(40_000)})
 
 
 def _messages(size_bytes: int) -> Iterator[HostileBody]:
@@ -108,7 +108,7 @@ def _fields_of_chat() -> Iterator[HostileBody]:
     yield _chat(
         "a tool of 1 MB", tools=[tool | {"function": {"name": "f", "description": "a " * (MIB // 2)}}]
     )
-    yield _chat("16,384 biases", logit_bias={str(n % 2_000): 0 for n in range(2_000)})
+    yield _chat("2,000 biases", logit_bias={str(n % 2_000): 0 for n in range(2_000)})
     yield _chat("30,000 biases", logit_bias={str(n): 0 for n in range(30_000)})
     yield _chat("16 stop strings", stop=["x" * 255 + chr(65 + n) for n in range(16)])
     yield _chat("50,000 stop strings", stop=["x"] * 50_000)
@@ -136,21 +136,11 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
     ids = [f"{n:0>250}" for n in range(256)]
     params = {"max_new_tokens": 1}
     yield _completion("256 ids of 250 letters", GENERATE, text=["a"] * 256, rid=ids, sampling_params=params)
-    scored = [7] * (context_len - 8)
-    yield _completion(
-        "log-probabilities of a whole context",
-        GENERATE,
-        input_ids=scored,
-        return_logprob=True,
-        logprob_start_len=0,
-        top_logprobs_num=20,
-        return_text_in_logprobs=True,
-        sampling_params=params,
-    )
     yield _completion("echo of a long prompt", prompt="ab " * 2_000, echo=True, logprobs=5)
 
 
 def _answers(context_len: int) -> Iterator[HostileBody]:
+    """Small requests for large answers."""
     many = {"max_new_tokens": min(1_500, context_len - 200), "ignore_eos": True}
     for stream in (False, True):
         yield _completion(
@@ -184,7 +174,19 @@ def _answers(context_len: int) -> Iterator[HostileBody]:
         )
 
 
-def _scored_session(context_len: int) -> Iterator[HostileBody]:
+def _scored(context_len: int) -> Iterator[HostileBody]:
+    """Log-probabilities of what was sent."""
+    scored, params = [7] * (context_len - 8), {"max_new_tokens": 1}
+    yield _completion(
+        "log-probabilities of a whole context",
+        GENERATE,
+        input_ids=scored,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=20,
+        return_text_in_logprobs=True,
+        sampling_params=params,
+    )
     opening = json.dumps({"capacity_of_str_len": 0, "session_id": "hostile"})
     yield HostileBody("(a session is opened)", "/open_session", opening.encode())
     yield HostileBody(
@@ -192,11 +194,11 @@ def _scored_session(context_len: int) -> Iterator[HostileBody]:
         GENERATE,
         json.dumps(
             {
-                "input_ids": [7] * min(2_000, context_len - 8),
+                "input_ids": scored[:2_000],
                 "return_logprob": True,
                 "logprob_start_len": 0,
                 "top_logprobs_num": 20,
-                "sampling_params": {"max_new_tokens": 1},
+                "sampling_params": params,
                 "session_params": {"id": "hostile"},
             }
         ).encode(),

@@ -35,6 +35,7 @@ SETTLE_S = 3.0
 SAMPLE_S = 1.0
 GIVE_UP_S = 120.0
 END_S = 30.0
+NO_SETTINGS = ("url", "server_pid", "json")
 CALM_S = 15.0
 """By then an attack that has ended should have left nothing behind."""
 
@@ -253,7 +254,7 @@ async def run(args: argparse.Namespace) -> None:
         await sessions.stop()
     Console(width=180).print(table_of(results))
     if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name not in ("json", "server_pid")}
+        settings = {name: value for name, value in vars(args).items() if name not in NO_SETTINGS}
         record = {"machine": machine(), "settings": settings, "results": results}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     first = statistics.median(result["ratios"]["first_p99_s"] for result in results)
