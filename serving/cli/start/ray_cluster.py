@@ -85,8 +85,8 @@ def _refuse_to_start_open(environ: Mapping[str, str]) -> None:
 
 
 def _check_own_token(cluster: str, address: str | None, environ: Mapping[str, str]) -> None:
-    """Whether Ray here would show the cluster its token: without RAY_AUTH_MODE only to one that it finds by itself."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+    """Raises StartError unless Ray would show the cluster its token: a named one only with RAY_AUTH_MODE=token."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # it is compiled
 
     found = (address or environ.get("RAY_ADDRESS") or "auto") == "auto"
     if environ.get("RAY_AUTH_MODE", "token" if found else "").lower() != "token":
