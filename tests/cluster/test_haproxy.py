@@ -147,7 +147,7 @@ def test_errors_keep_their_shape(client: httpx.Client) -> None:
 def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(fronted: ServedCluster) -> None:
     (config,) = (fronted.directory / "ha").glob("*/haproxy.cfg")
     limits = dict(re.findall(r"timeout (server|client|tunnel|http-request) (\w+)", config.read_text()))
-    assert limits == {"client": "3600s"}
+    assert limits == {"client": "3600s", "http-request": "10s"}  # the latter ends when the request has come
 
 
 def test_killed_ingress_costs_no_later_call(fronted: ServedCluster, client: httpx.Client) -> None:
