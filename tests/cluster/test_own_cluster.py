@@ -44,16 +44,20 @@ def served() -> Iterator[ServedCluster]:
     start = [RAY, "start", "--head", "--block", f"--port={address.partition(':')[2]}"]
     with Path(home, "log").open("wb") as log:
         head = subprocess.Popen(
-            [*start, f"--dashboard-port={free_port()}"], env=environment, stdout=log, stderr=log
+            [*start, f"--dashboard-port={free_port()}"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         eventually(lambda: is_there(address, served.token), TIMEOUT_S)
         yield served
     finally:
         served.stop()
-        head.send_signal(signal.SIGTERM)
+        os.killpg(head.pid, signal.SIGKILL)  # asked to stop it drains the node first, for half a minute
         head.wait(TIMEOUT_S)
-        shutil.rmtree(home)
+        shutil.rmtree(home, ignore_errors=True)  # the last of its processes may still write
 
 
 def test_turns_on_a_cluster_that_was_there(served: ServedCluster) -> None:
