@@ -46,6 +46,20 @@ def held_by(root: int) -> dict[str, Held]:
     return found
 
 
+def cpu_seconds(root: int) -> dict[str, float]:
+    """By role, what the processes below `root` that live have used so far."""
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    found: dict[str, float] = {}
+    for pid in _descendants(root):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        role = _role(_command(pid))
+        found[role] = found.get(role, 0.0) + (int(fields[11]) + int(fields[12])) / ticks_per_s
+    return found
+
+
 def siblings(pid: int, title: str) -> list[int]:
     """Processes with the same parent, Ray's node, and that title."""
     parent = parent_of(pid)

@@ -122,8 +122,8 @@ class Watch:
             try:
                 info = (await self._client.get("/get_server_info")).json()
                 await asyncio.to_thread(self._note, info)
-            except (httpx.HTTPError, ValueError, KeyError, OSError):
-                pass  # struck in this moment
+            except (httpx.HTTPError, ValueError, LookupError, OSError):
+                pass  # struck in this moment, or no replica answers in time
             await asyncio.sleep(self._every_s)
 
     def _note(self, info: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ Invariant: the log is written before the ledger, so whatever the ledger says sur
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -105,25 +105,16 @@ class Cluster:
             if not self._ledger.report(status.replica_id, update)
         ]
         draining = self._replicas.state(status.replica_id) is ReplicaState.DRAINING
-        leaving = self._replicas.leaves(status.replica_id)
         crowded = False
         if known and not draining and self._rebalancing is not None:
             turns = status.running + status.waiting
             crowded = self._rebalancing.report(status.replica_id, turns, self._takers(status.replica_id))
-        return HeartbeatReply(known, tuple(stale), crowded, draining, leaving)
+        return HeartbeatReply(known, tuple(stale), crowded, draining)
 
     def report_unreachable(self, replica_id: str, died: bool) -> bool:
         """Somebody could not reach a replica; `died`: its process has ended for certain. True if it counts as gone now:
         its sessions move when they are next used."""
         return self._replicas.unreachable(replica_id, died=died) is ReplicaState.GONE
-
-    def report_members(
-        self, ingress_id: str, listed: Collection[str], unlisted: Collection[str]
-    ) -> list[str]:
-        """What an ingress's router lists, and what it listed before and lists no more, though nobody saw it die: such a
-        replica drains. Returns those of them that are gone."""
-        self._replicas.members(ingress_id, listed, unlisted)
-        return self._replicas.gone_among((*listed, *unlisted))
 
     def drain_replica(self, replica_id: str) -> None:
         """The replica is to go: it gets no more sessions, and is told to hand over those that it has.
@@ -389,7 +380,7 @@ class Cluster:
         return self._replicas.gone(owner) and bool(self._replicas.candidates(self._ledger.count_of))
 
     def _drain_session(self, entry: LedgerEntry) -> bool:
-        """Only to replicas that routers list: until then the one that drains serves it."""
+        """To a live replica; while there is none the one that drains serves it."""
         takers = self._replicas.candidates(self._ledger.count_of, (ReplicaState.LIVE,))
         if not takers:
             return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,14 +41,16 @@ from controllers.wire_record import FIRST_VERSION, WIRE_VERSION
 
 _HEAD_NODE = "node:__internal_head__"
 _HEAD_NODE_SHARE = 0.001
+LINK_SECRET_BYTES = 32
 
 
 class ClusterController:
     """Actor methods; `controllers.cluster.Cluster` says what each does and which ControllerError it raises.
 
     `settings` count until a deployment is announced, and after that those of the newest one, also once the actor has
-    been started again. `cluster` names the cluster to others on the same session log. `clock` returns Unix time,
-    `timer` monotonic time, in seconds. Construction raises StoreError if the session log cannot be used.
+    been started again. `cluster` names the cluster to others on the same session log. `link_secret` is what the
+    processes of the cluster share; Ray keeps it for an actor that is started again. `clock` returns Unix time, `timer`
+    monotonic time, in seconds. Construction raises StoreError if the session log cannot be used.
     """
 
     version = WIRE_VERSION
@@ -58,11 +61,13 @@ class ClusterController:
         settings: ClusterSettings,
         log: LogSettings,
         cluster: str,
+        link_secret: bytes = b"",
         *,
         open_log: Callable[[LogSettings, str, Callable[[], float]], SessionStore] = open_store,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._link_secret = link_secret
         store = open_log(log, cluster, clock)
         self._deployments = Deployments(store, log, settings)
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
@@ -75,6 +80,10 @@ class ClusterController:
         """The settings of a new deployment take effect, see Deployments.announce. Raises SettingsRefused."""
         if self._deployments.announce(deployment):
             self._cluster.configure(deployment.settings)
+
+    async def link_secret(self) -> bytes:
+        """For the processes of the cluster, and nobody else."""
+        return self._link_secret
 
     async def register_replica(self, status: ReplicaStatus) -> None:
         self._attend()
@@ -92,11 +101,6 @@ class ClusterController:
     async def report_lost(self, replica_id: str) -> int:
         """What front ends of wire version 1 call instead: to them a replica that they could not reach has died."""
         return int(self._cluster.report_unreachable(replica_id, True))
-
-    async def report_members(
-        self, ingress_id: str, listed: Sequence[str], unlisted: Sequence[str]
-    ) -> list[str]:
-        return self._cluster.report_members(ingress_id, listed, unlisted)
 
     async def drain_replica(self, replica_id: str) -> None:
         self._cluster.drain_replica(replica_id)
@@ -190,7 +194,8 @@ def get_or_create_controller(
     with class_kept_whole():
         # Ray keeps its session's name for as long as a cluster lives, also through a restart of the head node from
         # Ray's own state in Redis. No two clusters have the same one.
-        return actor_class.remote(settings, log, ray.get_runtime_context().get_session_name())
+        cluster = ray.get_runtime_context().get_session_name()
+        return actor_class.remote(settings, log, cluster, secrets.token_bytes(LINK_SECRET_BYTES))
 
 
 @contextmanager

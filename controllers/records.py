@@ -203,6 +203,21 @@ class LedgerEntry:
 
 @wire_record
 @dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """Where front ends reach a replica: those of its node by a socket's `path`, others by `url`, where it proves itself
+    with the secret half of `public_key` (CurveZMQ, Z85). `actor` and `namespace` are Ray's names for its process. The
+    cluster controller only hands it on."""
+
+    node_id: str
+    path: str
+    url: str
+    public_key: str
+    actor: str
+    namespace: str
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """What a replica reports of itself. `draining`: it is to go, and hands its sessions over. `step_age_s` is how long
     the engine's step has been under way (0: none is). `seen_s` is set by the cluster controller, on a clock of its own.
@@ -219,6 +234,7 @@ class ReplicaStatus:
     seen_s: float = 0.0
     step_age_s: float = 0.0
     settings_hash: str = ""
+    address: ReplicaAddress | None = None
 
 
 @wire_record
@@ -244,12 +260,10 @@ class HeartbeatReply:
     `known` False: the replica was taken for gone; it must register again before it owns anything new.
     `stale_sessions`: sessions it reported that are closed or owned elsewhere; it must drop them.
     `crowded`: it is to offer each session of which a turn begins (`offer_session`), until it hears otherwise.
-    `draining`: it is to go, and to hand each of its sessions over between turns, until it hears otherwise.
-    `leaving`: it drains for good, by its own word or an operator's, and ends once it is empty.
+    `draining`: it is to go: to hand each of its sessions over between turns, and to end once it is empty.
     """
 
     known: bool
     stale_sessions: tuple[str, ...] = ()
     crowded: bool = False
     draining: bool = False
-    leaving: bool = False

@@ -1,18 +1,17 @@
 """ReplicaDirectory: which replicas are there, and may have what. Pure logic, one owner; nobody else decides it.
 
-    JOINING → LIVE ⇄ SUSPECT → GONE        a replica that was taken for gone by mistake registers again → JOINING
+    JOINING → LIVE ⇄ SUSPECT → GONE        a replica that was taken for gone by mistake registers again → LIVE
     any of the three → DRAINING → GONE     for good: neither heartbeats nor a registration bring it back
 
-Observers feed it: a replica's own registration, heartbeats and farewell; ingresses, which tell what their routers list
-and which replicas they cannot reach. Time is the controller's attended time, so neither a step of the wall clock nor a
-pause of the controller looks like silence. Sessions that moved away from a replica taken for gone stay moved: their
-epoch fences the former owner.
+Observers feed it: a replica's own registration, heartbeats and farewell; front ends, which tell what they cannot reach.
+Time is the controller's attended time, so neither a step of the wall clock nor a pause of the controller looks like
+silence. Sessions that moved away from a replica taken for gone stay moved: their epoch fences the former owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from controllers.placement import Candidate
@@ -20,7 +19,8 @@ from controllers.records import ReplicaStatus
 
 
 class ReplicaState(Enum):
-    """JOINING: it reports, but no router lists it yet. SUSPECT: somebody cannot reach it, its heartbeats decide."""
+    """JOINING: it may be there, and has not been heard since the controller began. SUSPECT: somebody cannot reach it,
+    its heartbeats decide."""
 
     JOINING = "joining"
     LIVE = "live"
@@ -43,23 +43,16 @@ BY_PREFERENCE = (
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """`leaves`: it drains by its own word or an operator's. `unlisted_by`: ingresses whose routers dropped it while it
-    answered. `beats` counts its heartbeats since somebody last failed to reach it, `suspect_since_s` since when they
-    do."""
+    """`drains`: it is to go, by its own word or an operator's. `beats` counts its heartbeats since somebody last failed
+    to reach it, `suspect_since_s` since when they do."""
 
     seen_s: float
     status: ReplicaStatus | None = None
-    listed: bool = False
-    leaves: bool = False
-    unlisted_by: set[str] = field(default_factory=set)
+    drains: bool = False
     suspect_since_s: float | None = None
     beats: int = 0
     ended: bool = False
     assigned_tokens: int = 0
-
-    @property
-    def drains(self) -> bool:
-        return self.leaves or bool(self.unlisted_by)
 
 
 class ReplicaDirectory:
@@ -82,11 +75,8 @@ class ReplicaDirectory:
         """A replica makes itself known, or known again. One that drains goes on draining."""
         known = self._replicas.get(status.replica_id)
         if known is None or known.ended or self.state(status.replica_id) is ReplicaState.GONE:
-            leaves = known is not None and known.leaves
-            unlisted_by = set() if known is None else known.unlisted_by
-            self._replicas[status.replica_id] = _Replica(
-                self._clock(), leaves=leaves, unlisted_by=unlisted_by
-            )
+            drains = known is not None and known.drains
+            self._replicas[status.replica_id] = _Replica(self._clock(), drains=drains)
         self._note(status)
 
     def heartbeat(self, status: ReplicaStatus) -> bool:
@@ -116,32 +106,12 @@ class ReplicaDirectory:
 
     def drain(self, replica_id: str) -> None:
         """It is to go, by its own word or an operator's. One that is not known yet is to go, too."""
-        self._replicas.setdefault(replica_id, _Replica(self._clock())).leaves = True
-
-    def leaves(self, replica_id: str) -> bool:
-        """Whether it drains by its own word or an operator's."""
-        known = self._replicas.get(replica_id)
-        return known is not None and known.leaves
+        self._replicas.setdefault(replica_id, _Replica(self._clock())).drains = True
 
     def deregister(self, replica_id: str) -> None:
         """It says farewell: it answers nothing any more."""
         if replica_id in self._replicas:
-            self._replicas[replica_id].leaves = self._replicas[replica_id].ended = True
-
-    def members(self, ingress_id: str, listed: Collection[str], unlisted: Collection[str]) -> None:
-        """What an ingress's router lists, and what it listed before and lists no more though nobody saw it die.
-
-        Serve gives no other notice of what it takes away: one that has not registered yet is to go, too. A router tells
-        nothing of replicas that it never listed.
-        """
-        for replica_id in self._replicas.keys() & set(listed):
-            known = self._replicas[replica_id]
-            if not known.listed and self.state(replica_id) is not ReplicaState.GONE:
-                known.suspect_since_s = None  # until now nobody could reach it
-            known.listed = True
-            known.unlisted_by.discard(ingress_id)
-        for replica_id in set(unlisted).difference(listed):
-            self._replicas.setdefault(replica_id, _Replica(self._clock())).unlisted_by.add(ingress_id)
+            self._replicas[replica_id].drains = self._replicas[replica_id].ended = True
 
     def state(self, replica_id: str) -> ReplicaState:
         """One never heard of is JOINING for `timeout_s` from the directory's start, since a restart of the controller
@@ -158,7 +128,7 @@ class ReplicaDirectory:
             return ReplicaState.DRAINING
         if suspect:
             return ReplicaState.SUSPECT
-        return ReplicaState.LIVE if known.listed else ReplicaState.JOINING
+        return ReplicaState.LIVE if known.status is not None else ReplicaState.JOINING
 
     def ended(self, replica_id: str) -> bool:
         """True if it is gone for certain. One that is only silent may be slow, and is better asked than nobody."""
@@ -217,10 +187,6 @@ class ReplicaDirectory:
         oldest_s = self._clock() - within_s
         return [status for status in self.in_state(ReplicaState.LIVE) if status.seen_s >= oldest_s]
 
-    def gone_among(self, replica_ids: Iterable[str]) -> list[str]:
-        """Those of them that were heard of and are gone."""
-        return [name for name in replica_ids if name in self._replicas and self.gone(name)]
-
     def forget_silent(self, after_s: float) -> None:
         """Drops what is kept of replicas not heard of for `after_s`. Replica ids are not reused."""
         oldest_s = self._clock() - after_s
@@ -230,5 +196,5 @@ class ReplicaDirectory:
         known = self._replicas.setdefault(status.replica_id, _Replica(self._clock()))
         known.seen_s = self._clock()
         known.status = replace(status, seen_s=known.seen_s)
-        known.leaves |= status.draining
+        known.drains |= status.draining
         known.assigned_tokens = 0

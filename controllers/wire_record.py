@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Of all records, and of the controller's methods. It goes up with each release that changes them."""
 
 FIRST_VERSION = 1

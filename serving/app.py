@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
 from engine.build import build_engine
 from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
-from serving.front.router import PinnedRequestRouter
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import EngineFactory, LLMReplica
 from serving.replica.replica import place_in_serve as place_of_replica
@@ -24,12 +23,9 @@ from serving.wire.controller_calls import announce_at_deploy
 
 HEALTH_CHECK_PERIOD_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
-UNLISTED_MARGIN_S = 10.0
-"""By then Serve has killed a replica that did not stop within its grace."""
-REQUEST_ROUTER = f"{__name__}:{PinnedRequestRouter.__name__}"
-"""Serve tells all front ends that run of the class, those of another version too, and pickles by value what the module
-named here defines. So it is not the router's own: each process then loads its own class. One that cannot read what it
-is told hears of no replica any more."""
+LOOKS_FOR_CALLS_S = 0.1
+"""How often Serve looks whether a replica that it stops has calls of its own, which last moments. Then the replica
+hears that it is to go."""
 INGRESS_SURGE_PERCENT = 100
 """A front end takes no memory to speak of: its successor is always there first."""
 
@@ -52,16 +48,10 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         name="LLMReplica",
         **_number_of(args.replicas),
         ray_actor_options={"num_cpus": args.replicas.num_cpus, "num_gpus": args.replicas.num_gpus},
-        max_ongoing_requests=args.replicas.max_ongoing_requests,
         graceful_shutdown_timeout_s=args.replicas.graceful_shutdown_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        request_router_config=RequestRouterConfig(
-            request_router_class=REQUEST_ROUTER,
-            request_router_kwargs={
-                "unlisted_s": args.replicas.graceful_shutdown_timeout_s + UNLISTED_MARGIN_S
-            },
-        ),
+        graceful_shutdown_wait_loop_s=LOOKS_FOR_CALLS_S,
         max_surge_percent=args.replicas.surge_percent,
         **placement_options(args),
     )

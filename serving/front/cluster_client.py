@@ -11,10 +11,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+
+from msgspec.structs import replace
 
 from controllers.errors import ControllerError, NoReplica, SessionNotFound, StoreError
 from controllers.records import ForkOrder, LedgerEntry
@@ -22,14 +23,24 @@ from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ReplicaCalls
+from serving.front.replica_gone import ReplicaGone
 from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import LOG_AWAY, RETRY_PAUSE_S, TurnDispatcher
 from serving.watch.audit_reply import cluster_audit
 from serving.watch.metrics import IngressMetrics, merge_expositions, render_gauges
+from serving.wire.calls import (
+    Abort,
+    Audit,
+    CloseSession,
+    Describe,
+    Drain,
+    Flush,
+    ForkSession,
+    MetricsText,
+)
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import STALE_EPOCH, error_info, unavailable
-from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turns import (
     ErrorInfo,
     ForkedSession,
@@ -110,7 +121,8 @@ class ClusterClient:
     ) -> ForkedSession:
         child_id = new_session_id or uuid.uuid4().hex
         order = ForkOrder(session_key(tenant, child_id), uuid.uuid4().hex, length, timeout_s)
-        answer = await self._dispatcher.ask_owner(session_key(tenant, session_id), "fork_session", order)
+        key = session_key(tenant, session_id)
+        answer = await self._dispatcher.ask_owner(key, lambda epoch: ForkSession(key, epoch, order))
         assert isinstance(answer, ForkedSession)
         return replace(answer, session_id=child_id)
 
@@ -129,10 +141,10 @@ class ClusterClient:
         # A turn that no replica has is its ingress's, and so is one on its way to a replica: first these.
         self._dispatcher.abort(named, tenant)
         await self._siblings.ask("abort", named, tenant)
-        await self._replicas.broadcast("abort", named, tenant)
+        await self._replicas.broadcast(Abort(named, tenant))
 
     async def flush(self) -> bool:
-        answers = await self._replicas.broadcast("flush")
+        answers = await self._replicas.broadcast(Flush())
         if not answers:
             raise ServiceError(unavailable("no replica answers"))
         return all(answers)
@@ -142,11 +154,9 @@ class ClusterClient:
             message = f"There is no replica {replica_id!r}; /get_server_info lists them."
             raise ServiceError(ErrorInfo(404, "replica_not_found", message, "replica_id"))
         try:
-            refusal = await self._replicas.call(replica_id, "drain")
+            await self._replicas.call(replica_id, Drain())
         except ReplicaGone as error:
             raise ServiceError(unavailable(f"replica {replica_id!r} does not answer")) from error
-        if refusal is not None:
-            raise ServiceError(refusal)
 
     async def sessions(self) -> list[SessionInfo]:
         try:
@@ -170,7 +180,7 @@ class ClusterClient:
     async def server_info(self) -> dict[str, Any]:
         return {
             "settings": self._settings,
-            "replicas": await self._replicas.broadcast("describe", timeout_s=FIGURES_TIMEOUT_S),
+            "replicas": await self._replicas.broadcast(Describe(), FIGURES_TIMEOUT_S),
             "ingresses": await self._siblings.ask("describe"),
             "controller": await self._controller_stats(),
         }
@@ -183,7 +193,7 @@ class ClusterClient:
 
     async def _gather_metrics(self) -> str:
         replicas, ingresses, stats = await asyncio.gather(
-            self._replicas.broadcast("metrics_text", timeout_s=FIGURES_TIMEOUT_S),
+            self._replicas.broadcast(MetricsText(), FIGURES_TIMEOUT_S),
             self._siblings.ask("metrics_text"),
             self._controller_stats(),
         )
@@ -204,7 +214,7 @@ class ClusterClient:
         deadline_s = loop.time() + self._newcomer_grace_s
         while True:
             try:
-                answer: dict[str, Any] = await self._replicas.call(replica_id, "audit")
+                answer: dict[str, Any] = await self._replicas.call(replica_id, Audit())
             except ReplicaGone:
                 if loop.time() + RETRY_PAUSE_S > deadline_s:
                     return None
@@ -244,13 +254,13 @@ class ClusterClient:
         """False if it does not hold the session at that epoch, or does not own it any more. Raises StoreError if the
         log could not be told: only the owner knows whether a turn is in flight, so it is to be asked again."""
         self._dispatcher.forget(key)
-        answer = await self._replicas.call(owner.replica_id, "close_session", key, owner.epoch)
-        if not isinstance(answer, ErrorInfo):
-            return answer is True
-        if answer.code in LOG_AWAY:
-            raise StoreError(answer.message)
-        if answer.code != STALE_EPOCH:
-            raise ServiceError(answer)
+        try:
+            return bool(await self._replicas.call(owner.replica_id, CloseSession(key, owner.epoch)))
+        except ServiceError as error:
+            if error.info.code in LOG_AWAY:
+                raise StoreError(error.info.message) from error
+            if error.info.code != STALE_EPOCH:
+                raise
         return False
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from controllers.records import ReplicaAddress
 from controllers.settings import Deployment
 from serving.background import BackgroundTasks
 from serving.front.api.body_limits import BodyLimits
@@ -20,24 +23,27 @@ from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.http import create_http_app
-from serving.front.membership import WATCH_INTERVAL_S, Membership
+from serving.front.membership import LOOK_INTERVAL_S
 from serving.front.operator_port import OperatorPort
 from serving.front.ownership_cache import OwnershipCache
-from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
+from serving.front.replica_calls import ANY_REPLICA, HasDied, OpenConnection, ReplicaCalls
+from serving.front.replica_connection import ConnectionFactory
+from serving.front.replica_gone import ReplicaGone
+from serving.front.replica_link import LinkTimes
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.settings.config import AppArgs
 from serving.watch.metrics import IngressMetrics
+from serving.wire.calls import GetModelInfo
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
-from serving.wire.feed_reader import FeedTimes
-from serving.wire.routing_errors import ReplicaGone
+from serving.wire.link_keys import CurveKeys
 from serving.wire.turns import ModelInfo, TurnService
 
 logger = logging.getLogger(__name__)
 
-SILENCE_TIMEOUT_S = 20.0
 REOPEN_SHARE = 0.1
-"""Of the time that a turn may look for another replica. So long its feed may be opened again first, if that broke."""
+"""Of the time that a turn may look for another replica. So long its connection may be opened again first, if that
+broke."""
 
 CALL_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 900.0
@@ -54,6 +60,9 @@ class IngressPlace:
     ingress_id: str
     controller: ControllerCalls
     ingresses: DeploymentHandle
+    open_connection: OpenConnection
+    has_died: HasDied
+    random: Random
 
 
 class Ingress:
@@ -65,22 +74,28 @@ class Ingress:
     async def __init__(  # type: ignore[misc]
         self,
         args: AppArgs,
-        replicas: DeploymentHandle,
-        place_of: Callable[[AppArgs], IngressPlace],
+        _replicas: DeploymentHandle,
+        place_of: Callable[[AppArgs], Awaitable[IngressPlace]],
     ) -> None:
         self._keys = KeyRing(os.environ, args.ingress.keys_path)
         self._args = args.ingress
-        place = place_of(args)
+        place = await place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
         metrics = self._metrics = IngressMetrics(place.ingress_id)
-        calls = self._replicas = ReplicaCalls(
-            replicas,
-            feed_times=FeedTimes(SILENCE_TIMEOUT_S, REOPEN_SHARE * args.ingress.failover_timeout_s),
-            call_timeout_s=CALL_TIMEOUT_S,
-            on_broken_feed=metrics.feed_broke,
-        )
         owners = OwnershipCache(CACHED_OWNERS)
+        calls = self._replicas = ReplicaCalls(
+            controller,
+            place.open_connection,
+            place.has_died,
+            self._tasks,
+            place.random,
+            times=LinkTimes(reopen_s=REOPEN_SHARE * args.ingress.failover_timeout_s),
+            call_timeout_s=CALL_TIMEOUT_S,
+            on_broken=metrics.connection_broke,
+            on_gone=owners.forget_replica,
+        )
+        self._tasks.every(LOOK_INTERVAL_S, calls.look, timeout_s=CONTROLLER_TIMEOUT_S)
         dispatcher = self._dispatcher = TurnDispatcher(
             calls,
             controller,
@@ -102,8 +117,6 @@ class Ingress:
         async def expire_idle() -> None:
             await controller.expire_idle()
 
-        membership = Membership(place.ingress_id, calls, controller, owners, self._tasks)
-        self._tasks.every(WATCH_INTERVAL_S, membership.look, timeout_s=CONTROLLER_TIMEOUT_S)
         # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
@@ -156,17 +169,31 @@ class Ingress:
         if (operators := getattr(self, "_operator_port", None)) is not None:
             await operators.stop()
         await self._tasks.stop(timeout_s=1.0)
-        await replicas.stop()
+        replicas.stop()
 
 
-def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPlace:
+async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPlace:
     """That of a replica of Ray Serve."""
     itself = serve.get_replica_context()
+    controller = connect_controller(args.controller.name, deployment)
+    keys = CurveKeys.of_secret(await controller.link_secret())
     return IngressPlace(
         ingress_id=itself.replica_id.unique_id,
-        controller=connect_controller(args.controller.name, deployment),
+        controller=controller,
         ingresses=serve.get_deployment_handle(itself.deployment),
+        open_connection=ConnectionFactory(ray.get_runtime_context().get_node_id(), keys).open,
+        has_died=actor_has_died,
+        random=Random(),
     )
+
+
+async def actor_has_died(address: ReplicaAddress) -> bool:
+    """Ray frees the name of an actor once its process has ended."""
+    try:
+        await asyncio.to_thread(ray.get_actor, address.actor, namespace=address.namespace)
+    except ValueError:
+        return True
+    return False
 
 
 async def _model_info(calls: ReplicaCalls) -> ModelInfo:
@@ -174,7 +201,7 @@ async def _model_info(calls: ReplicaCalls) -> ModelInfo:
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             try:
-                answer = await calls.call(ANY_REPLICA, "model_info")
+                answer = await calls.call(ANY_REPLICA, GetModelInfo())
             except ReplicaGone:
                 logger.info("waiting for a replica")
                 await asyncio.sleep(0.5)

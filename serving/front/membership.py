@@ -1,73 +1,87 @@
-"""What this ingress's router knows of the replicas is told to the controller, which alone decides what that means."""
+"""The replicas that there are, as the controller, which alone decides it, has told this front end last."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
 
 from controllers.errors import ControllerError
-from serving.background import BackgroundTasks
-from serving.front.ownership_cache import OwnershipCache
-from serving.front.replica_calls import ReplicaCalls
+from controllers.records import ReplicaStatus
 from serving.wire.controller_calls import ControllerCalls
-from serving.wire.routing_errors import Members, ReplicaGone
 
 logger = logging.getLogger(__name__)
 
-WATCH_INTERVAL_S = 0.1
-"""How often the router, which is in this process, is asked."""
-REPORT_INTERVAL_S = 0.5
-"""How often the controller is told though nothing has changed: it may have restarted, and it answers who is gone."""
+LOOK_INTERVAL_S = 0.5
+
+
+@dataclass(slots=True)
+class _Known:
+    status: ReplicaStatus
+    begun: int = 0
+    """Calls that were sent there since it last reported its load."""
 
 
 class Membership:
-    """Used on the ingress's event loop only. `look` is to be called every WATCH_INTERVAL_S.
+    """Used on the front end's event loop only. `look` is to be called every LOOK_INTERVAL_S. `on_gone` is called for
+    each replica that is listed no more.
 
-    Serve gives no notice of what it stops: a replica that its router drops while it still answers is about to go.
+    While the controller is away what it said last counts.
     """
 
-    def __init__(
-        self,
-        ingress_id: str,
-        replicas: ReplicaCalls,
-        controller: ControllerCalls,
-        owners: OwnershipCache,
-        tasks: BackgroundTasks,
-    ) -> None:
-        self._ingress_id = ingress_id
-        self._replicas = replicas
+    def __init__(self, controller: ControllerCalls, on_gone: Callable[[str], None], random: Random) -> None:
         self._controller = controller
-        self._owners = owners
-        self._tasks = tasks
-        self._told = Members()
-        self._due_s = 0.0
+        self._random = random
+        self._on_gone = on_gone
+        self._known: dict[str, _Known] = {}
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Those that may answer, those that are about to stop among them."""
+        return tuple(self._known)
+
+    def status(self, replica_id: str) -> ReplicaStatus | None:
+        known = self._known.get(replica_id)
+        return None if known is None else known.status
 
     async def look(self) -> None:
-        """Tells the controller if the members have changed, or it is time."""
-        now_s = asyncio.get_running_loop().time()
-        members = await self._replicas.members()
-        if members is None or (members == self._told and now_s < self._due_s):
-            return
-        try:
-            gone = await self._controller.report_members(self._ingress_id, members.listed, members.unlisted)
-        except ControllerError as error:
-            logger.warning("the controller was not told of the replicas: %s", error)
-            return
-        leaving = set(members.unlisted) - set(self._told.unlisted)
-        self._told, self._due_s = members, now_s + REPORT_INTERVAL_S
-        for replica_id in gone:
-            self._owners.forget_replica(replica_id)
-            self._replicas.lose(replica_id)
-        if leaving:
-            logger.info("replicas %s are listed no more: they drain", ", ".join(sorted(leaving)))
-        for replica_id in leaving:
-            self._owners.forget_replica(replica_id)
-            self._tasks.start(self._hasten(replica_id))
+        """Asks the controller. Raises ControllerError."""
+        statuses = {status.replica_id: status for status in await self._controller.replicas()}
+        gone = [name for name in self._known if name not in statuses]
+        known = self._known
+        self._known = {
+            name: _Known(status, known[name].begun if _is_same_report(known.get(name), status) else 0)
+            for name, status in statuses.items()
+        }
+        for name in gone:
+            logger.info("replica %s is gone", name)
+            self._on_gone(name)
 
-    async def _hasten(self, replica_id: str) -> None:
-        """Has the replica ask the controller now how it stands, rather than with its next heartbeat. The next look does
-        not wait for it: it may not answer."""
-        try:
-            await self._replicas.call(replica_id, "heartbeat", timeout_s=REPORT_INTERVAL_S)
-        except ReplicaGone:
-            logger.info("replica %s has stopped", replica_id)
+    async def find(self, replica_id: str) -> ReplicaStatus | None:
+        """Of a replica that may have come since the last look, too."""
+        if replica_id not in self._known:
+            try:
+                await self.look()
+            except ControllerError as error:
+                logger.warning("the controller does not tell who is there: %s", error)
+        return self.status(replica_id)
+
+    def pick(self) -> str | None:
+        """The less loaded of two, for a call that any may take: none that is to go, while there is another. None if
+        there is nobody."""
+        staying = [name for name, known in self._known.items() if not known.status.draining]
+        names = staying or list(self._known)
+        if not names:
+            return None
+        chosen = min(self._random.sample(names, min(2, len(names))), key=self._load)
+        self._known[chosen].begun += 1
+        return chosen
+
+    def _load(self, replica_id: str) -> int:
+        known = self._known[replica_id]
+        return known.status.running + known.status.waiting + known.begun
+
+
+def _is_same_report(known: _Known | None, status: ReplicaStatus) -> bool:
+    return known is not None and known.status.seen_s == status.seen_s

@@ -1,138 +1,136 @@
-"""Calls from an ingress to engine replicas: turns, pinned calls, broadcasts. Every wait is bounded.
+"""Calls from a front end to replicas: turns, pinned calls, broadcasts. Every wait is bounded.
 
-The only place that knows Ray Serve's handles and their exceptions. A replica that cannot be reached, before or
-during a call, is `ReplicaGone`; whether anything was delivered is for the caller to know.
+A replica that cannot be reached, before or during a call, is `ReplicaGone`; whether anything was delivered is for the
+caller to know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from contextvars import Context
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from random import Random
 from typing import Any
 
-from grpc import StatusCode
-from grpc.aio import AioRpcError
-from ray.exceptions import ActorDiedError, RayActorError, TaskCancelledError
-from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle
-
-from serving.wire.event_feed import FeedItem
-from serving.wire.feed_reader import FeedReaders, FeedTimes, TurnNews
-from serving.wire.routing_errors import ALL_REPLICAS, KnownReplicas, Loss, Members, ReplicaGone
-from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnReply
+from controllers.errors import ControllerError
+from controllers.records import ReplicaAddress
+from serving.background import BackgroundTasks
+from serving.front.membership import Membership
+from serving.front.replica_gone import Loss, ReplicaGone
+from serving.front.replica_link import Connection, ConnectionEvents, LinkTimes, ReplicaLink
+from serving.wire.calls import Answer, AnyCall, Describe, RunTurn, UnreadableMessage, result_of
+from serving.wire.controller_calls import ControllerCalls
+from serving.wire.turn_events import UnreadEvents
+from serving.wire.turns import TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
 
 ANY_REPLICA = ""
-CANCEL_TIMEOUT_S = 1.0
-ROUTER_TIMEOUT_S = 3.0
-TOO_LARGE = ErrorInfo(
-    413,
-    "request_too_large",
-    "The request is larger than a replica takes in one message (RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH).",
-)
-LOST = (RayActorError, TaskCancelledError, RequestCancelledError, DeploymentUnavailableError)
-LOST_CODES = frozenset(
-    {StatusCode.CANCELLED, StatusCode.UNAVAILABLE, StatusCode.ABORTED, StatusCode.DEADLINE_EXCEEDED}
-)
-"""What gRPC says of a server that stops, or has gone. Serve makes its own errors of some of them, some of the time."""
+DEATH_CHECK_S = 0.1
+"""How often it is asked whether a replica's process has ended, while its connection is broken."""
+
+OpenConnection = Callable[[ReplicaAddress, ConnectionEvents], Connection]
+HasDied = Callable[[ReplicaAddress], Awaitable[bool]]
+"""Whether the process of a replica has ended for certain."""
 
 
 class ReplicaCalls:
-    """`on_broken_feed` is called each time a feed breaks that is to be opened again."""
+    """One link to each replica that was called. Used on the front end's event loop only.
+
+    `on_broken` is called each time a connection breaks under calls that wait.
+    """
 
     def __init__(
         self,
-        handle: DeploymentHandle,
+        controller: ControllerCalls,
+        open_connection: OpenConnection,
+        has_died: HasDied,
+        tasks: BackgroundTasks,
+        random: Random,
         *,
-        feed_times: FeedTimes,
+        times: LinkTimes,
         call_timeout_s: float,
-        on_broken_feed: Callable[[], None] = lambda: None,
+        on_broken: Callable[[], None] = lambda: None,
+        on_gone: Callable[[str], None] = lambda _: None,
     ) -> None:
-        # By value over gRPC: measured faster than object references.
-        self._unary = handle.options(_by_reference=False)
-        self._turn = handle.options(method_name="turn", _by_reference=False)
-        self._feed = handle.options(
-            stream=True, method_name="feed", _by_reference=False, response_serialization="pickle"
-        )
-        self._readers = FeedReaders(self._open_feed, feed_times, on_broken_feed)
+        self._open_connection = open_connection
+        self._has_died = has_died
+        self._tasks = tasks
+        self._times = times
         self._call_timeout_s = call_timeout_s
+        self._on_broken = on_broken
+        self._on_gone = on_gone
+        self._links: dict[str, ReplicaLink] = {}
+        self._membership = Membership(controller, self._gone, random)
 
     @asynccontextmanager
     async def turn(
         self, replica_id: str, call: TurnCall, epoch: int | None
     ) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         """A turn on `replica_id` (ANY_REPLICA: the less loaded of two). Leaving the context early cancels it there."""
-        if replica_id == ANY_REPLICA:
-            replica_id = await self.call(ANY_REPLICA, "name")
-        with self._readers.listen(replica_id) as news:
-            response = _detached(self._turn.options(session_id=replica_id).remote, call, epoch, news.line)
-            ending = asyncio.create_task(hand_over(news, response, replica_id))
-            try:
-                async with aclosing(news.events()) as events:
-                    yield events
-            finally:
-                if not ending.done():
-                    _cancel(response)
-                    await asyncio.wait([ending], timeout=CANCEL_TIMEOUT_S)
-                    ending.cancel()
-
-    async def stop(self) -> None:
-        """Ends the feeds."""
-        await self._readers.stop()
-
-    async def call(self, replica_id: str, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """One pinned call. Raises ReplicaGone if the replica does not answer in time (None: as set for all calls)."""
-        response = _detached(self._unary.options(session_id=replica_id, method_name=method).remote, *args)
+        link = await self._link(replica_id)
+        events = TurnEvents()
+        number = link.begin(RunTurn(call, epoch), events.deliver)
         try:
-            with failures_typed(replica_id):
-                async with asyncio.timeout(self._call_timeout_s if timeout_s is None else timeout_s):
-                    return await response
+            yield events
+        finally:
+            link.end(number, answered=events.ended)
+
+    async def call(self, replica_id: str, call: AnyCall, timeout_s: float | None = None) -> Any:
+        """One pinned call. Raises ServiceError for an error that it is answered with, and ReplicaGone if the replica
+        does not answer in time (None: as set for all calls)."""
+        arrived: asyncio.Future[Answer | TurnEvent | ReplicaGone] = asyncio.get_running_loop().create_future()
+
+        def deliver(item: Answer | TurnEvent | ReplicaGone) -> None:
+            if not arrived.done():
+                arrived.set_result(item)
+
+        try:
+            async with asyncio.timeout(self._call_timeout_s if timeout_s is None else timeout_s):
+                link = await self._link(replica_id)
+                number = link.begin(call, deliver)
+                try:
+                    answer = await arrived
+                finally:
+                    link.end(number, answered=arrived.done() and not arrived.cancelled())
         except TimeoutError as error:
-            _cancel(response)
             raise ReplicaGone(replica_id) from error
-        except BaseException:
-            _cancel(response)
-            raise
-
-    async def members(self) -> Members | None:
-        """The replicas as Serve's router, which is here, knows them. None: it knows nobody, and waits for one."""
+        if isinstance(answer, ReplicaGone):
+            raise answer
+        assert isinstance(answer, Answer)
         try:
-            await self.call(ALL_REPLICAS, "name", timeout_s=ROUTER_TIMEOUT_S)
-        except KnownReplicas as answer:
-            return answer.members
-        except ReplicaGone:
-            return None
-        raise AssertionError("a call to ask who is there was delivered")
+            return result_of(call, answer)
+        except UnreadableMessage as error:
+            logger.warning("replica %s: an answer of another version: %s", replica_id, error)
+            raise ReplicaGone(replica_id) from error
 
     async def present(self) -> tuple[str, ...]:
         """The replicas that may answer, those that are about to stop among them."""
-        members = await self.members()
-        return () if members is None else members.present
+        if not self._membership.present:
+            with suppress(ControllerError):
+                await self._membership.look()
+        return self._membership.present
 
-    def lose(self, replica_id: str) -> None:
-        """Ends the wait of every turn for a replica that is known to be gone: it may fall silent without breaking
-        off."""
-        self._readers.lose(replica_id)
+    async def look(self) -> None:
+        """Asks the controller who is there. To be called every membership.LOOK_INTERVAL_S. Raises ControllerError."""
+        await self._membership.look()
 
-    async def broadcast(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """The answers of all replicas that answer in time, in the order of `present`. Serve's own broadcast gives none
-        if one is missing."""
+    async def broadcast(self, call: AnyCall, timeout_s: float | None = None) -> list[Any]:
+        """The answers of all replicas that answer in time, in the order of `present`."""
         names = await self.present()
-        calls = (self.call(name, method, *args, timeout_s=timeout_s) for name in names)
+        calls = (self.call(name, call, timeout_s) for name in names)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, BaseException):
-                logger.warning("replica %s did not answer %s: %r", name, method, answer)
+                logger.warning("replica %s did not answer %s: %r", name, type(call).__name__, answer)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def any_answers(self, timeout_s: float) -> bool:
         """Whether one replica does, whatever the others do."""
         names = await self.present()
-        calls = [asyncio.create_task(self.call(name, "name", timeout_s=timeout_s)) for name in names]
+        calls = [asyncio.create_task(self.call(name, Describe(), timeout_s)) for name in names]
         try:
             for answer in asyncio.as_completed(calls):
                 with suppress(ReplicaGone):
@@ -144,59 +142,87 @@ class ReplicaCalls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _open_feed(
-        self, replica_id: str, feed_id: str, taken: int | None
-    ) -> AsyncGenerator[FeedItem, None]:
-        # A replica of the version before takes no number: it cannot go on behind one.
-        behind = () if taken is None else (taken,)
-        response = self._feed.options(session_id=replica_id).remote(feed_id, *behind)
-        try:
-            with failures_typed(replica_id):
-                async for batch in response:
-                    yield batch
-        except AioRpcError as error:  # of whatever code: a connection that breaks may have any
-            raise ReplicaGone(replica_id) from error
-        finally:
-            _cancel(response)
+    def stop(self) -> None:
+        """To calls that still wait their replica is lost."""
+        for name, link in list(self._links.items()):
+            link.lose(ReplicaGone(name))
+
+    async def _link(self, replica_id: str) -> ReplicaLink:
+        """Raises ReplicaGone for a replica that is not there."""
+        if replica_id == ANY_REPLICA:
+            await self.present()
+            replica_id = self._membership.pick() or ANY_REPLICA
+        link = self._links.get(replica_id)
+        if link is not None:
+            return link
+        status = await self._membership.find(replica_id)
+        if status is None or status.address is None:
+            raise ReplicaGone(replica_id, Loss.UNKNOWN)
+        link = self._links.get(replica_id)  # another call may have opened it meanwhile
+        if link is None:
+            link = self._links[replica_id] = ReplicaLink(
+                replica_id,
+                partial(self._open_connection, status.address),
+                self._times,
+                on_broken=partial(self._broke, replica_id, status.address),
+                on_lost=self._lost,
+            )
+        return link
+
+    def _gone(self, replica_id: str) -> None:
+        """The controller lists it no more. It may fall silent without breaking off."""
+        if (link := self._links.get(replica_id)) is not None:
+            link.lose(ReplicaGone(replica_id))
+        self._on_gone(replica_id)
+
+    def _lost(self, link: ReplicaLink) -> None:
+        if self._links.get(link.replica_id) is link:
+            del self._links[link.replica_id]
+
+    def _broke(self, replica_id: str, address: ReplicaAddress) -> None:
+        self._on_broken()
+        self._tasks.start(self._look_for_death(self._links[replica_id], address))
+
+    async def _look_for_death(self, link: ReplicaLink, address: ReplicaAddress) -> None:
+        """While the connection is broken: a process that has ended does not come back."""
+        while link.broken and not link.lost:
+            if await self._has_died(address):
+                link.lose(ReplicaGone(link.replica_id, Loss.DIED))
+                return
+            await asyncio.sleep(DEATH_CHECK_S)
 
 
-@contextmanager
-def failures_typed(replica_id: str) -> Iterator[None]:
-    """Around a wait for a replica. Raises ReplicaGone for a lost one and ServiceError for a message that is too large
-    for it; any other error stays what it is."""
-    try:
-        yield
-    except ActorDiedError as error:
-        raise ReplicaGone(replica_id, Loss.DIED) from error
-    except LOST as error:
-        raise ReplicaGone(replica_id) from error
-    except AioRpcError as error:
-        if error.code() in LOST_CODES:
-            raise ReplicaGone(replica_id) from error
-        if error.code() is StatusCode.RESOURCE_EXHAUSTED:
-            raise ServiceError(TOO_LARGE) from error
-        raise
+class TurnEvents:
+    """What has come of one turn and was not read yet. One reader. If it has not read the last events yet, it reads
+    them together."""
 
+    def __init__(self) -> None:
+        self._unread = UnreadEvents()
+        self._gone: ReplicaGone | None = None
+        self._arrived = asyncio.Event()
+        self.ended = False
+        """Whether its last event is here, or can come no more."""
 
-async def hand_over(news: TurnNews, response: Awaitable[TurnReply], replica_id: str) -> None:
-    """How the turn ended, however long it takes: the feed tells whether the replica lives."""
-    try:
-        with failures_typed(replica_id):
-            news.end(await response)
-    except asyncio.CancelledError:
-        news.fail(ReplicaGone(replica_id))
-        raise
-    except Exception as error:
-        news.fail(error)
+    def deliver(self, item: Answer | TurnEvent | ReplicaGone) -> None:
+        if isinstance(item, ReplicaGone):
+            self._gone = item
+            self.ended = True
+        else:
+            assert isinstance(item, TurnEvent)
+            self._unread.add(item)
+            self.ended = item.finish is not None or item.error is not None
+        self._arrived.set()
 
+    def __aiter__(self) -> AsyncIterator[TurnEvent]:
+        return self
 
-def _detached(remote: Callable[..., Any], *args: Any) -> Any:
-    """Calls in a context of its own. Serve cancels the calls of a request whose client leaves, before this end knows
-    why: it would take the replica for lost, and move its sessions. Whoever makes a call cancels it."""
-    return Context().run(remote, *args)
-
-
-def _cancel(response: Any) -> None:
-    """Does nothing to a call that has ended. Serve's `cancel` raises what it ended with, if it failed."""
-    with suppress(Exception):
-        response.cancel()
+    async def __anext__(self) -> TurnEvent:
+        """The next events, as one. Raises ReplicaGone in place of what will not come."""
+        while not self._unread:
+            if self._gone is not None:
+                raise self._gone
+            if self.ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._unread.take()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from serving.wire.turn_events import end_behind
 from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish

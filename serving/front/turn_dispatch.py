@@ -11,8 +11,10 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from controllers.errors import ControllerError, NoAnswer, NoReplica, StoreError
 from controllers.records import COUNTED_KEY
@@ -20,10 +22,11 @@ from controllers.session_keys import tenant_in
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
+from serving.front.replica_gone import Loss, ReplicaGone
 from serving.watch.metrics import IngressMetrics
+from serving.wire.calls import Abort, AnyCall
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import (
-    CALL_REPEATED,
     REPLICA_LOST,
     SESSION_MOVED,
     SESSION_NOT_FOUND,
@@ -31,7 +34,6 @@ from serving.wire.errors import (
     error_info,
     unavailable,
 )
-from serving.wire.routing_errors import Loss, ReplicaGone
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
 """Replicas that one turn may lose in mid-stream and go on: it may be what kills them."""
-RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, CALL_REPEATED, "engine_stopped"})
+RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, "engine_stopped"})
 LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 """A replica that had the session says so: the first time nothing is wrong but who was asked."""
 LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
@@ -62,11 +64,6 @@ class Attempt:
     replica_id: str
     first: TurnEvent
     rest: AsyncIterator[TurnEvent]
-
-    async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        yield self.first
-        async for event in self.rest:
-            yield event
 
 
 class TurnDispatcher:
@@ -130,34 +127,32 @@ class TurnDispatcher:
                 self._owners.put(assignment.session_id, owner)
                 return assignment.session_id
 
-    async def ask_owner(self, key: str, method: str, *args: Any) -> Any:
-        """`method(key, epoch, *args)` of the session's owner, wherever that is by then. Must bear repetition.
-
-        Raises ServiceError, also for the ErrorInfo that it answers with.
-        """
+    async def ask_owner(self, key: str, call_at: Callable[[int], AnyCall]) -> Any:
+        """What the session's owner, wherever that is by then, answers to the call at its epoch, which must bear
+        repetition. Raises ServiceError."""
         deadline_s = _now_s() + self._failover_timeout_s
         failed = asked_anew = False
         while True:
             owner = await self._find(key, deadline_s, create=False)
             try:
-                answer = await self._replicas.call(owner.replica_id, method, key, owner.epoch, *args)
+                return await self._replicas.call(owner.replica_id, call_at(owner.epoch))
             except ReplicaGone as gone:
-                answer = GONE
+                refusal = GONE
                 await self._report(gone)
                 failed = True
-            if not isinstance(answer, ErrorInfo):
-                return answer
-            if answer.code in LOG_AWAY:
-                await self._pause(deadline_s, answer)
+            except ServiceError as error:
+                refusal = error.info
+            if refusal.code in LOG_AWAY:
+                await self._pause(deadline_s, refusal)
                 continue
             self.forget(key)
-            if answer.code in LET_GO and not asked_anew:
+            if refusal.code in LET_GO and not asked_anew:
                 asked_anew = True
                 continue
-            if not _retried(answer, failed):
-                raise ServiceError(answer)
+            if not _retried(refusal, failed):
+                raise ServiceError(refusal)
             self._metrics.failed_over()
-            await self._pause(deadline_s, answer)
+            await self._pause(deadline_s, refusal)
 
     async def once_log_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
         """What `ask` comes to, which must bear repetition: while the log is away it is asked again, for as long as a
@@ -191,7 +186,7 @@ class TurnDispatcher:
             return None
         if turn.aborted:
             # The abort may have been at the replica before the call was.
-            await self._replicas.broadcast("abort", call.request_id, call.tenant, timeout_s=ABORT_TIMEOUT_S)
+            await self._replicas.broadcast(Abort(call.request_id, call.tenant), ABORT_TIMEOUT_S)
         return attempt
 
     async def _find_taker(self, call: TurnCall, stack: AsyncExitStack) -> Attempt:
@@ -213,7 +208,7 @@ class TurnDispatcher:
             except ReplicaGone as gone:
                 refusal = GONE
                 await self._report(gone)
-                failed = True
+                failed, call = True, _for_living_session(call, owner)
             except StopAsyncIteration:
                 raise ServiceError(
                     ErrorInfo(500, "internal_error", "the turn ended without an answer")
@@ -230,8 +225,6 @@ class TurnDispatcher:
                 continue
             if not _retried(refusal, failed, in_mid_stream=call.resumed is not None):
                 raise ServiceError(refusal)
-            if refusal.code == CALL_REPEATED:
-                failed, call = True, _for_living_session(call, owner)
             if call.session is not None:
                 self._owners.forget(call.session.session_id)
             self._metrics.failed_over()
@@ -263,17 +256,18 @@ class TurnDispatcher:
                 yield turn.told.aborted()
                 return
             failure = BROKEN_OFF
+            event: TurnEvent | None = attempt.first
             try:
-                async with aclosing(attempt.events()) as events:
-                    async for event in events:
-                        if event.error is not None and event.error.code in RETRIED_CODES:
-                            failure = event.error
-                            break
-                        news = turn.told.news(event)
-                        if news is not None:
-                            yield news
-                        if event.finish is not None or event.error is not None:
-                            return
+                while event is not None:
+                    if event.error is not None and event.error.code in RETRIED_CODES:
+                        failure = event.error
+                        break
+                    news = turn.told.news(event)
+                    if news is not None:
+                        yield news
+                    if event.finish is not None or event.error is not None:
+                        return
+                    event = await anext(attempt.rest, None)
             except ReplicaGone as gone:
                 failure = LOST
                 await self._report(gone)

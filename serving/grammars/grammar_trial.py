@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 import weakref
-from dataclasses import asdict
 
+from msgspec.structs import asdict
 from tokenizers import Tokenizer
 
 from serving.wire.errors import unavailable

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from controllers.session import Turn
-from engine.api import Finish, FinishReason, TokenDelta
-from serving.replica.mailbox import Inbox
+from engine.api import EngineError, Finish, FinishReason, TokenDelta
 from serving.text.text import OutputText, TextProcessor
 from serving.watch.metrics import ReplicaMetrics
-from serving.wire.turn_events import end_behind, merge_events
+from serving.wire.turn_events import end_behind
 from serving.wire.turns import ResumedTurn, TurnCall, TurnEvent, TurnFinish
 
 NOTHING = ResumedTurn(())
@@ -18,26 +18,32 @@ NOTHING = ResumedTurn(())
 
 @dataclass(slots=True, eq=False)
 class LiveTurn:
-    """Owned by the coroutine that streams it. `request_id` is the engine's, unique on this replica.
+    """Owned by the coroutine that runs it. `request_id` is the engine's, unique on this replica.
 
-    `turn` is None outside a session. `finish` is set once the engine has sent its final delta; `settled` once the
-    turn has been committed or rolled back (or will be, by a task of its own). `resumed` is what the engine's first
-    delta tells again: no time is counted for it, and the log-probabilities in it are added to what is told.
+    `turn` is None outside a session. `emit` takes its events while somebody listens. `finish` is set once the engine
+    has sent its final delta, and `ended` with it; `settled` once the turn has been committed or rolled back (or will
+    be, by a task of its own). `resumed` is what the engine's first delta tells again: no time is counted for it, and
+    the log-probabilities in it are added to what is told.
     """
 
     call: TurnCall
     request_id: str
     turn: Turn | None
     new_tokens: list[int]
-    inbox: Inbox
+    emit: Callable[[TurnEvent], None]
     output: OutputText
     started_s: float
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     output_tokens: list[int] = field(default_factory=list)
     told: list[TurnEvent] = field(default_factory=list)
     resumed: ResumedTurn = NOTHING
     last_token_s: float | None = None
     finish: Finish | None = None
     settled: bool = False
+
+    def end(self, finish: Finish) -> None:
+        self.finish = finish
+        self.ended.set()
 
     def final_event(self) -> TurnEvent:
         """The event that ends a turn which did not fail; totals are those of the last delta."""
@@ -55,21 +61,25 @@ class TurnTeller:
         self._metrics = metrics
         self._clock = clock
 
-    def tell(self, live: LiveTurn, deltas: list[TokenDelta]) -> list[TurnEvent]:
-        """What all deltas that wait say, as one event if there is anything to say: under load an event costs more than
-        a token. Notes the finish, if it is there."""
-        if not deltas:
-            return []
-        self._time(live, sum(len(delta.token_ids) for delta in deltas) - len(live.resumed.token_ids))
-        *earlier, last = [self._event(live, delta) for delta in deltas]
-        event = merge_events(earlier, last) if earlier else last
-        live.told.append(event)
-        return [event] if event.token_ids or event.text or event.input_logprobs else []
+    def take(self, live: LiveTurn, delta: TokenDelta) -> None:
+        """Emits what the delta says, if that is anything. Notes the finish, if it is there, whatever goes wrong."""
+        try:
+            self._time(live, len(delta.token_ids) - len(live.resumed.token_ids))
+            event = self._event(live, delta)
+            live.told.append(event)
+            if event.token_ids or event.text or event.input_logprobs:
+                live.emit(event)
+        except Exception as error:
+            live.end(
+                Finish(FinishReason.ERROR, error=EngineError(f"its output could not be told ({error!r})"))
+            )
+            raise
+        if delta.finish is not None:
+            live.end(delta.finish)
 
     def _event(self, live: LiveTurn, delta: TokenDelta) -> TurnEvent:
         known, live.resumed = live.resumed, NOTHING
         live.output_tokens.extend(delta.token_ids)
-        live.finish = delta.finish
         failed = delta.finish is not None and delta.finish.reason is FinishReason.ERROR
         return TurnEvent(
             text="" if failed else live.output.push(delta.token_ids, delta.finish),

@@ -9,15 +9,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import ray
 from ray import serve
 
 from cache.audit import PageAccounts
 from controllers.errors import ControllerError, NoAnswer
-from controllers.records import ForkOrder
+from controllers.records import ReplicaAddress
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from controllers.settings import Deployment
@@ -28,8 +30,10 @@ from serving.background import BackgroundTasks
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.hand_over_pace import HandOverPace
+from serving.replica.link_server import TICK_S, Emit, LinkServer, PeerConnections, TakeFrame
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
+from serving.replica.peer_sockets import PeerSockets
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
@@ -40,19 +44,28 @@ from serving.text.text import TextProcessor
 from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.ray_gauges import RayGauges
+from serving.wire.calls import (
+    Abort,
+    AnyCall,
+    Audit,
+    CloseSession,
+    Describe,
+    Drain,
+    Flush,
+    ForkSession,
+    GetModelInfo,
+    MetricsText,
+    RunTurn,
+    answer_of,
+)
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
-from serving.wire.errors import error_event, error_info, unavailable
-from serving.wire.event_feed import EventFeeds, FeedItem
+from serving.wire.errors import error_info, unavailable
+from serving.wire.link_keys import CurveKeys
 from serving.wire.turns import (
     ChatPrompt,
-    ErrorInfo,
-    FeedLine,
-    ForkedSession,
     ModelInfo,
     ServiceError,
-    TurnCall,
     TurnEvent,
-    TurnReply,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,11 +76,21 @@ ENGINE_STOP_TIMEOUT_S = 5.0
 GAUGE_INTERVAL_S = 5.0
 HAND_OVER_INTERVAL_S = 0.1
 HAND_OVER_TIMEOUT_S = 60.0
+RETIRE_SHARE = 0.9
+"""Of the grace that Serve gives; then it ends the process, whatever is left."""
 LAST_ANSWERS_S = 1.0
 """So long its last answers may be on their way: ingresses leave a replica that has said farewell."""
 START_TIMEOUT_S = 900.0
 
 EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
+
+
+class Listener(PeerConnections, Protocol):
+    """Where front ends connect to."""
+
+    def open(self, frame_came: TakeFrame) -> ReplicaAddress: ...
+
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +99,7 @@ class ReplicaPlace:
 
     replica_id: str
     controller: ControllerCalls
+    listener: Listener
     publish_gauges: Callable[[EngineStats], None]
     load_text: Callable[[ModelSettings, Engine], TextProcessor]
     clock: Callable[[], float]
@@ -83,7 +107,7 @@ class ReplicaPlace:
 
 
 class LLMReplica:
-    """Actor methods of a replica. Errors cross as data (ErrorInfo), never as pickled exceptions.
+    """A replica's actor. Front ends call it over their links; errors cross as data (ErrorInfo).
 
     `place_of` finds the place in the process that the replica starts in.
     """
@@ -92,9 +116,9 @@ class LLMReplica:
         self,
         args: AppArgs,
         build_engine: EngineFactory,
-        place_of: Callable[[AppArgs], ReplicaPlace],
+        place_of: Callable[[AppArgs], Awaitable[ReplicaPlace]],
     ) -> None:
-        place = place_of(args)
+        place = await place_of(args)
         self._replica_id = place.replica_id
         self._args = args
         self._tasks = BackgroundTasks()
@@ -104,8 +128,9 @@ class LLMReplica:
         self._text = await asyncio.to_thread(place.load_text, settings.model, self._engine)
         self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
         self._publish = place.publish_gauges
-        self._feeds = EventFeeds()
         self._controller = place.controller
+        self._listener = place.listener
+        self._links = LinkServer(place.listener, self.serve, self._tasks)
         self._model = _served_model(self._text, self._engine)
         sessions = SessionController(
             place.clock, args.sessions.idle_timeout_s, self._model, make_chain=self._engine.empty_chain
@@ -143,79 +168,63 @@ class LLMReplica:
         self._drained = False
         self._clock = place.clock
         self._answered_s = place.clock()
-        self._calls = 0  # of `turn`, that have not been answered
         self._created = int(place.unix_clock())
         await self._start()
 
-    async def name(self) -> str:
-        """Which replica this is: calls that go to any ask first, and are then pinned to the one that answered."""
-        return self._replica_id
+    async def serve(self, call: AnyCall, emit: Emit) -> None:
+        """Carries out a front end's call. Errors are answers, too."""
+        if isinstance(call, RunTurn):
+            await self._turn(call, emit)
+            return
+        try:
+            emit(answer_of(await self._answer(call)))
+        except (ControllerError, EngineError, ServiceError) as error:
+            emit(answer_of(error_info(error)))
+        except Exception as error:
+            logger.exception("%s failed", type(call).__name__)
+            emit(answer_of(error_info(error)))
 
-    async def turn(self, call: TurnCall, epoch: int | None, line: FeedLine) -> TurnReply:
-        """Runs a turn, see TurnRunner.run. News go ahead over the feed; cancelling the call aborts the turn.
-
-        One that is drained takes none, also while it ends those that it has: ingresses leave it, and Serve replaces it.
-        """
+    async def _turn(self, call: RunTurn, emit: Emit) -> None:
+        """Runs a turn, see TurnRunner.run. One that is drained takes none, also while it ends those that it has: front
+        ends leave it, and Serve replaces it."""
         if self._host.emptied:
-            return TurnReply(0, (TurnEvent(error=unavailable("the replica is drained")),))
-        self._calls += 1
+            emit(TurnEvent(error=unavailable("the replica is drained")))
+            return
         try:
-            with self._feeds.line(line) as told:
-                last = await self._turns.run(call, epoch, told.put)
-                return await told.reply(last)
-        except ServiceError as refused:
-            return TurnReply(0, (error_event(refused),))
-        finally:
-            self._calls -= 1
+            emit(await self._turns.run(call.turn, call.epoch, emit))
+        except Exception as error:
+            logger.exception("request %s failed", call.turn.request_id)
+            emit(TurnEvent(error=error_info(error)))
 
-    async def feed(self, feed_id: str, taken: int | None = None) -> AsyncGenerator[FeedItem, None]:
-        """News of every turn that names this feed, see EventFeeds.stream."""
-        async for batch in self._feeds.stream(feed_id, taken):
-            yield batch
-
-    async def close_session(self, session_id: str, epoch: int | None = None) -> bool | ErrorInfo:
-        """True if the session was held here at that epoch; it is closed now or when its turn ends. Front ends of the
-        version before name no epoch."""
-        try:
-            return await self._host.close(session_id, epoch)
-        except ControllerError as error:
-            return error_info(error)
-
-    async def fork_session(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession | ErrorInfo:
-        """Starts a session at the first tokens of one that is owned here, see SessionHost.fork."""
-        try:
-            return await self._host.fork(parent_id, epoch, order)
-        except (ControllerError, EngineError) as error:
-            return error_info(error)
-
-    async def abort(self, request_id: str | None, tenant: str) -> int:
-        """Aborts the tenant's requests of that name, or all of them; returns how many."""
-        return self._turns.abort(request_id, tenant)
-
-    async def heartbeat(self) -> None:
-        """Reports now: what the controller thinks of this replica has changed."""
-        await self._host.heartbeat()
+    async def _answer(self, call: AnyCall) -> Any:
+        match call:
+            case CloseSession():
+                return await self._host.close(call.session_id, call.epoch)
+            case ForkSession():
+                return await self._host.fork(call.parent_id, call.epoch, call.order)
+            case Abort():
+                return self._turns.abort(call.request_id, call.tenant)
+            case Flush():
+                async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
+                    return await asyncio.wrap_future(self._engine.flush())
+            case Drain():
+                return await self._host.drain()
+            case Audit():
+                return await self._audit()
+            case Describe():
+                return self._describe()
+            case MetricsText():
+                return self._metrics.render()
+            case GetModelInfo():
+                return self._model_info()
+        raise AssertionError(f"no answer to {type(call).__name__}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """This replica's load, which Ray Serve asks for where `replicas.autoscaling` is set."""
         stats = self._engine.stats()
         return ReplicaLoad(stats.running + stats.waiting, stats.kv_utilization).stats()
 
-    async def drain(self) -> ErrorInfo | None:
-        """Empties this replica, see SessionHost.drain; then it fails its health checks, and Serve replaces it."""
-        try:
-            await self._host.drain()
-        except ControllerError as error:
-            return error_info(error)
-        return None
-
-    async def flush(self) -> bool:
-        """Drops every cached prefix; False while requests run."""
-        async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
-            return await asyncio.wrap_future(self._engine.flush())
-
-    async def audit(self) -> dict[str, Any]:
-        """The deep audit, JSON ready."""
+    async def _audit(self) -> dict[str, Any]:
         try:
             async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
                 report = await asyncio.wrap_future(self._engine.audit())
@@ -223,10 +232,7 @@ class LLMReplica:
             return failed_audit(self._replica_id, str(error) or "the engine did not answer")
         return replica_audit(self._replica_id, report)
 
-    async def metrics_text(self) -> str:
-        return self._metrics.render()
-
-    async def model_info(self) -> ModelInfo:
+    def _model_info(self) -> ModelInfo:
         return ModelInfo(
             model_id=self._args.model.model_id,
             model_path=self._args.model.path,
@@ -237,9 +243,9 @@ class LLMReplica:
             tool_calls=self._text.tool_format(self._args.model.tool_calls),
         )
 
-    async def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready."""
-        figures = replica_figures(self._replica_id, self._turns.num_live, len(self._feeds), self._engine)
+        figures = replica_figures(self._replica_id, self._turns.num_live, len(self._links), self._engine)
         return figures | {"model": asdict(self._model.fingerprint)}
 
     async def check_health(self) -> None:
@@ -254,17 +260,32 @@ class LLMReplica:
         engine: Engine | None = getattr(self, "_engine", None)
         if engine is None:
             return
+        await self._retire()
         await self._host.farewell()
         await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
+        await self._listener.close()
         try:
             await asyncio.to_thread(engine.stop, ENGINE_STOP_TIMEOUT_S)
         except (EngineError, TimeoutError) as error:
             logger.error("the engine did not stop: %s", error)
 
+    async def _retire(self) -> None:
+        """Serve takes this replica away: it ends its turns and hands its sessions over first, as long as there is time
+        and somebody who takes them. What is left is in the log."""
+        try:
+            await self._host.drain()
+        except ControllerError as error:
+            logger.info("the sessions stay in the log: %s", error)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RETIRE_SHARE * self._args.replicas.graceful_shutdown_timeout_s):
+                while self._host.hands_over or not self._answered_all():
+                    await asyncio.sleep(HAND_OVER_INTERVAL_S)
+
     async def _start(self) -> None:
         await asyncio.to_thread(_warm, self._text)
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
+        self._host.address = self._listener.open(self._links.frame_came)
         await self._join()
         controller, sessions = self._args.controller, self._args.sessions
         self._tasks.every(
@@ -273,6 +294,7 @@ class LLMReplica:
         self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(HAND_OVER_INTERVAL_S, self._hand_over, timeout_s=HAND_OVER_TIMEOUT_S)
         self._tasks.every(WATCH_INTERVAL_S, self._watch.look, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks.every(TICK_S, self._links.watch, timeout_s=TICK_S)
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
 
     async def _join(self) -> None:
@@ -292,21 +314,35 @@ class LLMReplica:
         await self._host.hand_over()
         if self._drained:
             return
-        if self._calls or not self._host.emptied:
-            self._answered_s = self._clock()
-        elif self._clock() - self._answered_s > LAST_ANSWERS_S:
+        if self._answered_all() and self._host.emptied:
             self._drained = True
             await self._host.farewell()
+
+    def _answered_all(self) -> bool:
+        """Whether no call is under way, and the last answers have arrived."""
+        now_s = self._clock()
+        if self._links.calls:
+            self._answered_s = now_s
+        return now_s - self._answered_s > LAST_ANSWERS_S
 
     async def _publish_gauges(self) -> None:
         self._publish(self._engine.stats())
 
 
-def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
+async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
     """That of a replica of Ray Serve."""
+    controller = connect_controller(args.controller.name, deployment)
+    context = ray.get_runtime_context()
     return ReplicaPlace(
         replica_id=serve.get_replica_context().replica_id.unique_id,
-        controller=connect_controller(args.controller.name, deployment),
+        controller=controller,
+        listener=PeerSockets(
+            ray.util.get_node_ip_address(),
+            CurveKeys.of_secret(await controller.link_secret()).public,
+            node_id=context.get_node_id(),
+            actor=context.get_actor_name(),
+            namespace=context.namespace,
+        ),
         publish_gauges=RayGauges().publish,
         load_text=_load_text,
         clock=time.monotonic,
@@ -314,15 +350,15 @@ def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
     )
 
 
-def replica_figures(replica_id: str, num_live: int, num_feeds: int, engine: Engine) -> dict[str, Any]:
-    """JSON ready; `feeds` are the ingresses that listen, `tasks` those of the event loop. Under `execution` is
+def replica_figures(replica_id: str, num_live: int, num_links: int, engine: Engine) -> dict[str, Any]:
+    """JSON ready; `links` are the front ends that are connected, `tasks` those of the event loop. Under `execution` is
     what the engine runs on and how."""
     stats = engine.stats()
     return {
         "replica_id": replica_id,
         "pid": os.getpid(),
         "live_turns": num_live,
-        "feeds": num_feeds,
+        "links": num_links,
         "tasks": len(asyncio.all_tasks()),
         **asdict(stats),
         "pages": _pages(stats.pages),

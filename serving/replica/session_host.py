@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from controllers.errors import (
     StaleEpoch,
     TurnInFlight,
 )
-from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, SessionStatus
+from controllers.records import ForkOrder, ReplicaAddress, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import Fork, SessionController, Turn
 from controllers.session_keys import named
 from engine.api import Engine, EngineError, SessionBusy
@@ -74,8 +75,11 @@ class SessionHost:
         self._kv_asked: Future[dict[str, int]] | None = None
         self._crowded = False
         self._draining = False
-        self._leaving = False
         self._left = False
+        self._stuck = False
+        """Whether nobody took the last session that was to go."""
+        self.address: ReplicaAddress | None = None
+        """Where front ends reach this replica, once they do."""
 
     async def hold(self, session_id: str, epoch: int) -> None:
         """Makes sure that the session is held at `epoch`, loading its committed history if need be.
@@ -154,6 +158,9 @@ class SessionHost:
         A close that waits is in the log before this returns: whoever owns the session then carries it out. Raises
         ControllerError if the ledger could not be told.
         """
+        if epoch is not None and (loading := self._loading.get((session_id, epoch))) is not None:
+            with suppress(ControllerError):  # else it would be held here when it is closed already
+                await self._tasks.outcome(loading)
         held = self._sessions.epoch(session_id)
         if held is None or epoch not in (None, held):
             return False
@@ -201,8 +208,8 @@ class SessionHost:
         load, held = self.status(), self._statuses(await self._held_kv())
         reply = await self._controller.heartbeat(load, held)
         self._crowded = reply.crowded
-        self._leaving |= reply.leaving  # the controller's answer to `drain` may have been lost
-        self._drains(reply.draining or self._leaving)
+        if reply.draining:  # the controller's answer to `drain` may have been lost
+            self._begin_drain()
         if not reply.known:
             await self._controller.register_replica(load)
         epochs = {status.session_id: status.epoch for status in held}
@@ -217,8 +224,7 @@ class SessionHost:
         it had heard.
         """
         await self._controller.drain_replica(self._replica_id)
-        self._leaving = True
-        self._drains(True)
+        self._begin_drain()
 
     async def hand_over(self) -> None:
         """Of a replica that drains: lets others have the sessions that have no turn, one after another, those in use
@@ -232,13 +238,19 @@ class SessionHost:
             handing_over = self._tasks.start(self._hand_over(status.session_id, status.epoch))
             self._handing_over[status.session_id] = handing_over
             handing_over.add_done_callback(partial(self._handed_over, status.session_id))
-            if not await self._tasks.outcome(handing_over):
-                return  # nobody can take it, nor the others
+            self._stuck = not await self._tasks.outcome(handing_over)
+            if self._stuck:
+                return  # nor the others
 
     @property
     def emptied(self) -> bool:
         """Whether this replica is to go for good, and holds nothing any more."""
-        return self._leaving and not self._sessions.snapshot()
+        return self._draining and not self._sessions.snapshot()
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it has sessions that others are to take, and do."""
+        return self._draining and not self._stuck and bool(self._sessions.snapshot())
 
     async def farewell(self) -> None:
         """Says that this replica answers nothing any more. Never raises: whoever misses it notices."""
@@ -258,15 +270,17 @@ class SessionHost:
             sessions=stats.sessions,
             running=stats.running,
             waiting=stats.waiting,
-            draining=self._leaving,
+            draining=self._draining,
             step_age_s=self._engine.step_age_s,
             settings_hash=self._settings_hash,
+            address=self.address,
         )
 
-    def _drains(self, draining: bool) -> None:
-        if draining and not self._draining:
+    def _begin_drain(self) -> None:
+        """For good."""
+        if not self._draining:
+            self._draining = True
             self._pace.begin()
-        self._draining = draining
 
     def _statuses(self, kv_tokens: dict[str, int]) -> list[SessionStatus]:
         stats = self._engine.stats()

@@ -11,6 +11,8 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -24,7 +26,7 @@ from controllers.errors import (
 )
 from controllers.session import Replay, SessionController, Turn
 from controllers.session_keys import named
-from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint
+from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint, TokenDelta
 from serving.background import BackgroundTasks
 from serving.replica.live_turn import NOTHING, LiveTurn, TurnTeller
 from serving.replica.mailbox import Mailbox
@@ -41,6 +43,8 @@ from serving.wire.turns import ResumedTurn, ServiceError, SessionTurn, TurnCall,
 from serving.wire.versions import mismatch
 
 logger = logging.getLogger(__name__)
+
+Emit = Callable[[TurnEvent], None]
 
 LOOK_UP_S = 2.0
 ABORT_TIMEOUT_S = 30.0
@@ -84,7 +88,7 @@ class TurnRunner:
         self._leaving: dict[str, asyncio.Task[Any]] = {}  # by session: its client has left
         self._overlaps = Overlaps()
 
-    async def run(self, call: TurnCall, epoch: int | None, tell: Callable[[TurnEvent], None]) -> TurnEvent:
+    async def run(self, call: TurnCall, epoch: int | None, tell: Emit) -> TurnEvent:
         """Tells news as they come; returns the last event, which has a finish or an error."""
         with self._overlaps.client() as left:
             return await self._run(call, epoch, tell, left)
@@ -93,11 +97,11 @@ class TurnRunner:
         self,
         call: TurnCall,
         epoch: int | None,
-        tell: Callable[[TurnEvent], None],
+        tell: Emit,
         left: asyncio.Future[bool],
     ) -> TurnEvent:
         try:
-            begun = await self._begin(call, epoch, left)
+            begun = await self._begin(call, epoch, tell, left)
         except (EngineError, ControllerError, ServiceError) as error:
             self._metrics.turn_ended(_outcome_of(error))
             return error_event(error)
@@ -105,7 +109,7 @@ class TurnRunner:
             self._metrics.turn_ended("replayed")
             return decode_result(begun.result)
         try:
-            await self._follow(begun, tell)
+            await self._follow(begun)
             begun.settled = True
             ending = self._end(begun)
             try:
@@ -133,7 +137,7 @@ class TurnRunner:
         return len(self._live)
 
     async def _begin(
-        self, call: TurnCall, epoch: int | None, left: asyncio.Future[bool]
+        self, call: TurnCall, epoch: int | None, emit: Emit, left: asyncio.Future[bool]
     ) -> LiveTurn | Replay:
         """Lends the history, builds the request and submits it. On any error nothing is changed."""
         started_s = self._clock()
@@ -141,7 +145,7 @@ class TurnRunner:
             raise ServiceError(refusal)
         constraint = await self._builder.constraint(call)
         if call.session is None:
-            return await self._submit(call, None, started_s, constraint)
+            return await self._submit(call, None, emit, started_s, constraint)
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
         session, digest = call.session, await self._builder.digest(call)
@@ -160,7 +164,7 @@ class TurnRunner:
                 await self._host.offer(session.session_id, epoch)
             elif not _is_same(begun, call.resumed):
                 raise ServiceError(OVERTAKEN)
-            return await self._submit(call, begun, started_s, constraint)
+            return await self._submit(call, begun, emit, started_s, constraint)
         except SessionMoved:
             await self._tasks.outcome(self._tasks.start(self._host.let_go(begun)))
             raise
@@ -192,7 +196,12 @@ class TurnRunner:
                     raise
 
     async def _submit(
-        self, call: TurnCall, turn: Turn | None, started_s: float, constraint: TokenConstraint | None
+        self,
+        call: TurnCall,
+        turn: Turn | None,
+        emit: Emit,
+        started_s: float,
+        constraint: TokenConstraint | None,
     ) -> LiveTurn:
         engine_id = f"{call.request_id}#{next(self._numbers)}"
         request = await self._builder.build(call, turn, engine_id, constraint)
@@ -201,12 +210,13 @@ class TurnRunner:
             request_id=engine_id,
             turn=turn,
             new_tokens=list(request.new_tokens),
-            inbox=self._mailbox.open(engine_id),
+            emit=emit,
             output=self._builder.output_text(call),
             started_s=started_s,
             resumed=call.resumed or NOTHING,
             last_token_s=None if call.resumed is None else started_s,
         )
+        self._mailbox.open(engine_id, partial(self._take, live))
         try:
             self._load.begin(engine_id, call.tenant, len(request.new_tokens))
             self._engine.submit(request)
@@ -217,17 +227,23 @@ class TurnRunner:
         self._live[engine_id] = live
         return live
 
-    async def _follow(self, live: LiveTurn, tell: Callable[[TurnEvent], None]) -> None:
+    def _take(self, live: LiveTurn, delta: TokenDelta) -> None:
+        self._teller.take(live, delta)
+        if live.output_tokens:
+            self._load.computed(live.request_id)
+
+    async def _follow(self, live: LiveTurn) -> None:
         """Until the engine has sent the final delta, or cannot send it any more."""
-        while live.finish is None:
-            deltas = await live.inbox.take(LOOK_UP_S)
-            if not deltas and not self._engine.alive:
-                error = EngineStopped("the engine stopped during the request")
-                live.finish = Finish(FinishReason.ERROR, error=error)
-            for event in self._teller.tell(live, deltas):
-                tell(event)
-            if live.output_tokens:
-                self._load.computed(live.request_id)
+        while live.finish is None and self._engine.alive:
+            await self._ended_within(live, LOOK_UP_S)
+        if live.finish is None:
+            error = EngineStopped("the engine stopped during the request")
+            live.end(Finish(FinishReason.ERROR, error=error))
+
+    async def _ended_within(self, live: LiveTurn, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await live.ended.wait()
 
     def _end(self, live: LiveTurn) -> asyncio.Task[TurnEvent]:
         """Starts what ends a turn whose final delta is there, in a task that outlives the client."""
@@ -241,6 +257,7 @@ class TurnRunner:
 
     def _leave(self, live: LiveTurn) -> asyncio.Task[None]:
         """Starts what ends a turn whose client has left."""
+        live.emit = _nobody_listens
         leaving = self._tasks.start(self._abandon(live))
         self._left_behind(live, leaving)
         return leaving
@@ -327,8 +344,7 @@ class TurnRunner:
         except EngineStopped:
             return
         while live.finish is None and self._clock() < deadline_s and self._engine.alive:
-            for delta in await live.inbox.take(LOOK_UP_S):
-                live.finish = delta.finish
+            await self._ended_within(live, LOOK_UP_S)
         if live.finish is None:
             logger.error("request %s: the engine did not confirm the abort", live.request_id)
 
@@ -347,6 +363,10 @@ class TurnRunner:
         self._live.pop(live.request_id, None)
         if live.turn is not None:
             await self._host.turn_ended(live.turn.session_id)
+
+
+def _nobody_listens(_event: TurnEvent) -> None:
+    pass
 
 
 def _is_same(turn: Turn, resumed: ResumedTurn) -> bool:

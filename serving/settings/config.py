@@ -79,8 +79,7 @@ class AutoscalingArgs(StrictModel):
 
 
 class ReplicaArgs(StrictModel):
-    """Engine replicas: `count` of them, unless there is `autoscaling`. `max_ongoing_requests` is high on purpose:
-    requests queue inside the engine, and the feed of each ingress is one of them.
+    """Engine replicas: `count` of them, unless there is `autoscaling`.
 
     With `execution.tensor_parallel` the CPUs and GPUs are those of each rank.
     """
@@ -89,7 +88,6 @@ class ReplicaArgs(StrictModel):
     autoscaling: AutoscalingArgs | None = None
     num_cpus: Annotated[float, Field(ge=0)] = 0.5
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
-    max_ongoing_requests: Annotated[int, Field(ge=64)] = 4096
     graceful_shutdown_timeout_s: Seconds = 20.0
     step_timeout_s: Seconds = 300.0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None

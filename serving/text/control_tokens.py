@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from serving.wire.turns import ChatPrompt

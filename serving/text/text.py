@@ -124,11 +124,11 @@ class TextProcessor:
             detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
         return OutputText(detokenizer, StopMatcher(stops, keep_stop=not trim_stop), trim_stop=trim_stop)
 
-    def token_text(self, token_id: int) -> str:
-        """A token by itself. Bytes that are no whole character are kept as surrogate escapes."""
+    def token_text(self, token_id: int) -> bytes:
+        """A token by itself, which may be no whole character."""
         if self._token_bytes is None:
-            return ""
-        return self._token_bytes[token_id].decode("utf-8", "surrogateescape")
+            return b""
+        return self._token_bytes[token_id]
 
     def text_logprobs(self, logprobs: Sequence[TokenLogprob]) -> tuple[TextLogprob, ...]:
         """Log-probabilities with their tokens' texts."""

@@ -208,8 +208,8 @@ class IngressMetrics:
             ["ingress"],
             registry=self._registry,
         ).labels(ingress_id)
-        self._feed_breaks = Counter(
-            "kedge_feed_breaks",
+        self._connection_breaks = Counter(
+            "kedge_connection_breaks",
             "Times that the stream of events from a replica broke, and was to be opened again.",
             ["ingress"],
             registry=self._registry,
@@ -227,8 +227,8 @@ class IngressMetrics:
     def taken_over(self) -> None:
         self._takeovers.inc()
 
-    def feed_broke(self) -> None:
-        self._feed_breaks.inc()
+    def connection_broke(self) -> None:
+        self._connection_breaks.inc()
 
     def looked_up(self) -> None:
         self._resolves.inc()

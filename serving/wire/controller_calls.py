@@ -61,6 +61,10 @@ class ControllerCalls:
         if self._deployment is not None:
             await self._call("announce", self._deployment)
 
+    async def link_secret(self) -> bytes:
+        """What the cluster's processes share (serving/wire/link_keys.py)."""
+        return cast(bytes, await self._call("link_secret"))
+
     async def register_replica(self, status: ReplicaStatus) -> None:
         await self._call("register_replica", status)
 
@@ -69,11 +73,6 @@ class ControllerCalls:
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         return bool(await self._call("report_unreachable", replica_id, died))
-
-    async def report_members(
-        self, ingress_id: str, listed: Sequence[str], unlisted: Sequence[str]
-    ) -> list[str]:
-        return cast(list[str], await self._call("report_members", ingress_id, listed, unlisted))
 
     async def drain_replica(self, replica_id: str) -> None:
         await self._call("drain_replica", replica_id)

@@ -41,8 +41,6 @@ STALE_EPOCH = "stale_epoch"
 SESSION_MOVED = "session_moved"
 SESSION_NOT_FOUND = "session_not_found"
 REPLICA_LOST = "replica_lost"
-CALL_REPEATED = "call_repeated"
-FEED_LOST = "feed_lost"
 DEFAULT_RETRY_AFTER_S = 1.0
 
 

@@ -1,50 +1,43 @@
 """What travels between ingress and replica: a turn's call, its events, and the service the protocols speak to.
 
-Plain, picklable data. Protocol adapters (serving/api) translate HTTP bodies into `TurnCall` and `TurnEvent`s back;
+Plain data. Protocol adapters (serving/front/api) translate HTTP bodies into `TurnCall` and `TurnEvent`s back;
 rendering and tokenizing happen on the replica that owns the session.
+
+Neighbouring versions read each other's records (serving/wire/calls.py): fields are only ever added, at the end and with
+a default.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from controllers.wire_record import ABSENT, FIRST_VERSION, WIRE_VERSION, wire_record
+import msgspec
+
+from controllers.wire_record import WIRE_VERSION
 from engine.api import LogprobParams, SamplingParams, TokenLogprob
 from serving.text.tool_calls.formats import FormatName
 
-# The engine's own travel, too. It knows nothing of that.
-wire_record(LogprobParams)
-wire_record(SamplingParams)
-wire_record(TokenLogprob)
 
-
-@wire_record
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
     """Chat messages, rendered with the model's template. In a session only the new messages are given.
 
     `tools` are rendered where they begin a history; later they only have to be the same.
     """
 
     messages: tuple[Mapping[str, Any], ...]
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
     """Plain text, tokenized as it is. `add_bos` follows the tokenizer's default for a fresh sequence."""
 
     text: str
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens"):
     """Token ids, used as they are; the replica checks their range."""
 
     token_ids: tuple[int, ...]
@@ -53,9 +46,7 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class OutputConstraint:
+class OutputConstraint(msgspec.Struct, frozen=True):
     """What the whole output must be: JSON that fits a schema, what a regular expression matches from end to end, or
     function calls (serving/text/tool_calls/grammar.py)."""
 
@@ -63,9 +54,7 @@ class OutputConstraint:
     source: str
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class SessionTurn:
+class SessionTurn(msgspec.Struct, frozen=True):
     """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens.
 
     `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404). `retries`:
@@ -81,19 +70,15 @@ class SessionTurn:
     open_key: str | None = None
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class TextLogprob:
-    """A TokenLogprob with the tokens' texts. Bytes that are no whole character are surrogate escapes in them."""
+class TextLogprob(msgspec.Struct, frozen=True):
+    """A TokenLogprob with the tokens' own bytes, which may be no whole characters."""
 
     token: TokenLogprob
-    text: str
-    top_texts: tuple[str, ...] = ()
+    text: bytes
+    top_texts: tuple[bytes, ...] = ()
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class ResumedTurn:
+class ResumedTurn(msgspec.Struct, frozen=True):
     """What a client has been told of a turn whose replica was lost: the output so far, to be gone on from.
 
     `turn_index` says which of its session's turns it is, `open_key` of which session of that name; None outside a
@@ -108,9 +93,7 @@ class ResumedTurn:
     open_key: str | None = None
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class TurnCall:
+class TurnCall(msgspec.Struct, frozen=True):
     """One generation as the protocols ask for it.
 
     `seed` None means: pick one. `max_new_tokens` None means: as much as the context allows. Both replace the fields of
@@ -135,16 +118,14 @@ class TurnCall:
     session: SessionTurn | None = None
     tenant: str = ""
     resumed: ResumedTurn | None = None
-    wire_version: int = field(default=WIRE_VERSION, metadata={ABSENT: FIRST_VERSION})
+    wire_version: int = WIRE_VERSION
 
     def named(self, request_id: str | None, tenant: str) -> bool:
         """Whether who names `request_id` of `tenant` means this call; None names all of the tenant's."""
         return self.tenant == tenant and request_id in (None, self.request_id)
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class ErrorInfo:
+class ErrorInfo(msgspec.Struct, frozen=True):
     """An error as data: it crosses process borders without pickling exceptions. `status` is the HTTP status."""
 
     status: int
@@ -154,9 +135,7 @@ class ErrorInfo:
     retry_after_s: float | None = None
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class TurnFinish:
+class TurnFinish(msgspec.Struct, frozen=True):
     """How the turn ended. `reason` is "stop", "length" or "abort"; `matched` is the stop token id or string."""
 
     reason: str
@@ -164,9 +143,7 @@ class TurnFinish:
     message: str | None = None
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class TurnEvent:
+class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
     """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error.
 
     `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
@@ -192,27 +169,6 @@ class TurnEvent:
     open_key: str | None = None
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class FeedLine:
-    """Where a replica is to tell a turn's news: the feed of one ingress, and the turn's number in it."""
-
-    feed_id: str
-    number: int
-
-
-@wire_record
-@dataclass(frozen=True, slots=True)
-class TurnReply:
-    """The end of a turn: `told` events went ahead over the feed, these are the rest.
-
-    The last of them has a finish or an error.
-    """
-
-    told: int
-    events: tuple[TurnEvent, ...]
-
-
 class ServiceError(Exception):
     """Raised by TurnService; carries what the client is to be told."""
 
@@ -221,9 +177,7 @@ class ServiceError(Exception):
         self.info = info
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelInfo(msgspec.Struct, frozen=True):
     """What the protocols report of the served model. `tool_calls`: the format of its function calls, if it has one."""
 
     model_id: str
@@ -235,9 +189,7 @@ class ModelInfo:
     tool_calls: FormatName | None = None
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
+class SessionInfo(msgspec.Struct, frozen=True):
     """A session as the ledger knows it. Times are seconds."""
 
     session_id: str
@@ -251,9 +203,7 @@ class SessionInfo:
     tenant: str = ""
 
 
-@wire_record
-@dataclass(frozen=True, slots=True)
-class ForkedSession:
+class ForkedSession(msgspec.Struct, frozen=True):
     """A session that began as a fork: its committed tokens, and how many of them have KV already."""
 
     session_id: str

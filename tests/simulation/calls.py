@@ -20,20 +20,14 @@ from tests.simulation.network import Network, Party, copied
 REPEATED = frozenset(
     f"actor.{method}"
     for method in (
-        "turn",
-        "close_session",
-        "fork_session",
-        "abort",
         "commit_turn",
         "offer_session",
         "report_unreachable",
-        "report_members",
         "deregister_replica",
         "resolve",
     )
 )
-"""Calls that may be carried out twice. Ray does that to a controller that dies before it answers, Serve to a replica
-whose connection breaks before it has taken the call."""
+"""Calls that may be carried out twice: Ray does that to a controller that dies before it answers."""
 UNAVAILABLE = "the connection broke"
 
 
@@ -197,7 +191,6 @@ class Stream:
         self._next = 0
         self._waiting: deque[Callable[[], Any]] = deque()
         self._wakes = asyncio.Event()
-        self._cut_off = False
         self._ended = False
 
     def send(self, target: Party) -> None:
@@ -209,20 +202,6 @@ class Stream:
     @property
     def over(self) -> bool:
         return self._ended or self._caller.dead
-
-    @property
-    def method(self) -> str:
-        return self._method
-
-    def break_off(self, caller_learns_s: float, target_learns_s: float) -> None:
-        """What is on its way is lost, and what will be sent. Each end learns of it after its own time."""
-        target, far = self._target, self._far
-        if self._cut_off or self.over or target is None or far is None:
-            return
-        self._cut_off = True
-        world, loop = self._caller.world, self._caller.loop
-        world.after(caller_learns_s, lambda: loop.call_soon(self.fail, unavailable()))
-        world.after(target_learns_s, lambda: target.loop.call_soon(far.cancel))
 
     def cancel(self) -> None:
         target, far = self._target, self._far
@@ -283,7 +262,7 @@ class Stream:
             post(_raises(StopAsyncIteration()))
 
     def _arrive(self, number: int, give: Callable[[], Any]) -> None:
-        if self._ended or self._cut_off:
+        if self._ended:
             return
         self._arrived[number] = give
         while (ready := self._arrived.pop(self._next, None)) is not None:

@@ -27,16 +27,15 @@ def _of_replica(replica: LLMReplica) -> Iterator[str]:
     turns, host = replica._turns, replica._host
     tables = {
         "live turns": turns._live,
-        "inboxes": turns._mailbox._inboxes,
+        "takers of deltas": turns._mailbox._takers,
         "sessions": host._sessions._sessions,
         "sessions being loaded": host._loading,
         "forks": host._forking,
         "tasks": replica._tasks._tasks,
     }
     yield from (f"{name}: {list(table)}" for name, table in tables.items() if table)
-    feeds = [name for name, feed in replica._feeds._feeds.items() if feed.used or feed.forgetting is None]
-    if feeds:
-        yield f"feeds that are in use, or that nobody will forget: {feeds}"
+    if replica._links.calls:
+        yield f"calls of front ends: {replica._links.calls}"
     engine = replica._engine
     stats = engine.stats()
     if stats.running or stats.waiting:
@@ -50,9 +49,9 @@ def _of_ingress(ingress: Ingress) -> Iterator[str]:
         yield f"dispatched turns: {len(ingress._dispatcher._turns)}"
     if ingress._tasks._tasks:
         yield f"tasks: {list(ingress._tasks._tasks)}"
-    readers = [reader for reader in ingress._replicas._readers._readers.values() if reader._turns]
-    if readers:
-        yield f"feeds that turns listen to: {len(readers)}"
+    waiting = [link.replica_id for link in ingress._replicas._links.values() if link.calls]
+    if waiting:
+        yield f"calls that wait for replicas: {waiting}"
 
 
 def books(party: Party) -> list[str]:

@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
+from msgspec import structs
+
 import controllers.cluster
 import controllers.sqlite_store
 import serving.front.turn_dispatch
@@ -102,8 +104,8 @@ def _retries_have_keys_of_their_own() -> Patches:
     async def take_over(self: TurnDispatcher, turn: Any, stack: AsyncExitStack) -> Any:
         session = turn.call.session
         if session is not None:
-            turn.call = replace(
-                turn.call, session=replace(session, idempotency_key=f"again-{uuid.uuid4().hex}")
+            turn.call = structs.replace(
+                turn.call, session=structs.replace(session, idempotency_key=f"again-{uuid.uuid4().hex}")
             )
         return await real(self, turn, stack)
 

@@ -13,9 +13,6 @@ UNREACHABLE = frozenset({"cut ingress from replica", "freeze ingress", "storm"})
 """What makes ingresses report it, though it is heard."""
 UNTOLD = frozenset(
     {
-        "freeze ingress",
-        "kill ingress",
-        "cut ingress from controller",
         "freeze controller",
         "kill controller",
         "log frozen",
@@ -23,15 +20,15 @@ UNTOLD = frozenset(
         "storm",
     }
 )
-"""What keeps an ingress from telling the controller which replicas its router lists, or the controller from hearing
-it: it stands still while it waits for its log."""
+"""What keeps the controller from hearing a replica that says it is to go: it stands still while it waits for its
+log."""
 UNHEARD_FOR_S = 1.0
 """Added to the time between two heartbeats and to the messages' own, it may be more than a suspect replica is given."""
 UNREACHABLE_SHARE = 0.6
 """Of the time after which a replica that is heard counts as gone, since ingresses cannot reach it."""
 REMEMBERED_S = 30.0
 TOLD_S = 1.5
-"""By then the controller knows that Serve is about to stop a replica: the router's lag, and a look at it."""
+"""By then the controller knows that Serve is about to stop a replica."""
 
 
 class Expectations:
@@ -67,8 +64,6 @@ class Expectations:
         controller = self._cluster.serve.controller
         if replica.dead or replica.goes_since_s is None or controller is None:
             return False
-        if not self._cluster.serve.ever_listed(replica):
-            return False  # a router that has never listed it does not know that it goes
         if self._cluster.world.now_s <= max(replica.goes_since_s, controller.ready_s) + TOLD_S:
             return False
         since_s = replica.goes_since_s - TOLD_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.simulation.calls import Stream
 from tests.simulation.logs import Log
 from tests.simulation.network import Party, Weather
 from tests.simulation.operators import Operator
@@ -14,9 +13,9 @@ from tests.simulation.troubles import EVERYBODY, Troubles
 
 TOO_LONG_FROZEN_S = 12.0
 """Serve's health check gives a replica up that has not answered for so long."""
-FEED = "actor.feed"
 BREAK_S = (0.0, 0.3)
-"""After this time an end of a stream learns that it has broken: often before the turns end that it told of."""
+"""After this time an end of a connection learns that it has broken: often before the turns end whose events it
+carried."""
 BREAKS_AGAIN_S = (0.1, 1.0)
 
 
@@ -63,7 +62,7 @@ class Faults:
             case "cut":
                 return self._cut(fault)
             case "break":
-                return self._break_feeds(fault)
+                return self._break_connections(fault)
             case "stall":
                 return self._stall(fault)
             case "log":
@@ -137,8 +136,8 @@ class Faults:
         self._troubles.note(fault.kind, names, fault.lasts_s)
         return self._cluster.network.cut(*names)
 
-    def _break_feeds(self, fault: Fault) -> Callable[[], None]:
-        """The stream of events from a replica to an ingress breaks, again and again; calls pass meanwhile."""
+    def _break_connections(self, fault: Fault) -> Callable[[], None]:
+        """The connection of an ingress to a replica breaks, again and again."""
         cluster, random = self._cluster, self._cluster.random
         ingress, replica = self._one("ingress", fault.who), self._one("replica", fault.who // 2)
         if ingress is None or replica is None:
@@ -148,9 +147,8 @@ class Faults:
         def break_off() -> None:
             if mended:
                 return
-            for call in list(ingress.calls):
-                if isinstance(call, Stream) and call.method == FEED and call.is_answered_there(replica):
-                    call.break_off(random.uniform(*BREAK_S), random.uniform(*BREAK_S))
+            for wire in list(cluster.links.between(ingress, replica)):
+                wire.break_off((random.uniform(*BREAK_S), random.uniform(*BREAK_S)))
             cluster.world.after(random.uniform(*BREAKS_AGAIN_S), break_off)
 
         def mend() -> None:

@@ -16,6 +16,8 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
+from msgspec import structs
+
 import controllers.session
 import controllers.sqlite_store
 from cache.history import History
@@ -28,8 +30,7 @@ from serving.front.told_so_far import ToldSoFar
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_runner import TurnRunner
-from serving.wire.event_feed import SentBatches, ToldTurn
-from serving.wire.feed_reader import TurnNews
+from serving.wire.channel import Channel
 from serving.wire.turns import ResumedTurn, TurnCall
 from tests.simulation.detector_mutations import DETECTOR_MUTATIONS
 from tests.simulation.epoch_mutations import EPOCH_MUTATIONS
@@ -215,41 +216,34 @@ def _takeovers_go_on_anywhere() -> Patches:
         if call.resumed is not None and call.session is not None:
             entry = self._sessions._sessions.get(call.session.session_id)
             if entry is not None:
-                call = replace(call, resumed=replace(call.resumed, turn_index=entry.turns))
+                call = structs.replace(call, resumed=structs.replace(call.resumed, turn_index=entry.turns))
         return await real(self, call, *rest)
 
     return [patch.object(TurnRunner, "_begin", begin)]
 
 
-def _replies_overtake_news() -> Patches:
-    """The end of a turn does not wait for the events that went ahead of it."""
-    real = TurnNews.end
+def _channels_go_on_anywhere() -> Patches:
+    """What a broken connection lost is not sent again: a channel goes on with what comes next."""
+    real = Channel._message
 
-    def end(self: TurnNews, reply: Any) -> None:
-        real(self, replace(reply, told=0))
+    def message(self: Channel, number: int, body: bytes) -> bytes | None:
+        self._received = max(self._received, number)
+        return real(self, number, body)
 
-    return [patch.object(TurnNews, "end", end)]
-
-
-def _late_news_is_lost() -> Patches:
-    """What a feed has not taken when its turn ends does not go with the reply."""
-    real = ToldTurn.reply
-
-    async def reply(self: ToldTurn, last: Any) -> Any:
-        answer = await real(self, last)
-        return replace(answer, events=answer.events[-1:])
-
-    return [patch.object(ToldTurn, "reply", reply)]
+    return [patch.object(Channel, "_message", message), patch.object(Channel, "_resend", lambda _self: None)]
 
 
-def _feeds_go_on_anywhere() -> Patches:
-    """A feed that is opened again goes on with what comes next, whatever was on its way."""
-    return [patch.object(SentBatches, "behind", lambda _self, _taken: [])]
+def _channels_tell_again() -> Patches:
+    """All is sent again, and taken again, whether it had arrived or not."""
+    real = Channel._message
 
+    def message(self: Channel, number: int, body: bytes) -> bytes | None:
+        return body if number < self._received else real(self, number, body)
 
-def _feeds_tell_again() -> Patches:
-    """A feed that is opened again begins with all that is kept of it, whatever has arrived."""
-    return [patch.object(SentBatches, "behind", lambda self, _taken: [batch for batch, _ in self._kept])]
+    return [
+        patch.object(Channel, "_message", message),
+        patch.object(Channel, "_acknowledged", lambda *_: None),
+    ]
 
 
 def _abandoned_turns_stay() -> Patches:
@@ -296,10 +290,8 @@ MUTATIONS: MappingProxyType[str, Callable[[], Patches]] = MappingProxyType(
         "keys are remembered before the log has them": _keys_are_remembered_before_the_log,
         "a takeover tells again": _takeovers_tell_again,
         "a takeover goes on in another turn": _takeovers_go_on_anywhere,
-        "a reply overtakes the news": _replies_overtake_news,
-        "late news is lost": _late_news_is_lost,
-        "a feed goes on anywhere": _feeds_go_on_anywhere,
-        "a feed tells again": _feeds_tell_again,
+        "a channel goes on anywhere": _channels_go_on_anywhere,
+        "a channel tells again": _channels_tell_again,
         "abandoned turns stay in flight": _abandoned_turns_stay,
         "epochs begin anew": _epochs_begin_anew,
         "the ledger is written before the log": _ledger_before_log,

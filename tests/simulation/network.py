@@ -44,6 +44,7 @@ class Party:
     actor: Any = None
     web: Any = None
     ready_s: float = 0.0
+    died_s: float = 0.0
     retiring: bool = False
     asked_to_go: bool = False
     goes_since_s: float | None = None
@@ -63,6 +64,7 @@ class Party:
     def die(self) -> None:
         if self.dead:
             return
+        self.died_s = self.world.now_s
         self.loop.die()
         for call in list(self.calls):
             call.party_died(self)

@@ -6,6 +6,7 @@ Also what Ray does when one of them dies: it is started again, under another nam
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from serving.text.text import TextProcessor
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls
 from tests.simulation.engine_loop import EngineFactory
 from tests.simulation.health import HealthChecks
+from tests.simulation.links import Links, SimulatedListener
 from tests.simulation.logs import Log
 from tests.simulation.loop import World
 from tests.simulation.network import Network, Party
@@ -26,7 +28,6 @@ from tests.simulation.serve_model import (
     ControllerActor,
     ControllerHandle,
     IngressesHandle,
-    ReplicasHandle,
     ServeModel,
 )
 from tests.simulation.web import Web
@@ -34,8 +35,7 @@ from tests.simulation.web import Web
 NOTICED_S = (0.05, 3.0)
 """After this time Serve knows that a replica is dead."""
 SERVE_LOOKS_S = 0.1
-SERVE_WAITS_S = 2.0
-"""How often, and before what, Serve looks whether a replica that it stops has calls left. Routers hear of it first."""
+"""How often Serve looks."""
 STARTS_S = (0.3, 2.5)
 
 
@@ -57,6 +57,7 @@ class Cluster:
         self.random = random
         self.network = network
         self.serve = ServeModel(self.network, random)
+        self.links = Links(self.network, random)
         self.args = args
         self.engines: dict[str, EngineFactory] = {}
         self.ill: list[str] = []
@@ -119,10 +120,11 @@ class Cluster:
             party.loop, self.random, self._tiers, self._slowness
         )
 
-        def place_of(_args: AppArgs) -> ReplicaPlace:
+        async def place_of(_args: AppArgs) -> ReplicaPlace:
             return ReplicaPlace(
                 replica_id=party.name,
                 controller=self._controller_calls(party),
+                listener=SimulatedListener(self.links, party),
                 publish_gauges=lambda _stats: None,
                 load_text=_load_text,
                 clock=self.world.clock,
@@ -132,7 +134,7 @@ class Cluster:
         async def run() -> None:
             party.actor = LLMReplica.__new__(LLMReplica)
             await party.actor.__init__(self.args, engine, place_of)
-            self.serve.list_replica(party)
+            self.serve.add_replica(party)
             self._health.watch(party)
 
         party.loop.create_task(run())
@@ -142,17 +144,22 @@ class Cluster:
         party = self._party("i")
         self.ingresses.append(party)
 
-        def place_of(_args: AppArgs) -> IngressPlace:
-            return IngressPlace(party.name, self._controller_calls(party), IngressesHandle(self.serve, party))
+        async def place_of(_args: AppArgs) -> IngressPlace:
+            return IngressPlace(
+                party.name,
+                self._controller_calls(party),
+                IngressesHandle(self.serve, party),
+                partial(self.links.connect, party),
+                self.links.has_died,
+                self.random,
+            )
 
         async def run() -> None:
             party.actor = Ingress.__new__(Ingress)
-            await party.actor.__init__(self.args, ReplicasHandle(self.serve, party), place_of)
+            await party.actor.__init__(self.args, None, place_of)
             party.web = Web(party.actor.service)
             self.serve.add_ingress(party)
 
-        # Its router knows of the replicas before the ingress is ready.
-        self.serve.open_routes(party)
         party.loop.create_task(run())
 
     def crash_controller(self) -> None:
@@ -166,10 +173,11 @@ class Cluster:
         if party.dead:
             return
         party.die()
+        self.links.party_died(party)
         noticed_s = self.random.uniform(*NOTICED_S)
 
         def replace() -> None:
-            self.serve.unlist_replica(party)
+            self.serve.remove_replica(party)
             if party.retiring:
                 return
             self.world.after(self.random.uniform(*STARTS_S), self.start_replica)
@@ -177,48 +185,44 @@ class Cluster:
         self.world.after(noticed_s, replace)
 
     def retire_replica(self, party: Party) -> None:
-        """As a rolling update does: the successor first, then the router forgets the replica, then its calls end, or
-        have had their time, and then it is stopped."""
+        """As a rolling update does: the successor first, then the replica is asked to end itself, for which it has some
+        time."""
         if party.dead or party.retiring:
             return
         party.retiring = True
         successor = self.start_replica()
 
-        def once_listed() -> None:
+        def once_ready() -> None:
             if successor not in self.serve.replicas and not successor.dead:
-                self.world.after(SERVE_LOOKS_S, once_listed)
+                self.world.after(SERVE_LOOKS_S, once_ready)
                 return
-            self.serve.unlist_replica(party)
+            self.serve.remove_replica(party)
             party.asked_to_go, party.goes_since_s = True, self.world.now_s
-            deadline_s = self.world.now_s + self.args.replicas.graceful_shutdown_timeout_s
-            self.world.after(SERVE_WAITS_S, lambda: self._stop_when_idle(party, deadline_s))
+            party.loop.create_task(self._stop(party))
+            self.world.after(self.args.replicas.graceful_shutdown_timeout_s, partial(self._end, party))
 
-        once_listed()
+        once_ready()
 
     def _replace_ill(self, party: Party, why: str) -> None:
         if not party.asked_to_go:
             self.ill.append(f"{party.name} was replaced: {why}")
         self.crash_replica(party)
 
-    def _stop_when_idle(self, party: Party, deadline_s: float) -> None:
-        if party.dead:
-            return
-        if self.world.now_s < deadline_s and any(call.is_answered_there(party) for call in party.calls):
-            self.world.after(SERVE_WAITS_S, lambda: self._stop_when_idle(party, deadline_s))
-        else:
-            party.loop.create_task(self._stop(party))
-
     async def _stop(self, party: Party) -> None:
         try:
             await party.actor.__del__()
         finally:
-            self.world.after(0.0, party.die)
+            self.world.after(0.0, partial(self._end, party))
+
+    def _end(self, party: Party) -> None:
+        party.die()
+        self.links.party_died(party)
 
     def crash_ingress(self, party: Party) -> None:
         if party.dead:
             return
         self.serve.remove_ingress(party)
-        party.die()
+        self._end(party)
         self.world.after(self.random.uniform(*STARTS_S), self.start_ingress)
 
     def _controller_calls(self, party: Party) -> ControllerCalls:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -11,10 +12,9 @@ from unittest.mock import patch
 from controllers.cluster import Cluster
 from controllers.records import LedgerEntry, ReplicaStatus
 from controllers.replicas import ReplicaDirectory
-from serving.front.membership import Membership
 from serving.front.replica_calls import ReplicaCalls
+from serving.front.replica_gone import ReplicaGone
 from serving.replica.replica import LLMReplica
-from serving.wire.routing_errors import Members
 
 Patches = list[Any]
 
@@ -25,49 +25,43 @@ def _heartbeats_end_retirement() -> Patches:
 
     def note(self: ReplicaDirectory, status: ReplicaStatus) -> None:
         real(self, status)
-        self._replicas[status.replica_id].leaves = status.draining
-        self._replicas[status.replica_id].unlisted_by.clear()
+        self._replicas[status.replica_id].drains = status.draining
 
     return [patch.object(ReplicaDirectory, "_note", note)]
 
 
 def _retirement_is_not_noticed() -> Patches:
-    """Only what a router lists is looked at: one that is dropped is as before, until it says farewell."""
-    real = ReplicaDirectory.members
+    """A replica that Serve takes away is as before, until it says farewell."""
 
-    def members(
-        self: ReplicaDirectory, ingress_id: str, listed: Collection[str], _unlisted: Collection[str]
-    ) -> None:
-        real(self, ingress_id, listed, ())
+    async def retire(self: LLMReplica) -> None:
+        await asyncio.sleep(self._args.replicas.graceful_shutdown_timeout_s / 2)
 
-    return [patch.object(ReplicaDirectory, "members", members)]
+    return [patch.object(LLMReplica, "_retire", retire)]
 
 
 def _retiring_replicas_are_lost() -> Patches:
-    """A replica that Serve takes from the routers is reported as one that has died."""
-    real = Membership.look
+    """A replica that Serve takes away is reported as one that has died."""
+    real = LLMReplica._retire
 
-    async def look(self: Membership) -> None:
-        told = set(self._told.unlisted)
+    async def retire(self: LLMReplica) -> None:
+        await self._controller.report_unreachable(self._replica_id, True)
         await real(self)
-        for replica_id in set(self._told.unlisted) - told:
-            await self._controller.report_unreachable(replica_id, True)
-            self._replicas.lose(replica_id)
 
-    return [patch.object(Membership, "look", look)]
+    return [patch.object(LLMReplica, "_retire", retire)]
 
 
 def _turns_leave_retiring_replicas() -> Patches:
-    """An ingress waits no longer for the turns of a replica that its router lists no more."""
-    real = ReplicaCalls.members
+    """An ingress waits no longer for the turns of a replica that drains."""
+    real = ReplicaCalls.look
 
-    async def members(self: ReplicaCalls) -> Members | None:
-        found = await real(self)
-        for replica_id in () if found is None else found.unlisted:
-            self.lose(replica_id)
-        return found
+    async def look(self: ReplicaCalls) -> None:
+        await real(self)
+        for name, link in list(self._links.items()):
+            status = self._membership.status(name)
+            if status is not None and status.draining:
+                link.lose(ReplicaGone(name))
 
-    return [patch.object(ReplicaCalls, "members", members)]
+    return [patch.object(ReplicaCalls, "look", look)]
 
 
 def _handed_over_to_anybody() -> Patches:
@@ -96,7 +90,7 @@ def _drain_ends_early() -> Patches:
 
     async def hand_over(self: LLMReplica) -> None:
         await self._host.hand_over()
-        if self._host._leaving and not self._drained:
+        if self._host._draining and not self._drained:
             self._drained = True
             await self._host.farewell()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
+from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 

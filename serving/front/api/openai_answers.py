@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from base64 import b32encode
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec.structs import replace
 
 from serving.front.api.openai_chat_schema import AnswerMessage, Delta
 from serving.front.api.openai_tools import ToolUse

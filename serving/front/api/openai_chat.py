@@ -39,7 +39,6 @@ from serving.front.api.openai_replies import (
     json_reply,
     shown,
     stop_fields,
-    token_bytes,
     top_pairs,
     usage_of,
 )
@@ -151,8 +150,8 @@ def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
     }
 
 
-def _token_choice(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": shown(text), "logprob": logprob, "bytes": list(token_bytes(text))}
+def _token_choice(text: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": shown(text), "logprob": logprob, "bytes": list(text)}
 
 
 def _stop_fields(body: ChatBody, reader: AnswerReader, news: TurnEvent | TurnResult) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from serving.front.api.openai_replies import (
     json_reply,
     shown,
     stop_fields,
-    token_bytes,
     top_pairs,
 )
 from serving.front.api.openai_requests import (
@@ -152,7 +151,7 @@ def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> Logprob
 
 
 def _text_of(entries: Iterable[TextLogprob]) -> str:
-    return b"".join(token_bytes(entry.text) for entry in entries).decode("utf-8", "replace")
+    return b"".join(entry.text for entry in entries).decode("utf-8", "replace")
 
 
 class TextPlace:
@@ -162,10 +161,10 @@ class TextPlace:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def pass_by(self, token_text: str) -> int:
+    def pass_by(self, token_text: bytes) -> int:
         """The token's offset; the next one begins behind it."""
         begin = self._offset
-        self._offset += len(self._decoder.decode(token_bytes(token_text)))
+        self._offset += len(self._decoder.decode(token_text))
         return begin
 
 

@@ -113,22 +113,17 @@ def stop_fields(
     }
 
 
-def token_bytes(text: str) -> bytes:
-    """A token's own bytes: those that are no whole character come as surrogate escapes."""
-    return text.encode("utf-8", "surrogateescape")
-
-
-def shown(text: str) -> str:
+def shown(text: bytes) -> str:
     """A token's text for display: broken characters become U+FFFD."""
-    return token_bytes(text).decode("utf-8", "replace")
+    return text.decode("utf-8", "replace")
 
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
-def top_pairs(entry: TextLogprob) -> list[tuple[str, float]]:
-    """The most likely tokens: text (may hold surrogate escapes) and log-probability."""
+def top_pairs(entry: TextLogprob) -> list[tuple[bytes, float]]:
+    """The most likely tokens: text and log-probability."""
     return [
         (text, finite(logprob)) for text, (_, logprob) in zip(entry.top_texts, entry.token.top, strict=True)
     ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from msgspec.structs import replace
 
 from engine.api import LogprobParams, SamplingParams
 from serving.front.api.errors import refusal

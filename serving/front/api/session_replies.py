@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from serving.front.api.errors import session_error
 from serving.front.api.json_lists import filled, joined_items, list_items
@@ -52,7 +54,7 @@ class GenerateEncoder:
         result = self._results[index]
         result.add(replace(event, logprobs=(), input_logprobs=()))
         if self._incremental:
-            result = replace(result, text=event.text, token_ids=list(event.token_ids))
+            result = dataclasses.replace(result, text=event.text, token_ids=list(event.token_ids))
         else:
             self._add(index, new)
             if not self._told[index].may_tell(event, new):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from fastapi.sse import EventSourceResponse, format_sse_event
@@ -52,11 +51,13 @@ class TurnEventStream(EventSourceResponse):
     """
 
     def __init__(self, service: TurnService, plan: TurnPlan, encoder: ChunkEncoder) -> None:
-        self._chunks = self._encode(service, plan, encoder)
+        self._service = service
+        self._plan = plan
+        self._encoder = encoder
         self._started = False
         self._sending = asyncio.Lock()
         self._sent_s = 0.0
-        super().__init__(self._chunks, headers=_HEADERS)
+        super().__init__((), headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         keep_alive_s: float = scope["app"].state.keep_alive_s
@@ -67,15 +68,37 @@ class TurnEventStream(EventSourceResponse):
                 raise
 
     async def _reply(self, send: Send, keep_alive_s: float) -> None:
-        async with aclosing(self._chunks) as chunks:
-            comments = asyncio.create_task(self._keep_alive(send, keep_alive_s))
-            try:
-                async for body in chunks:
-                    await self._write(send, body)
-            finally:
-                comments.cancel()
-                await asyncio.gather(comments, return_exceptions=True)
+        comments = asyncio.create_task(self._keep_alive(send, keep_alive_s))
+        try:
+            await self._write_turns(send)
+        finally:
+            comments.cancel()
+            await asyncio.gather(comments, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_turns(self, send: Send) -> None:
+        """Raises ClientGone, and what went wrong before the reply has started."""
+        encoder = self._encoder
+        try:
+            async with open_turns(self._service, self._plan) as events:
+                async for index, event in events:
+                    text = await encoder.chunk(index, event)
+                    if text is None:
+                        continue
+                    if not self._started:
+                        self.headers.update(turn_headers(event))
+                    await self._write(send, format_sse_event(data_str=text))
+            for text in encoder.closing():
+                await self._write(send, format_sse_event(data_str=text))
+        except ClientGone:
+            raise
+        except Exception as error:
+            if not self._started:
+                raise
+            if not isinstance(error, ServiceError):
+                logger.exception("a stream broke off")
+            await self._write(send, format_sse_event(data_str=json.dumps(encoder.error(error_info(error)))))
+        await self._write(send, format_sse_event(data_str="[DONE]"))
 
     async def _keep_alive(self, send: Send, keep_alive_s: float) -> None:
         """A comment whenever nothing has been sent for so long."""
@@ -102,25 +125,3 @@ class TurnEventStream(EventSourceResponse):
             except TimeoutError:
                 raise ClientGone from None
             self._sent_s = asyncio.get_running_loop().time()
-
-    async def _encode(
-        self, service: TurnService, plan: TurnPlan, encoder: ChunkEncoder
-    ) -> AsyncGenerator[bytes]:
-        try:
-            async with open_turns(service, plan) as events:
-                async for index, event in events:
-                    text = await encoder.chunk(index, event)
-                    if text is None:
-                        continue
-                    if not self._started:
-                        self.headers.update(turn_headers(event))
-                    yield format_sse_event(data_str=text)
-            for text in encoder.closing():
-                yield format_sse_event(data_str=text)
-        except Exception as error:
-            if not self._started:
-                raise
-            if not isinstance(error, ServiceError):
-                logger.exception("a stream broke off")
-            yield format_sse_event(data_str=json.dumps(encoder.error(error_info(error))))
-        yield format_sse_event(data_str="[DONE]")

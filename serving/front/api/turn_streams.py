@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from starlette.types import Receive
 
 from serving.front.api.errors import ClientGone

@@ -134,7 +134,6 @@ class World:
     def _open(self) -> Assignment:
         for replica_id in "ab":
             self.cluster.register_replica(ReplicaStatus(replica_id, 1000, 1000))
-        self.cluster.report_members("i", ["a", "b"], ())
         return self.cluster.open_session("s", "", None, None)
 
 
@@ -187,8 +186,7 @@ def test_the_turn_that_it_waits_for_is_committed_all_the_same(world: World) -> N
 def test_it_stays_where_its_turn_is(world: World) -> None:
     """Its owner drains, and offers it."""
     owner = closing(world)
-    other = "ab".replace(owner.replica_id, "")
-    world.cluster.report_members("i", [other], [owner.replica_id])
+    world.cluster.drain_replica(owner.replica_id)
     assert not world.cluster.offer_session("s", owner.epoch, owner.replica_id)
 
 

@@ -65,12 +65,7 @@ class World:
         return Cluster(settings, self.store, self.wall, self.clock)
 
     def beat(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
-        """Heartbeats of replicas that a router lists."""
-        self.beat_only(*replica_ids, free_tokens=free_tokens, draining=draining)
-        self.cluster.report_members("i", replica_ids, ())
-
-    def beat_only(self, *replica_ids: str, free_tokens: int = 1000, draining: bool = False) -> None:
-        """One that hears that it counts as gone registers again, as replicas do."""
+        """Heartbeats. One that hears that it counts as gone registers again, as replicas do."""
         for replica_id in replica_ids:
             status = ReplicaStatus(replica_id, free_tokens, 1000, draining=draining)
             if not self.cluster.heartbeat(status, []).known:
@@ -205,7 +200,6 @@ def test_after_a_false_alarm_moved_sessions_stay_moved(world: World) -> None:
     world.cluster.register_replica(status)
     assert world.cluster.heartbeat(status, [held]).known
     assert world.cluster.resolve("s", False, "").replica_id == moved.replica_id
-    world.cluster.report_members("i", [opened.replica_id], ())
     assert _open(world, "new").replica_id == opened.replica_id
 
 
@@ -254,18 +248,15 @@ def test_a_draining_owner_keeps_sessions_nobody_else_can_take(world: World) -> N
     assert world.cluster.resolve("s", False, "").epoch == 1
     assert not world.cluster.offer_session("s", 1, opened.replica_id)
     assert _open(world, "new").replica_id in ("a", "b"), "better than none"
-    # A newcomer that no router lists yet could not be reached.
     world.cluster.register_replica(ReplicaStatus("c", 1000, 1000))
-    assert not world.cluster.offer_session("s", 1, opened.replica_id)
-    world.cluster.report_members("i", ["c"], ["a", "b"])
     assert world.cluster.offer_session("s", 1, opened.replica_id)
     assert world.cluster.resolve("s", False, "").replica_id == "c"
 
 
-def test_a_replica_that_routers_drop_gets_no_session_whatever_it_says(world: World) -> None:
+def test_a_replica_that_drains_gets_no_session_whatever_it_says(world: World) -> None:
     """The fault: it registered again by its heartbeat as the emptiest one, and attracted sessions until it was gone."""
-    world.cluster.report_members("i", ["b"], ["a"])
-    world.beat_only("a", free_tokens=9000)
+    world.cluster.drain_replica("a")
+    world.beat("a", free_tokens=9000)
     world.cluster.register_replica(ReplicaStatus("a", 9000, 9000))
     assert {_open(world, f"s{index}").replica_id for index in range(5)} == {"b"}
     assert world.cluster.stats()["replicas_draining"] == 1
@@ -303,7 +294,7 @@ def test_a_pause_of_the_controller_is_held_against_nobody(world: World) -> None:
     for _ in range(int(SILENCE_S) * 4 + 1):
         world.clock.advance(0.25)
         world.cluster.tick()
-        world.beat_only("b")
+        world.beat("b")
     assert {world.cluster.resolve(each.session_id, False, "").replica_id for each in before} == {"b"}
 
 

@@ -39,9 +39,7 @@ class World:
             for e in self.held_by(replica_id)
         ]
         status = ReplicaStatus(replica_id, 1000, 1000, 0, running, waiting, draining)
-        reply = self.cluster.heartbeat(status, held)
-        self.cluster.report_members("i", [replica_id], ())
-        return reply
+        return self.cluster.heartbeat(status, held)
 
     def held_by(self, replica_id: str) -> list[LedgerEntry]:
         return [entry for entry in self.cluster.sessions() if entry.replica_id == replica_id]
@@ -134,7 +132,7 @@ def test_a_session_stays_where_nobody_is_crowded(world: World) -> None:
 
 def test_nothing_goes_to_who_drains_or_is_late(world: World) -> None:
     world.crowd()
-    world.cluster.report_members("i", ["a"], ["b"])
+    world.cluster.drain_replica("b")
     assert not world.cluster.offer_session("s", 1, "a")
     world.beat("b")
     world.clock.advance(SILENCE_S / 3 + 0.1)

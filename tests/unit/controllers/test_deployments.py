@@ -186,7 +186,6 @@ async def test_a_redeploy_changes_how_soon_a_replica_counts_as_dead_and_what_is_
     controller = ClusterController(settings, log, "cluster", clock=clock, timer=clock)
     for replica_id in ("a", "b"):
         await controller.register_replica(ReplicaStatus(replica_id, 1000, 1000))
-    await controller.report_members("i", ("a", "b"), ())
 
     async def crowded() -> bool:
         for _ in range(2):

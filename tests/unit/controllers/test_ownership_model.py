@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -200,17 +201,19 @@ class OwnershipMachine(RuleBasedStateMachine):
         if happens:
             self.cluster = self._cluster()
 
+    @rule(which=REPLICAS, happens=RARELY)
+    def drain_replica(self, which: int, happens: bool) -> None:
+        if happens:
+            with suppress(NoReplica):
+                self.cluster.drain_replica(self.replicas[which].replica_id)
+
     @rule(
         advance_s=st.sampled_from([0.0, 1.0, 6.0, 30.0]),
-        draining=st.sets(REPLICAS, max_size=2),
         running=st.lists(st.sampled_from([0, 0, 9]), min_size=3, max_size=3),
     )
-    def heartbeats(self, advance_s: float, draining: set[int], running: list[int]) -> None:
+    def heartbeats(self, advance_s: float, running: list[int]) -> None:
         self.clock.advance(advance_s)
-        names = [replica.replica_id for replica in self.replicas]
-        unlisted = {names[which] for which in draining}
         self.cluster.tick()
-        self.cluster.report_members("i", set(names) - unlisted, unlisted)
         for which, replica in enumerate(self.replicas):
             status = replica.status(running=running[which])
             reply = self.cluster.heartbeat(status, replica.sessions.snapshot())

@@ -30,28 +30,11 @@ def directory(clock: ManualClock) -> ReplicaDirectory:
 def live(directory: ReplicaDirectory) -> ReplicaDirectory:
     """With a live replica "a"."""
     directory.register(_status())
-    directory.members("i", ["a"], ())
     return directory
 
 
 def _placeable(directory: ReplicaDirectory) -> list[str]:
     return [candidate.replica_id for candidate in directory.candidates(lambda _: 0)]
-
-
-def test_a_newcomer_joins_and_is_live_once_a_router_lists_it(directory: ReplicaDirectory) -> None:
-    directory.register(_status())
-    assert directory.state("a") is JOINING
-    directory.members("i", ["a", "b"], ())
-    assert directory.state("a") is LIVE
-    directory.register(_status("b"))
-    assert directory.state("b") is JOINING, "it was not known yet when the router was heard"
-
-
-def test_newcomers_get_sessions_only_where_nobody_else_can(live: ReplicaDirectory) -> None:
-    live.register(_status("b", 900))
-    assert _placeable(live) == ["a"]
-    live.unreachable("a", died=True)
-    assert _placeable(live) == ["b"]
 
 
 def test_the_last_replica_gets_sessions_though_it_drains(live: ReplicaDirectory) -> None:
@@ -70,39 +53,16 @@ def test_in_a_rolling_update_those_that_go_next_get_no_sessions(directory: Repli
     """The sessions of the first replica that went were handed to the next one that was to go, and computed twice."""
     for name, settings_hash in (("old1", "x"), ("old2", "x"), ("new", "y")):
         directory.register(ReplicaStatus(name, 100, 100, settings_hash=settings_hash))
-    directory.members("i", ["old1", "old2", "new"], ())
     assert _placeable(directory) == ["old1", "old2", "new"], "nothing says which of them will go"
-    directory.members("i", ["old2", "new"], ["old1"])
+    directory.drain("old1")
     assert _placeable(directory) == ["new"]
     directory.unreachable("new", died=True)
     assert _placeable(directory) == ["old2"], "better than nobody"
 
 
-def test_one_that_is_unlisted_before_it_registers_is_to_go(directory: ReplicaDirectory) -> None:
-    """A controller that has just started hears of it from an ingress first."""
-    directory.members("i", ["b"], ["a"])
-    assert directory.state("a") is DRAINING
-    directory.register(_status())
-    assert directory.state("a") is DRAINING
-
-
-def test_a_router_that_lists_it_brings_back_nobody_who_is_gone(
-    directory: ReplicaDirectory, clock: ManualClock
-) -> None:
-    """It came back without registering, with nothing known of it."""
-    directory.unreachable("a", died=False)
-    clock.advance(SUSPECT_BEATS * BEAT_S + 0.1)
-    directory.members("i", ["a"], ())
-    assert directory.state("a") is GONE
-    directory.register(_status())
-    directory.members("i", ["a"], ())
-    assert directory.state("a") is LIVE
-
-
 def test_where_all_have_the_same_settings_one_that_drains_is_alone(directory: ReplicaDirectory) -> None:
     for name in ("a", "b", "c"):
         directory.register(ReplicaStatus(name, 100, 100, settings_hash="x"))
-    directory.members("i", ["a", "b", "c"], ())
     directory.drain("a")
     assert _placeable(directory) == ["b", "c"]
 
@@ -122,8 +82,6 @@ def test_no_heartbeat_brings_back_who_is_gone(live: ReplicaDirectory, clock: Man
         assert not live.heartbeat(_status())
         assert live.state("a") is GONE
     live.register(_status())
-    assert live.state("a") is JOINING
-    live.members("i", ["a"], ())
     assert live.state("a") is LIVE
     assert live.heartbeat(_status())
 
@@ -139,7 +97,6 @@ def test_who_cannot_be_reached_is_suspect_until_it_is_heard_again(
 ) -> None:
     assert live.unreachable("a", died=False) is SUSPECT
     live.register(_status("b"))
-    live.members("i", ["b"], ())
     assert _placeable(live) == ["b"]
     for _ in range(SUSPECT_BEATS):
         assert live.state("a") is SUSPECT
@@ -192,16 +149,14 @@ def test_an_unknown_heartbeat_registers(directory: ReplicaDirectory, clock: Manu
     assert (status.replica_id, status.seen_s) == ("a", clock.now_s)
 
 
-@pytest.mark.parametrize("reason", ["operator", "itself", "router"])
+@pytest.mark.parametrize("reason", ["operator", "itself"])
 def test_nothing_that_a_replica_says_ends_its_drain(
     live: ReplicaDirectory, clock: ManualClock, reason: str
 ) -> None:
     if reason == "operator":
         live.drain("a")
-    elif reason == "itself":
-        live.heartbeat(_status(draining=True))
     else:
-        live.members("i", (), ["a"])
+        live.heartbeat(_status(draining=True))
     for _ in range(5):
         assert live.heartbeat(_status())
         live.register(_status(free_tokens=10_000))
@@ -213,22 +168,7 @@ def test_nothing_that_a_replica_says_ends_its_drain(
     assert live.state("a") is GONE
     assert not live.heartbeat(_status())
     live.register(_status())
-    live.members("j", ["a"], ())
     assert live.state("a") is DRAINING
-
-
-def test_a_router_that_lists_it_again_ends_what_that_router_began(live: ReplicaDirectory) -> None:
-    live.members("i", (), ["a"])
-    live.members("j", (), ["a"])
-    live.members("i", ["a"], ())
-    assert live.state("a") is DRAINING
-    live.members("j", ["a"], ())
-    assert live.state("a") is LIVE
-
-
-def test_a_router_that_knows_nobody_says_nothing(live: ReplicaDirectory) -> None:
-    live.members("new", (), ())
-    assert live.state("a") is LIVE
 
 
 def test_a_drain_is_over_with_death_silence_or_farewell(live: ReplicaDirectory, clock: ManualClock) -> None:
@@ -249,7 +189,6 @@ def test_a_drain_is_not_forgotten_by_a_directory_that_has_just_begun(directory: 
     directory.drain("a")
     assert directory.state("a") is DRAINING
     directory.heartbeat(_status("a"))
-    directory.members("i", ("a",), ())
     assert directory.state("a") is DRAINING
     directory.register(_status("b"))
     assert _placeable(directory) == ["b"]
@@ -320,10 +259,6 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.directory.drain(name)
         self.beats.setdefault(name, self.clock.now_s)
         self.leaving.add(name)
-
-    @rule(listed=st.sets(NAMES))
-    def members(self, listed: set[str]) -> None:
-        self.directory.members("i", listed, ())
 
     @rule(by_s=st.sampled_from([0.1, 1.0, 2.5, 11.0]))
     def advance(self, by_s: float) -> None:

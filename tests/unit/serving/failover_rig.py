@@ -12,10 +12,11 @@ from typing import Any
 from controllers.cluster import Cluster
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA
+from serving.front.replica_gone import Loss as Seen
+from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.watch.metrics import IngressMetrics
-from serving.wire.routing_errors import Loss as Seen
-from serving.wire.routing_errors import ReplicaGone
+from serving.wire.calls import Abort, AnyCall
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.local_service import small_text
@@ -55,9 +56,10 @@ class Replicas:
         self.delivered = asyncio.Event()
         self.delivered.set()
 
-    async def broadcast(self, method: str, *args: Any, **_options: Any) -> list[int]:
-        assert method == "abort"
-        return [rig.turns.abort(*args) for name, rig in self.rigs.items() if name not in self.dead]
+    async def broadcast(self, call: AnyCall, _timeout_s: float | None = None) -> list[int]:
+        assert isinstance(call, Abort)
+        living = [rig for name, rig in self.rigs.items() if name not in self.dead]
+        return [rig.turns.abort(call.request_id, call.tenant) for rig in living]
 
     @asynccontextmanager
     async def turn(
@@ -114,7 +116,6 @@ class Failover:
         self.rigs[0].open_session(session_id, **options)
         for rig in self.rigs[1:]:
             self.cluster.register_replica(rig.host.status())
-        self.cluster.report_members("i", [rig.replica_id for rig in self.rigs], ())
 
     async def events(self, call: TurnCall) -> AsyncGenerator[TurnEvent, None]:
         """As the protocols read them."""

@@ -7,13 +7,13 @@ import functools
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from msgspec.structs import replace
 
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError

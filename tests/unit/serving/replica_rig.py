@@ -25,6 +25,7 @@ from engine.build import assemble_engine
 from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from serving.background import BackgroundTasks
+from serving.front.replica_calls import TurnEvents
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.live_turn import TurnTeller
 from serving.replica.mailbox import Mailbox
@@ -35,8 +36,6 @@ from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.text.text import TextProcessor
 from serving.watch.metrics import ReplicaMetrics
-from serving.wire.event_feed import EventFeeds
-from serving.wire.feed_reader import FeedReaders, FeedTimes, TurnNews
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
 
 VOCAB_SIZE = 1000
@@ -154,8 +153,6 @@ class Rig:
             frozenset({EOS_TOKEN_ID}),
             self.mailbox.deliver,
         )
-        self.feeds = EventFeeds()
-        self.readers = FeedReaders(lambda _, *place: self.feeds.stream(*place), FeedTimes(5.0, 0.5))
         self.tasks = BackgroundTasks()
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)
@@ -190,7 +187,6 @@ class Rig:
         """Registers a session in the ledger; returns its epoch."""
         cluster = self.controller.cluster
         cluster.register_replica(self.host.status())
-        cluster.report_members("i", [self.replica_id], ())
         assignment = cluster.open_session(
             session_id, "", options.get("timeout_s"), options.get("capacity_tokens"), uuid.uuid4().hex
         )
@@ -202,18 +198,18 @@ class Rig:
 
     async def events(self, call: TurnCall, epoch: int | None = None) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events as an ingress reads them. Closing it cancels the turn."""
-        with self.readers.listen(self.replica_id) as news:
-            turn = asyncio.create_task(self._turn(call, epoch, news))
-            try:
-                async for event in news.events():
-                    yield event
-            finally:
-                turn.cancel()
-                await asyncio.wait([turn])
+        events = TurnEvents()
 
-    async def _turn(self, call: TurnCall, epoch: int | None, news: TurnNews) -> None:
-        with self.feeds.line(news.line) as told:
-            news.end(await told.reply(await self.turns.run(call, epoch, told.put)))
+        async def run() -> None:
+            events.deliver(await self.turns.run(call, epoch, events.deliver))
+
+        turn = asyncio.create_task(run())
+        try:
+            async for event in events:
+                yield event
+        finally:
+            turn.cancel()
+            await asyncio.wait([turn])
 
     async def begun(self, count: int = 1) -> None:
         """Waits until so many turns are at the engine."""
@@ -270,7 +266,6 @@ async def running_rig(directory: Path, **options: Any) -> AsyncIterator[Rig]:
     try:
         yield rig
     finally:
-        await rig.readers.stop()
         await rig.tasks.stop(2.0)
         await asyncio.to_thread(rig.engine.stop, 5.0)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray import cloudpickle
 from ray.serve.deployment import Application
 
 from serving.app import build
-from serving.front.router import PinnedRequestRouter
 
 
 def replicas_config(**replicas: Any) -> Any:
@@ -16,14 +14,6 @@ def replicas_config(**replicas: Any) -> Any:
     application = build({"model": {"path": "assets/models/kedge-chat"}, "replicas": replicas})
     (bound,) = (arg for arg in application._bound_deployment.init_args if isinstance(arg, Application))
     return bound._bound_deployment._deployment_config
-
-
-def test_each_process_loads_its_own_router() -> None:
-    """Pickled by value it named what a front end of the version before does not have. Serve's callback raised there,
-    and that front end heard of no replica any more."""
-    pickled = replicas_config().request_router_config.get_serialized_request_router_cls()
-    assert cloudpickle.loads(pickled) is PinnedRequestRouter
-    assert len(pickled) < 100, "more than the class's module and name"
 
 
 def test_the_number_of_replicas_is_as_set() -> None:

@@ -164,3 +164,23 @@ async def test_a_turn_that_comes_while_its_session_is_ended_waits_for_that(serve
     assert error is not None
     assert error.code == "session_not_found"
     await a.books_are_empty()
+
+
+async def test_a_close_waits_for_the_load_of_its_session(served: Failover) -> None:
+    """The owner said that it held no such session; then it did, and took turns for what was closed. Found by the
+    simulation, seed 31."""
+    a = served.rigs[0]
+    await a.host.release("s")
+    served.controller.gate.clear()
+    turn = asyncio.create_task(a.run(call([4], "s"), 1))
+    async with asyncio.timeout(WAIT_S):
+        while not a.host._loading:
+            await asyncio.sleep(0.001)
+    closing = asyncio.create_task(a.host.close("s", 1))
+    await asyncio.sleep(0)
+    assert not closing.done()
+    served.controller.gate.set()
+    assert await closing
+    await turn
+    await ended(served)
+    assert a.sessions.epoch("s") is None

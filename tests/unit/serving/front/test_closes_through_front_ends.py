@@ -13,10 +13,12 @@ from controllers.errors import ControllerError
 from serving.front import turn_dispatch
 from serving.front.cluster_client import ClusterClient
 from serving.front.ownership_cache import Owner, OwnershipCache
+from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.watch.metrics import IngressMetrics
+from serving.wire.calls import AnyCall, CloseSession
 from serving.wire.errors import error_info
-from serving.wire.routing_errors import ReplicaGone
+from serving.wire.turns import ServiceError
 from tests.unit.serving.failover_rig import Failover, Replicas, running_failover
 from tests.unit.serving.replica_rig import call
 
@@ -28,15 +30,15 @@ class ClosingReplicas:
         self._replicas = replicas
         self.asked: list[str] = []
 
-    async def call(self, replica_id: str, method: str, session_id: str, epoch: int) -> Any:
-        assert method == "close_session"
+    async def call(self, replica_id: str, call: AnyCall) -> bool:
+        assert isinstance(call, CloseSession)
         self.asked.append(replica_id)
         if replica_id in self._replicas.dead:
             raise ReplicaGone(replica_id)
         try:
-            return await self._replicas.rigs[replica_id].host.close(session_id, epoch)
+            return await self._replicas.rigs[replica_id].host.close(call.session_id, call.epoch)
         except ControllerError as error:
-            return error_info(error)
+            raise ServiceError(error_info(error)) from error
 
 
 class OtherIngress:

@@ -7,27 +7,27 @@ from typing import Any
 import pytest
 
 from serving.front.cluster_client import ClusterClient
+from serving.front.replica_gone import Loss, ReplicaGone
+from serving.wire.calls import AnyCall, Drain
 from serving.wire.errors import error_info, unavailable
-from serving.wire.routing_errors import Loss, ReplicaGone
 from serving.wire.turns import ServiceError
 
 
 class Replicas:
-    """Replica "a", which answers a drain with `answer`; an exception is raised."""
+    """Replica "a", whose answer to a drain may be an exception."""
 
-    def __init__(self, answer: Any = None) -> None:
+    def __init__(self, answer: Exception | None = None) -> None:
         self._answer = answer
         self.drained: list[str] = []
 
     async def present(self) -> tuple[str, ...]:
         return ("a",)
 
-    async def call(self, replica_id: str, method: str) -> Any:
-        assert method == "drain"
-        if isinstance(self._answer, Exception):
+    async def call(self, replica_id: str, call: AnyCall) -> None:
+        assert isinstance(call, Drain)
+        if self._answer is not None:
             raise self._answer
         self.drained.append(replica_id)
-        return self._answer
 
 
 def client_of(replicas: Replicas) -> ClusterClient:
@@ -55,7 +55,7 @@ async def test_an_unknown_replica_is_named() -> None:
 @pytest.mark.parametrize(
     ("answer", "code"),
     [
-        (unavailable("nobody", "no_replica"), "no_replica"),
+        (ServiceError(unavailable("nobody", "no_replica")), "no_replica"),
         (ReplicaGone("a", Loss.DIED), "replica_unavailable"),
     ],
 )

@@ -1,55 +1,84 @@
-"""What an ingress's router lists reaches the controller, whoever of the replicas does not answer."""
+"""Who is there is what the controller said last."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from random import Random
 
 import pytest
 
-from serving.background import BackgroundTasks
+from controllers.errors import NoAnswer
+from controllers.records import ReplicaStatus
 from serving.front.membership import Membership
-from serving.front.ownership_cache import Owner, OwnershipCache
-from serving.wire.routing_errors import Members
 
 
-class Cluster:
-    """A router, replicas that do not answer, and a controller. `told` is what it heard."""
+class Controller:
+    def __init__(self, *statuses: ReplicaStatus) -> None:
+        self.statuses = list(statuses)
+        self.away = False
 
-    def __init__(self) -> None:
-        self.members_now = Members(("a", "b", "c"), ())
-        self.told: list[tuple[str, ...]] = []
-        self.hastened: list[str] = []
-
-    async def members(self) -> Members:
-        return self.members_now
-
-    async def call(self, replica_id: str, method: str, **_: float) -> None:
-        assert method == "heartbeat"
-        self.hastened.append(replica_id)
-        await asyncio.sleep(60.0)
-
-    async def report_members(self, _: str, listed: Any, unlisted: Any) -> list[str]:
-        self.told.append((*listed, "|", *unlisted))
-        return []
+    async def replicas(self) -> list[ReplicaStatus]:
+        if self.away:
+            raise NoAnswer("away")
+        return self.statuses
 
 
-@pytest.mark.parametrize("times", [1, 2])
-async def test_a_look_does_not_wait_for_a_replica_that_leaves(times: int) -> None:
-    """One that could not be reached kept the news of the next from the controller for half a second (simulated seed
-    74190 of 10 turns)."""
-    cluster, owners, tasks = Cluster(), OwnershipCache(9), BackgroundTasks()
-    parts: Any = (cluster, cluster)
-    membership = Membership("i", *parts, owners, tasks)
+def status(name: str, running: int = 0, seen_s: float = 1.0, draining: bool = False) -> ReplicaStatus:
+    return ReplicaStatus(name, 100, 100, running=running, seen_s=seen_s, draining=draining)
+
+
+def membership_of(controller: Controller, gone: list[str]) -> Membership:
+    parts: tuple[object, ...] = (controller, gone.append, Random(1))
+    return Membership(*parts)  # type: ignore[arg-type]
+
+
+async def test_those_that_are_listed_no_more_are_told() -> None:
+    gone: list[str] = []
+    controller = Controller(status("a"), status("b"))
+    membership = membership_of(controller, gone)
     await membership.look()
-    owners.put("s", Owner("a", 1))
-    for leaving in ("a", "b")[:times]:
-        now = cluster.members_now
-        cluster.members_now = Members(tuple(set(now.listed) - {leaving}), (*now.unlisted, leaving))
-        async with asyncio.timeout(1.0):
-            await membership.look()
-        await asyncio.sleep(0)
-        assert cluster.told[-1][-1] == leaving
-    assert cluster.hastened == ["a", "b"][:times]
-    assert owners.get("s") is None
-    await tasks.stop(0.01)
+    assert (membership.present, gone) == (("a", "b"), [])
+    controller.statuses.pop(0)
+    await membership.look()
+    assert (membership.present, gone) == (("b",), ["a"])
+
+
+async def test_one_that_has_just_come_is_found() -> None:
+    controller = Controller()
+    membership = membership_of(controller, [])
+    await membership.look()
+    controller.statuses.append(status("a"))
+    assert await membership.find("a") == status("a")
+    assert await membership.find("b") is None
+
+
+async def test_while_the_controller_is_away_what_it_said_last_counts() -> None:
+    gone: list[str] = []
+    controller = Controller(status("a"))
+    membership = membership_of(controller, gone)
+    await membership.look()
+    controller.away = True
+    with pytest.raises(NoAnswer):
+        await membership.look()
+    assert (membership.present, membership.pick(), gone) == (("a",), "a", [])
+    assert await membership.find("b") is None
+
+
+async def test_the_less_loaded_is_picked_and_what_was_sent_there_counts() -> None:
+    controller = Controller(status("a", running=4), status("b", running=2))
+    membership = membership_of(controller, [])
+    await membership.look()
+    assert [membership.pick() for _ in range(6)].count("b") == 4
+    controller.statuses[1] = status("b", running=0, seen_s=2.0)  # a newer report has them in it
+    await membership.look()
+    assert [membership.pick() for _ in range(4)].count("b") >= 3
+
+
+async def test_one_that_is_to_go_is_picked_only_where_there_is_no_other() -> None:
+    controller = Controller(status("a", draining=True), status("b", running=50))
+    membership = membership_of(controller, [])
+    assert membership.pick() is None
+    await membership.look()
+    assert membership.pick() == "b"
+    controller.statuses.pop()
+    await membership.look()
+    assert membership.pick() == "a"

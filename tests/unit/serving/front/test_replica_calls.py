@@ -1,175 +1,193 @@
-"""However a replica's call ends, the turn that waits for it hears of it."""
+"""Calls and turns of a front end at a replica, over real sockets: answered, cancelled, and however they are cut off."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from pathlib import Path
 
-import grpc
 import pytest
-from grpc import StatusCode
-from grpc.aio import AioRpcError, Metadata
-from ray.exceptions import ActorUnavailableError
-from ray.serve.exceptions import RequestCancelledError
 
-from serving.front.replica_calls import TOO_LARGE, ReplicaCalls, hand_over
-from serving.wire.feed_reader import FeedTimes, TurnNews
-from serving.wire.routing_errors import ReplicaGone
-from serving.wire.turns import FeedLine, ServiceError, TurnEvent, TurnFinish, TurnReply
+from engine.api import SamplingParams
+from serving.front.replica_calls import ANY_REPLICA
+from serving.front.replica_gone import Loss, ReplicaGone
+from serving.front.replica_link import LinkTimes
+from serving.replica.link_server import Emit
+from serving.wire.calls import Abort, AnyCall, Audit, Flush, RunTurn, answer_of
+from serving.wire.turns import ErrorInfo, ServiceError, TokenPrompt, TurnCall, TurnEvent, TurnFinish
+from tests.unit.serving.link_rig import ELSEWHERE, NODE, running_link
 
-MOST_BYTES = 1000
-LAST = TurnEvent(finish=TurnFinish("stop"))
-
-
-def rpc_error(code: StatusCode) -> AioRpcError:
-    return AioRpcError(code, Metadata(), Metadata())
+REFUSAL = ErrorInfo(409, "session_busy", "busy")
+END = TurnEvent(finish=TurnFinish("stop"))
+WAIT_S = 10.0
 
 
-class StoppingReplica:
-    """A gRPC server as a replica has one, whose calls do not end; and a handle that calls it without Ray's wrapping of
-    gRPC's errors, which Ray leaves out on some of its ways."""
+def turn(request_id: str = "r", tokens: int = 3) -> TurnCall:
+    return TurnCall(request_id, TokenPrompt(tuple(range(tokens))), SamplingParams())
+
+
+class Answers:
+    """A replica's answers. A turn has as many tokens as its prompt; while `held` its end does not come."""
 
     def __init__(self) -> None:
-        self.called = asyncio.Event()
-        methods = {
-            "unary": grpc.unary_unary_rpc_method_handler(self._answer),
-            "stream": grpc.unary_stream_rpc_method_handler(self._stream),
-        }
-        self.server = grpc.aio.server(options=[("grpc.max_receive_message_length", MOST_BYTES)])
-        self.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("Replica", methods)])
-        self.channel: grpc.aio.Channel
-        self.request = b""
-        self._streams = False
+        self.held = asyncio.Event()
+        self.held.set()
+        self.begun: asyncio.Queue[str] = asyncio.Queue()
+        self.cancelled: asyncio.Queue[str] = asyncio.Queue()
 
-    async def _answer(self, _request: bytes, _context: Any) -> bytes:
-        self.called.set()
-        return await asyncio.get_running_loop().create_future()
+    async def serve(self, call: AnyCall, emit: Emit) -> None:
+        match call:
+            case Abort():
+                emit(answer_of(7))
+            case Flush():
+                emit(answer_of(REFUSAL))
+            case Audit():
+                await asyncio.Event().wait()
+            case RunTurn():
+                await self._turn(call.turn, emit)
 
-    async def _stream(self, _request: bytes, _context: Any) -> AsyncIterator[bytes]:
-        yield b"batch"
-        self.called.set()
-        await asyncio.get_running_loop().create_future()
-
-    def options(self, **options: Any) -> StoppingReplica:
-        same = object.__new__(StoppingReplica)
-        same.__dict__ = self.__dict__ | {"_streams": options.get("stream", self._streams)}
-        return same
-
-    def remote(self, *_args: Any) -> Any:
-        if self._streams:
-            return self.channel.unary_stream("/Replica/stream")(self.request)
-        return self.channel.unary_unary("/Replica/unary")(self.request)
-
-
-@asynccontextmanager
-async def stopping_replica() -> AsyncIterator[StoppingReplica]:
-    replica = StoppingReplica()
-    port = replica.server.add_insecure_port("127.0.0.1:0")
-    await replica.server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        replica.channel = channel
+    async def _turn(self, call: TurnCall, emit: Emit) -> None:
+        assert isinstance(call.prompt, TokenPrompt)
+        self.begun.put_nowait(call.request_id)
         try:
-            yield replica
-        finally:
-            await replica.server.stop(None)
+            for token in call.prompt.token_ids:
+                emit(TurnEvent(text=f"{token} ", token_ids=(token,)))
+                await asyncio.sleep(0)
+            await self.held.wait()
+        except asyncio.CancelledError:
+            self.cancelled.put_nowait(call.request_id)
+            raise
+        emit(END)
 
 
-async def ended_by(outcome: Any) -> list[TurnEvent]:
-    async def call() -> Any:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    news = TurnNews(FeedLine("f", 0), "r", 5.0)
-    await asyncio.wait([asyncio.create_task(hand_over(news, call(), "r"))])
-    async with asyncio.timeout(5):
-        return [event async for event in news.events()]
+@pytest.fixture
+async def answers() -> Answers:
+    return Answers()
 
 
-async def test_with_a_reply() -> None:
-    assert await ended_by(TurnReply(0, (LAST,))) == [LAST]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ActorUnavailableError("gone", b"1" * 16),
-        RequestCancelledError("r"),
-        asyncio.CancelledError(),
-        rpc_error(StatusCode.CANCELLED),
-        rpc_error(StatusCode.UNAVAILABLE),
-        rpc_error(StatusCode.ABORTED),
-        rpc_error(StatusCode.DEADLINE_EXCEEDED),
-    ],
-    ids=repr,
-)
-async def test_with_a_lost_replica(error: BaseException) -> None:
-    with pytest.raises(ReplicaGone):
-        await ended_by(error)
-
-
-async def test_with_a_request_too_large_to_be_sent() -> None:
-    with pytest.raises(ServiceError) as caught:
-        await ended_by(rpc_error(StatusCode.RESOURCE_EXHAUSTED))
-    assert caught.value.info == TOO_LARGE
-
-
-@pytest.mark.parametrize("error", [RuntimeError("broken"), rpc_error(StatusCode.INTERNAL)], ids=repr)
-async def test_with_anything_else(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught:
-        await ended_by(error)
-    assert caught.value is error
-
-
-def calls_of(replica: StoppingReplica) -> ReplicaCalls:
-    return ReplicaCalls(replica, feed_times=FeedTimes(60.0, 0.5), call_timeout_s=60.0)  # type: ignore[arg-type]
-
-
-async def test_a_server_that_stops_during_a_turn_is_a_lost_replica() -> None:
-    news = TurnNews(FeedLine("f", 0), "r", 5.0)
-    async with stopping_replica() as replica, asyncio.timeout(20):
-        handed = asyncio.create_task(hand_over(news, replica.remote(), "r"))
-        await replica.called.wait()
-        await replica.server.stop(None)
-        await handed
-        with pytest.raises(ReplicaGone):
-            await anext(news.events())
-
-
-async def test_a_server_that_stops_during_a_call_is_a_lost_replica() -> None:
-    async with stopping_replica() as replica, asyncio.timeout(20):
-        call = asyncio.create_task(calls_of(replica).call("r", "audit"))
-        await replica.called.wait()
-        await replica.server.stop(None)
-        with pytest.raises(ReplicaGone):
-            await call
-
-
-async def test_a_server_that_has_stopped_is_a_lost_replica() -> None:
-    async with stopping_replica() as replica, asyncio.timeout(20):
-        await replica.server.stop(None)
-        with pytest.raises(ReplicaGone):
-            await calls_of(replica).call("r", "audit")
-
-
-async def test_a_server_that_stops_during_a_feed_is_a_lost_replica() -> None:
-    async with (
-        stopping_replica() as replica,
-        asyncio.timeout(20),
-        aclosing(calls_of(replica)._open_feed("r", "f", None)) as feed,
-    ):
-        assert await anext(feed) == b"batch"
-        await replica.called.wait()
-        await replica.server.stop(None)
-        with pytest.raises(ReplicaGone):
-            await anext(feed)
-
-
-async def test_a_call_that_is_too_large_says_so() -> None:
-    async with stopping_replica() as replica, asyncio.timeout(20):
-        replica.request = b"x" * (MOST_BYTES + 1)
+@pytest.mark.parametrize("node", [NODE, ELSEWHERE])
+async def test_calls_are_answered(answers: Answers, node: str) -> None:
+    async with running_link(answers.serve, node=node) as rig:
+        assert await rig.calls.call("r", Abort(None, "")) == 7
+        assert await rig.calls.call(ANY_REPLICA, Abort(None, "")) == 7
+        assert await rig.calls.broadcast(Abort(None, "")) == [7]
         with pytest.raises(ServiceError) as caught:
-            await calls_of(replica).call("r", "fork_session")
-    assert caught.value.info == TOO_LARGE
+            await rig.calls.call("r", Flush())
+        assert caught.value.info == REFUSAL
+
+
+async def events_of(calls: object, call: TurnCall) -> tuple[list[int], TurnEvent]:
+    async with calls.turn("r", call, None) as events:  # type: ignore[attr-defined]
+        got = [event async for event in events]
+    return [token for event in got for token in event.token_ids], got[-1]
+
+
+@pytest.mark.parametrize("node", [NODE, ELSEWHERE])
+async def test_turns_side_by_side_have_their_own_events_in_order(answers: Answers, node: str) -> None:
+    async with running_link(answers.serve, node=node) as rig:
+        turns = [events_of(rig.calls, turn(f"r{count}", count)) for count in range(1, 60)]
+        for count, (tokens, last) in enumerate(await asyncio.gather(*turns), 1):
+            assert tokens == list(range(count))
+            assert last.finish == END.finish
+        assert rig.server.calls == 0
+
+
+async def test_leaving_cancels_the_turn_there(answers: Answers) -> None:
+    answers.held.clear()
+    async with running_link(answers.serve) as rig:
+        async with rig.calls.turn("r", turn("left"), None) as events:
+            await anext(events)
+        assert await asyncio.wait_for(answers.cancelled.get(), WAIT_S) == "left"
+
+
+async def test_a_call_that_takes_too_long_is_given_up_there(answers: Answers) -> None:
+    async with running_link(answers.serve) as rig:
+        with pytest.raises(ReplicaGone) as caught:
+            await rig.calls.call("r", Audit(), 0.05)
+        assert caught.value.loss is Loss.UNREACHABLE
+        assert await rig.calls.call("r", Abort(None, "")) == 7
+        await until(lambda: rig.server.calls == 0)
+
+
+async def rest_of(events: AsyncIterator[TurnEvent]) -> list[TurnEvent]:
+    async with asyncio.timeout(WAIT_S):
+        return [event async for event in events]
+
+
+async def until(holds: object) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():  # type: ignore[operator]
+            await asyncio.sleep(0.01)
+
+
+async def test_a_replica_that_nobody_lists_is_unknown(answers: Answers) -> None:
+    async with running_link(answers.serve) as rig:
+        with pytest.raises(ReplicaGone) as caught:
+            await rig.calls.call("x", Abort(None, ""))
+        assert (caught.value.replica_id, caught.value.loss) == ("x", Loss.UNKNOWN)
+
+
+@pytest.mark.parametrize("node", [NODE, ELSEWHERE])
+@pytest.mark.parametrize("died", [True, False])
+async def test_a_replica_that_ends_during_a_turn_is_lost(answers: Answers, node: str, died: bool) -> None:
+    """At once if Ray knows that its process has ended; else once there was time to connect again."""
+    answers.held.clear()
+    async with running_link(answers.serve, node=node) as rig:
+        async with rig.calls.turn("r", turn(), None) as events:
+            await anext(events)
+            rig.died = died
+            await rig.sockets.close()
+            with pytest.raises(ReplicaGone) as caught:
+                await rest_of(events)
+        assert caught.value.loss is (Loss.DIED if died else Loss.UNREACHABLE)
+        assert rig.broken == 1
+
+
+async def test_a_silent_replica_is_lost(answers: Answers) -> None:
+    """It does not read its sockets: nothing breaks off."""
+    answers.held.clear()
+    times = LinkTimes(sign_of_life_s=0.1, silence_s=0.5, reopen_s=0.5)
+    async with running_link(answers.serve, times=times) as rig, rig.calls.turn("r", turn(), None) as events:
+        await anext(events)
+        for reader in rig.sockets._readers:
+            reader.cancel()
+        with pytest.raises(ReplicaGone):
+            await rest_of(events)
+
+
+async def test_who_lacks_the_clusters_secret_is_not_heard_from_elsewhere(answers: Answers) -> None:
+    async with running_link(answers.serve, node=ELSEWHERE, secret=b"x" * 32) as rig:
+        with pytest.raises(ReplicaGone):
+            await rig.calls.call("r", Abort(None, ""))
+        assert len(rig.server) == 0
+
+
+async def test_on_its_node_only_its_user_reaches_it(answers: Answers) -> None:
+    async with running_link(answers.serve) as rig:
+        path = Path(rig.address.path)
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
+    assert not path.parent.exists()
+
+
+async def test_a_front_end_that_is_gone_takes_its_turns_along(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.replica.link_server.UNREACHABLE_S", 0.0)
+    answers.held.clear()
+    async with running_link(answers.serve) as rig, rig.calls.turn("r", turn("orphan"), None) as events:
+        await anext(events)
+        link = rig.calls._links["r"]
+        link._connection.close()  # as if its process had ended
+        monkeypatch.setattr("serving.replica.link_server.SIGN_OF_LIFE_S", 0.0)
+
+        async def dropped() -> None:
+            while rig.server.calls:
+                await rig.server.watch()
+                await asyncio.sleep(0.02)
+
+        await asyncio.wait_for(dropped(), WAIT_S)
+        assert await asyncio.wait_for(answers.cancelled.get(), WAIT_S) == "orphan"
+        link.lose(ReplicaGone("r"))

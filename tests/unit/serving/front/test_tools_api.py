@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
+from msgspec.structs import replace
 
 from serving.grammars.grammar_trial import TOO_MUCH
 from serving.text.tool_calls.formats import FORMATS, FormatName

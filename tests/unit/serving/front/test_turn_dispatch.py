@@ -11,10 +11,11 @@ from controllers.errors import NoReplica, SessionNotFound
 from controllers.records import Assignment
 from serving.front import turn_dispatch
 from serving.front.ownership_cache import OwnershipCache
+from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.watch.metrics import IngressMetrics
+from serving.wire.calls import CloseSession
 from serving.wire.errors import error_info
-from serving.wire.routing_errors import ReplicaGone
 from serving.wire.turns import ErrorInfo, ServiceError
 
 MOVED = ErrorInfo(409, "stale_epoch", "moved")
@@ -29,12 +30,18 @@ class Replicas:
         self.answers = list(answers)
         self.asked: list[tuple[Any, ...]] = []
 
-    async def call(self, replica_id: str, method: str, *args: Any) -> Any:
-        self.asked.append((replica_id, method, *args))
+    async def call(self, replica_id: str, call: Any) -> Any:
+        self.asked.append((replica_id, call))
         answer = self.answers.pop(0)
+        if isinstance(answer, ErrorInfo):
+            raise ServiceError(answer)
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+def work_at(epoch: int) -> CloseSession:
+    return CloseSession("t s", epoch)
 
 
 class Controller:
@@ -70,23 +77,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_owner_is_remembered() -> None:
     replicas, controller = Replicas(1, 2), Controller()
     ask = dispatcher(replicas, controller).ask_owner
-    assert [await ask("t s", "work", "order") for _ in range(2)] == [1, 2]
-    assert replicas.asked == [("t1", "work", "t s", 1, "order")] * 2
+    assert [await ask("t s", work_at) for _ in range(2)] == [1, 2]
+    assert replicas.asked == [("t1", work_at(1))] * 2
 
 
 @pytest.mark.parametrize("first", [MOVED, NOT_HELD, ReplicaGone("t1")])
 async def test_a_wrong_owner_costs_one_more_round(first: Any) -> None:
     replicas = Replicas(first, "done")
-    assert await dispatcher(replicas, Controller()).ask_owner("t s", "work") == "done"
+    assert await dispatcher(replicas, Controller()).ask_owner("t s", work_at) == "done"
     assert [asked[0] for asked in replicas.asked] == ["t1", "t2"]
 
 
 async def test_a_replica_that_answered_before_is_reported_lost() -> None:
     controller = Controller()
     ask = dispatcher(Replicas(1, ReplicaGone("t1"), BUSY, 2), controller).ask_owner
-    await ask("t s", "work")
+    await ask("t s", work_at)
     # What is left of the lost call may still be in the way: refusals that follow it are tried again.
-    assert await ask("t s", "work") == 2
+    assert await ask("t s", work_at) == 2
     assert controller.lost == ["t1"]
 
 
@@ -112,37 +119,37 @@ async def test_a_report_that_is_cut_off_is_made_by_who_notices_next() -> None:
     controller = OneOwner()
     replicas = Replicas(1, ReplicaGone("t1"), ReplicaGone("t1"), 2)
     ask = dispatcher(replicas, controller).ask_owner
-    await ask("t s", "work")
-    leaving = asyncio.create_task(ask("t s", "work"))
+    await ask("t s", work_at)
+    leaving = asyncio.create_task(ask("t s", work_at))
     while not controller.reports:
         await asyncio.sleep(0)
     leaving.cancel()
     await asyncio.wait([leaving])
-    assert await ask("t s", "work") == 2
+    assert await ask("t s", work_at) == 2
     assert controller.lost == ["t1"]
 
 
 @pytest.mark.parametrize("refusal", [BUSY, ErrorInfo(400, "invalid_fork", "too long", "length")])
 async def test_refusals_are_the_clients(refusal: ErrorInfo) -> None:
     with pytest.raises(ServiceError) as caught:
-        await dispatcher(Replicas(refusal), Controller()).ask_owner("t s", "work")
+        await dispatcher(Replicas(refusal), Controller()).ask_owner("t s", work_at)
     assert caught.value.info == refusal
 
 
 async def test_an_unknown_session() -> None:
     with pytest.raises(ServiceError) as caught:
-        await dispatcher(Replicas(NOT_HELD, NOT_HELD), Controller()).ask_owner("t s", "work")
+        await dispatcher(Replicas(NOT_HELD, NOT_HELD), Controller()).ask_owner("t s", work_at)
     assert caught.value.info == NOT_HELD
     missing = SessionNotFound("no session", "session_id")
     with pytest.raises(ServiceError) as caught:
-        await dispatcher(Replicas(), Controller(missing)).ask_owner("t s", "work")
+        await dispatcher(Replicas(), Controller(missing)).ask_owner("t s", work_at)
     assert caught.value.info == error_info(missing)
 
 
 async def test_no_replica_is_waited_for_but_not_for_ever() -> None:
     nobody = NoReplica("none")
-    assert await dispatcher(Replicas("done"), Controller(nobody, nobody)).ask_owner("t s", "work") == "done"
+    assert await dispatcher(Replicas("done"), Controller(nobody, nobody)).ask_owner("t s", work_at) == "done"
     lost = Replicas(*[ReplicaGone("x")] * 1000)
     with pytest.raises(ServiceError) as caught:
-        await dispatcher(lost, Controller(), timeout_s=0.05).ask_owner("t s", "work")
+        await dispatcher(lost, Controller(), timeout_s=0.05).ask_owner("t s", work_at)
     assert (caught.value.info.status, caught.value.info.code) == (503, "replica_unavailable")

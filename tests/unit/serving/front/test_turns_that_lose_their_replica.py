@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from controllers.errors import NoReplica, StaleEpoch
 from controllers.tokens import decode_tokens
@@ -19,8 +20,8 @@ from engine.batch import ModelOutput, ScheduledBatch
 from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
 from serving.front import turn_dispatch
+from serving.front.replica_gone import ReplicaGone
 from serving.text.text import TextProcessor
-from serving.wire.event_feed import REPEATED
 from serving.wire.turns import OutputConstraint, ResumedTurn, ServiceError, TurnCall, TurnEvent
 from tests.unit.serving.failover_rig import STEP_S, Failover, at_the_end, behind, running_failover
 from tests.unit.serving.local_service import shown_text, small_text
@@ -72,7 +73,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"seed": 3, "sampling": SAMPLED},
     "log-probabilities": {"logprobs": LOGPROBS},
-    "stop token": {"sampling": replace(GREEDY, stop_token_ids=frozenset(WHOLE[20:21]))},
+    "stop token": {"sampling": dataclasses.replace(GREEDY, stop_token_ids=frozenset(WHOLE[20:21]))},
     "stop string": {"stop": (STOP,)},
     "stop string, not trimmed": {"stop": (STOP,), "trim_stop": False},
     "stop where nothing may follow": {"constraint": OutputConstraint("regex", "[0-9]{16}")},
@@ -119,7 +120,7 @@ async def test_replicas_that_round_differently_give_one_answer(
     def other_tokens(batch: ScheduledBatch) -> ModelOutput:
         output = execute(batch)
         return ModelOutput(
-            [replace(item, token_ids=tuple(1 for _ in item.token_ids)) for item in output.items]
+            [dataclasses.replace(item, token_ids=tuple(1 for _ in item.token_ids)) for item in output.items]
         )
 
     monkeypatch.setattr(runner, "execute", other_tokens)
@@ -256,24 +257,23 @@ async def test_a_session_closed_meanwhile_ends_the_turn_and_does_not_begin_anew(
 async def test_a_repeated_call_is_committed_in_no_later_session(
     served: Failover, monkeypatch: pytest.MonkeyPatch, opened_anew: bool
 ) -> None:
-    """Serve delivered it twice. The first copy was committed, the session closed: it was committed in another, which
-    it opened itself, or which another turn had opened (simulated seed 1000697 of 1,000 turns)."""
+    """Its connection is lost with the answer, and it is sent again. It had been committed, and the session closed: it
+    was committed in another, which it opened itself, or which another turn had opened (simulated seed 1000697 of 1,000
+    turns)."""
     deliver = served.replicas.turn
 
-    async def refused() -> AsyncIterator[TurnEvent]:
-        yield TurnEvent(error=REPEATED)
-
     @asynccontextmanager
-    async def deliver_twice(*args: Any) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+    async def lose_the_answer(*args: Any) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         monkeypatch.setattr(served.replicas, "turn", deliver)
         async with deliver(*args) as events:
             assert [event.finish for event in [event async for event in events]][-1] is not None
         served.cluster.close_session("s")
         if opened_anew:
             served.cluster.open_session("s", "", None, None)
-        yield refused()
+        raise ReplicaGone("a")
+        yield
 
-    monkeypatch.setattr(served.replicas, "turn", deliver_twice)
+    monkeypatch.setattr(served.replicas, "turn", lose_the_answer)
     served.open_session("s")
     turn = turn_of("s")
     assert turn.session is not None

@@ -13,6 +13,7 @@ from controllers.errors import NoAnswer, StoreError
 from controllers.records import ForkOrder
 from engine.runner.null import null_generate
 from serving.front import turn_dispatch
+from serving.wire.calls import ForkSession
 from serving.wire.turns import ServiceError, TurnEvent
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
@@ -67,17 +68,19 @@ async def test_a_fork_waits_for_the_log(served: Failover) -> None:
     class Pinned:
         """The one call that the dispatcher makes to an owner."""
 
-        async def call(self, replica_id: str, method: str, *args: object) -> object:
-            assert (replica_id, method) == ("a", "fork_session")
+        async def call(self, replica_id: str, call: ForkSession) -> object:
+            assert replica_id == "a"
             try:
-                return await served.rigs[0].host.fork(*args)  # type: ignore[arg-type]
+                return await served.rigs[0].host.fork(call.parent_id, call.epoch, call.order)
             except StoreError as error:
-                return turn_dispatch.error_info(error)
+                raise ServiceError(turn_dispatch.error_info(error)) from error
 
     served.dispatcher._replicas = Pinned()  # type: ignore[assignment]
     served.controller.log.away = True
     order = ForkOrder("child", "key")
-    forking = asyncio.create_task(served.dispatcher.ask_owner("s", "fork_session", order))
+    forking = asyncio.create_task(
+        served.dispatcher.ask_owner("s", lambda epoch: ForkSession("s", epoch, order))
+    )
     await waits(forking)
     served.controller.log.away = False
     assert (await forking).tokens == len(PROMPT) + LENGTH

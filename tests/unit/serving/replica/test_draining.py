@@ -33,14 +33,13 @@ def owner(served: Failover, session_id: str = "s") -> tuple[str, int]:
     return entry.replica_id, entry.epoch
 
 
-async def unlist(served: Failover) -> None:
-    """Serve takes "a" away: an ingress's router lists it no more, and "a" is told with its next heartbeat."""
-    served.cluster.report_members("i", ["b"], ["a"])
-    await served.rigs[0].host.heartbeat()
+async def drain(served: Failover) -> None:
+    """ "a" is to go."""
+    await served.rigs[0].host.drain()
 
 
 async def test_idle_sessions_are_handed_over_with_nothing_left_behind(served: Failover) -> None:
-    await unlist(served)
+    await drain(served)
     await served.rigs[0].host.hand_over()
     assert owner(served) == ("b", 2)
     assert served.rigs[0].sessions.epoch("s") is None
@@ -53,7 +52,7 @@ async def test_idle_sessions_are_handed_over_with_nothing_left_behind(served: Fa
 
 async def test_a_turn_that_comes_before_is_run_elsewhere(served: Failover) -> None:
     """Also through an ingress that remembers the owner: the owner itself lets go."""
-    await unlist(served)
+    await drain(served)
     event = await served.turn(call([4], "s"))
     assert event.error is None
     assert owner(served) == ("b", 2)
@@ -62,7 +61,7 @@ async def test_a_turn_that_comes_before_is_run_elsewhere(served: Failover) -> No
 
 async def test_a_turn_that_comes_while_its_session_is_handed_over_waits(served: Failover) -> None:
     """It was 409 turn_in_flight."""
-    await unlist(served)
+    await drain(served)
     served.controller.gate.clear()
     handing_over = asyncio.create_task(served.rigs[0].host.hand_over())
     await served.rigs[0].in_turn("s")
@@ -81,7 +80,7 @@ async def test_a_turn_in_flight_ends_where_it_began(served: Failover) -> None:
     a.runner.hold()
     turn = asyncio.create_task(a.run(call([4], "s"), 1))
     await a.begun()
-    await unlist(served)
+    await drain(served)
     await a.host.hand_over()
     assert owner(served) == ("a", 1)
     a.runner.go_on()
@@ -93,8 +92,8 @@ async def test_a_turn_in_flight_ends_where_it_began(served: Failover) -> None:
 
 
 async def test_where_nobody_can_take_them_they_stay_and_go_on(served: Failover) -> None:
+    await drain(served)
     served.cluster.report_unreachable("b", True)
-    await unlist(served)
     await served.rigs[0].host.hand_over()
     assert owner(served) == ("a", 1)
     assert (await served.turn(call([4], "s"))).error is None
@@ -102,7 +101,7 @@ async def test_where_nobody_can_take_them_they_stay_and_go_on(served: Failover) 
 
 
 async def test_a_log_that_is_away_keeps_them_where_they_are(served: Failover) -> None:
-    await unlist(served)
+    await drain(served)
     served.controller.failures["offer_session"] = [StoreError("away")]
     await served.rigs[0].host.hand_over()
     assert owner(served) == ("a", 1)
@@ -113,17 +112,9 @@ async def test_a_log_that_is_away_keeps_them_where_they_are(served: Failover) ->
 async def test_a_full_session_is_handed_over_too(served: Failover) -> None:
     served.open_session("full", capacity_tokens=4)
     await served.turn(call([7, 8], "full", max_new_tokens=2))
-    await unlist(served)
+    await drain(served)
     await served.rigs[0].host.hand_over()
     assert owner(served, "full")[0] == "b"
-
-
-async def test_one_that_is_listed_again_goes_on(served: Failover) -> None:
-    await unlist(served)
-    served.cluster.report_members("i", ["a", "b"], ())
-    await served.rigs[0].host.heartbeat()
-    await served.rigs[0].host.hand_over()
-    assert owner(served) == ("a", 1)
 
 
 async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
@@ -133,7 +124,6 @@ async def test_an_operators_drain_empties_it_for_good(served: Failover) -> None:
     await host.hand_over()
     assert host.emptied
     await host.farewell()
-    served.cluster.report_members("i", ["a", "b"], ())
     served.open_session("new")
     assert owner(served, "new")[0] == "b"
 
@@ -164,7 +154,7 @@ async def test_a_close_that_comes_while_a_session_is_handed_over_is_carried_out(
 ) -> None:
     """Or goes to the next owner, where the ingress asks then."""
     host = served.rigs[0].host
-    await unlist(served)
+    await drain(served)
     served.controller.gate.clear()
     handing_over = asyncio.create_task(host.hand_over())
     await served.rigs[0].in_turn("s")

@@ -55,7 +55,7 @@ async def served(tmp_path: Path, clock: Clock) -> AsyncIterator[Failover]:
         for name in NAMES:
             await failover.turn(call([1, 2], name))
         assert owners(failover) == "aaa"
-        failover.cluster.report_members("i", ["b"], ["a"])
+        failover.cluster.drain_replica("a")
         await failover.rigs[0].host.heartbeat()
         yield failover
         await failover.settled()

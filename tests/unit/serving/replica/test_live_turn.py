@@ -1,13 +1,14 @@
-"""Deltas that wait together are told as one event, with nothing lost; drafts are counted into the usage."""
+"""Deltas become events, with nothing lost; drafts are counted into the usage."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import Finish, FinishReason, TokenDelta, TokenLogprob
 from engine.runner.null import null_generate
@@ -15,9 +16,10 @@ from engine.settings import SpeculationSettings
 from serving.front.api.openai_replies import UsageCounter
 from serving.front.http import create_http_app
 from serving.replica.live_turn import LiveTurn, TurnTeller
-from serving.replica.mailbox import Inbox
+from serving.replica.mailbox import Mailbox
 from serving.replica.replay import MOST_LOGPROBS, decode_result, encode_result
 from serving.watch.metrics import ReplicaMetrics
+from serving.wire.turn_events import merge_events
 from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
 from tests.unit.serving.local_service import LocalService, client_of, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig, tokens_of
@@ -32,50 +34,79 @@ def delta(index: int, *, finish: Finish | None = None, tokens: tuple[int, ...] =
     return TokenDelta("r", tokens, 5, 2, index + 1, logprobs, finish=finish, draft_tokens=2 * index)
 
 
-def teller_and_turn() -> tuple[TurnTeller, LiveTurn]:
-    text = small_text()
-    seconds = iter(range(1000))
-    teller = TurnTeller(text, ReplicaMetrics("a", stats), lambda: float(next(seconds)))
-    turn_call = call([1])
-    return teller, LiveTurn(turn_call, "r", None, [1], Inbox(), text.output_text(), 0.0)
+class Told:
+    """A turn, and the events that it has emitted."""
+
+    def __init__(self) -> None:
+        text = small_text()
+        seconds = iter(range(1000))
+        self.teller = TurnTeller(text, ReplicaMetrics("a", stats), lambda: float(next(seconds)))
+        self.events: list[TurnEvent] = []
+        self.live = LiveTurn(call([1]), "r", None, [1], self.events.append, text.output_text(), 0.0)
+
+    def take(self, *deltas: TokenDelta) -> TurnEvent:
+        """What they say, as one event."""
+        del self.events[:]
+        for each in deltas:
+            self.teller.take(self.live, each)
+        return merge_events(self.events[:-1], self.events[-1])
 
 
-def test_a_burst_is_one_event() -> None:
-    teller, live = teller_and_turn()
-    deltas = [delta(index) for index in range(5)]
-    (event,) = teller.tell(live, deltas)
-    apart_teller, apart = teller_and_turn()
-    events = [told for each in deltas for told in apart_teller.tell(apart, [each])]
-    assert event.token_ids == tuple(range(300, 305)) == tuple(live.output_tokens)
-    assert event.text == "".join(each.text for each in events)
+def test_each_delta_is_an_event() -> None:
+    told = Told()
+    event = told.take(*[delta(index) for index in range(5)])
+    assert event.token_ids == tuple(range(300, 305)) == tuple(told.live.output_tokens)
     assert [entry.token.token_id for entry in event.logprobs] == list(event.token_ids)
     assert (event.completion_tokens, event.draft_tokens) == (5, 8)
-    assert live.finish is None
+    assert told.live.finish is None
 
 
-def test_a_burst_that_ends_the_turn_and_one_that_says_nothing() -> None:
-    teller, live = teller_and_turn()
-    assert teller.tell(live, []) == []
-    (event,) = teller.tell(live, [delta(0), delta(1, finish=LENGTH)])
+def test_one_that_ends_the_turn_and_one_that_says_nothing() -> None:
+    told = Told()
+    event = told.take(delta(0), delta(1, finish=LENGTH))
     assert (event.token_ids, event.finish) == ((300, 301), None)
-    final = live.final_event()
+    final = told.live.final_event()
     assert (final.token_ids, final.completion_tokens, final.draft_tokens) == ((), 2, 2)
-    teller, live = teller_and_turn()
-    assert teller.tell(live, [TokenDelta("r", (), 5, 2, 0, finish=LENGTH)]) == []
-    assert live.finish == LENGTH
+    told = Told()
+    told.teller.take(told.live, TokenDelta("r", (), 5, 2, 0, finish=LENGTH))
+    assert told.events == []
+    assert (told.live.finish, told.live.ended.is_set()) == (LENGTH, True)
+
+
+def test_a_turn_whose_output_cannot_be_told_ends_in_an_error() -> None:
+    """It is taken on the way from the engine: no other's deltas may be lost with it, and it must not wait for ever."""
+    told = Told()
+    told.live.output = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        told.teller.take(told.live, delta(0))
+    assert told.live.finish is not None
+    assert told.live.finish.reason is FinishReason.ERROR
+
+
+async def test_a_delta_that_cannot_be_taken_keeps_no_other_from_being_taken() -> None:
+    mailbox, taken = Mailbox(asyncio.get_running_loop()), asyncio.Queue[TokenDelta]()
+
+    def fail(_delta: TokenDelta) -> None:
+        raise RuntimeError("this one")
+
+    mailbox.open("bad", fail)
+    mailbox.open("r", taken.put_nowait)
+    bad = TokenDelta("bad", (1,), 5, 2, 1)
+    await asyncio.to_thread(mailbox.deliver, [bad, delta(0), bad, delta(1)])
+    assert [await taken.get(), await taken.get()] == [delta(0), delta(1)]
 
 
 def test_what_is_told_again_takes_no_time_and_has_its_log_probabilities() -> None:
-    teller, live = teller_and_turn()
-    known = tuple(TextLogprob(TokenLogprob(token, -2.0), "x") for token in (300, 301))
-    live.resumed, live.last_token_s = ResumedTurn((300, 301), known, known[:1]), live.started_s
-    (event,) = teller.tell(live, [TokenDelta("r", (300, 301), 5, 2, 2), delta(2)])
+    told = Told()
+    known = tuple(TextLogprob(TokenLogprob(token, -2.0), b"x") for token in (300, 301))
+    told.live.resumed, told.live.last_token_s = ResumedTurn((300, 301), known, known[:1]), told.live.started_s
+    event = told.take(TokenDelta("r", (300, 301), 5, 2, 2), delta(2))
     assert [entry.token.logprob for entry in event.logprobs] == [-2.0, -2.0, -1.0]
     assert event.input_logprobs == known[:1]
-    assert live.output_tokens == [300, 301, 302]
-    (event,) = teller.tell(live, [delta(3)])
+    assert told.live.output_tokens == [300, 301, 302]
+    event = told.take(delta(3))
     assert len(event.logprobs) == 1
-    text = teller._metrics.render()
+    text = told.teller._metrics.render()
     assert 'kedge_ttft_seconds_count{replica="a"} 0.0' in text
     assert 'kedge_inter_token_seconds_count{replica="a"} 2.0' in text
 
@@ -110,14 +141,13 @@ def test_answers_logged_before_there_were_drafts() -> None:
 def test_too_many_log_probabilities_are_not_logged() -> None:
     """Each took the replica's loop 4 us, and a scored context has 172,000: a log of 4 MB for one turn."""
     beside = tuple((token_id, -1.5) for token_id in range(20))
-    entry = TextLogprob(TokenLogprob(7, -0.5, beside), "seven", ("\udcff",) * 20)
+    entry = TextLogprob(TokenLogprob(7, -0.5, beside), b"seven", (b"\xff",) * 20)
     most = MOST_LOGPROBS // 21
     told = TurnEvent(
         text="a", token_ids=(7,), finish=TurnFinish("stop"), logprobs=(entry,), input_logprobs=(entry,) * most
     )
     fitting = replace(told, input_logprobs=(entry,) * (most - 1))
     assert decode_result(encode_result(fitting)) == replace(fitting, replayed=True)
-    assert json.loads(encode_result(fitting)) == json.loads(json.dumps(asdict(fitting)))
     assert decode_result(encode_result(told)) == replace(told, logprobs=(), input_logprobs=(), replayed=True)
 
 

@@ -6,11 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from controllers.errors import SessionMoved, SessionNotFound, StaleEpoch, StoreError
 from controllers.records import ReplicaStatus
@@ -383,7 +383,7 @@ async def test_figures_say_what_it_runs_on(rig: Rig) -> None:
     figures = replica_figures("replica-a", rig.turns.num_live, 2, rig.engine)
     assert figures["execution"] == rig.runner.describe()
     assert figures["execution"]["runner"] == "null"
-    assert (figures["replica_id"], figures["live_turns"], figures["feeds"]) == ("replica-a", 0, 2)
+    assert (figures["replica_id"], figures["live_turns"], figures["links"]) == ("replica-a", 0, 2)
     assert json.loads(json.dumps(figures)) == figures
     assert "runner null" in execution_line(rig.engine)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from engine.api import Finish, FinishReason

@@ -13,8 +13,9 @@ from cache.journal import Owner, PageTrace
 from controllers.errors import ControllerError, StoreError
 from controllers.records import ReplicaStatus
 from serving.front.cluster_client import ClusterClient
+from serving.front.replica_gone import ReplicaGone
 from serving.watch.audit_reply import cluster_audit, failed_audit, replica_audit
-from serving.wire.routing_errors import ReplicaGone
+from serving.wire.calls import AnyCall, Audit
 
 HOST = TierAccounts(budget_bytes=10, used_bytes=4, sessions=1)
 DISK = TierAccounts(budget_bytes=100, used_bytes=50, sessions=2)
@@ -71,7 +72,7 @@ def test_whoever_did_not_answer_is_named() -> None:
 
 
 class Replicas:
-    """Serve's router knows replica a, and b after it was asked for it `asked` times, if ever. A call of b takes
+    """The front end knows replica a, and b after it was asked for it `asked` times, if ever. A call of b takes
     `silence_s`."""
 
     def __init__(self, asked: float = math.inf, silence_s: float = 0.0) -> None:
@@ -82,8 +83,8 @@ class Replicas:
     async def present(self) -> tuple[str, ...]:
         return ("a",)
 
-    async def call(self, replica_id: str, method: str) -> Any:
-        assert method == "audit"
+    async def call(self, replica_id: str, call: AnyCall) -> Any:
+        assert isinstance(call, Audit)
         self.calls.append(replica_id)
         if replica_id == "b":
             await asyncio.sleep(self._silence_s)

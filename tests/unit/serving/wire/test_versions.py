@@ -1,4 +1,5 @@
-"""What the version before has sent is read, what the next one will send too, and what is further apart is refused.
+"""What the version before has sent to the controller is read, what the next one will send too, and what is further
+apart is refused. Records between front ends and replicas: test_calls.py.
 
 `recorded/wire_version_1.json` holds records as version 1 pickled them, in base64; `wire_version_1_fields.json` their
 fields' names.
@@ -36,73 +37,16 @@ from controllers.settings import (
     SqliteLogSettings,
 )
 from controllers.tokens import encode_tokens
-from controllers.wire_record import ABSENT, FIRST_VERSION, WIRE_VERSION, wire_record
-from engine.api import LogprobParams, SamplingParams, TokenLogprob
-from serving.wire import turns
-from serving.wire.turns import (
-    ChatPrompt,
-    ErrorInfo,
-    FeedLine,
-    ForkedSession,
-    ModelInfo,
-    OutputConstraint,
-    ResumedTurn,
-    SessionTurn,
-    TextLogprob,
-    TextPrompt,
-    TokenPrompt,
-    TurnCall,
-    TurnEvent,
-    TurnFinish,
-    TurnReply,
-)
+from controllers.wire_record import ABSENT, WIRE_VERSION, wire_record
+from engine.api import SamplingParams
+from serving.wire.turns import TokenPrompt, TurnCall
 from serving.wire.versions import mismatch
 
 RECORDINGS = Path(__file__).parent / "recorded"
 RECORDED = json.loads((RECORDINGS / "wire_version_1.json").read_text())
 FIELDS_OF_VERSION_1 = json.loads((RECORDINGS / "wire_version_1_fields.json").read_text())
-TRAVELLING = [records, settings, turns]
-TEXT = TextLogprob(TokenLogprob(7, -0.5, ((7, -0.5), (8, -1.5))), "a", ("a", "b"))
-EVENT = TurnEvent(
-    text="ab",
-    token_ids=(7, 8),
-    prompt_tokens=3,
-    cached_tokens=2,
-    completion_tokens=2,
-    logprobs=(TEXT,),
-    input_logprobs=(TEXT,),
-    finish=TurnFinish("stop", 2, "m"),
-    error=ErrorInfo(409, "c", "m", "p", 1.5),
-    draft_tokens=4,
-    accepted_draft_tokens=1,
-    turn_index=5,
-    replayed=True,
-)
+TRAVELLING = [records, settings]
 SENT_BY_VERSION_1 = {
-    "turn_call": TurnCall(
-        "r",
-        ChatPrompt(({"role": "user", "content": "x"},), {"k": 1}, ({"type": "function"},)),
-        SamplingParams(temperature=0.5, seed=9),
-        seed=3,
-        max_new_tokens=8,
-        stop=("x",),
-        trim_stop=False,
-        skip_special_tokens=False,
-        shown_tokens=("<t>",),
-        logprobs=LogprobParams(top=2, input_start=1),
-        constraint=OutputConstraint("regex", "a+"),
-        session=SessionTurn("s", 4, "key", False),
-        tenant="t",
-        resumed=ResumedTurn((7,), (TEXT,), (TEXT,), 5),
-        wire_version=FIRST_VERSION,
-    ),
-    "text_call": TurnCall("r", TextPrompt("x"), SamplingParams(), wire_version=FIRST_VERSION),
-    "token_call": TurnCall("r", TokenPrompt((1, 2)), SamplingParams(), wire_version=FIRST_VERSION),
-    "turn_reply": TurnReply(3, (EVENT,)),
-    "feed_batch": {4: EVENT},
-    "feed_line": FeedLine("f", 4),
-    "model_info": ModelInfo("m", "p", "tp", 100, 50, 12, "hermes"),
-    "forked_session": ForkedSession("c", 3, 2),
     "session_record": SessionRecord(
         "s",
         "t",
@@ -245,4 +189,3 @@ def test_versions_further_apart_are_refused_by_name(theirs: int) -> None:
 
 def test_calls_tell_their_version() -> None:
     assert TurnCall("r", TokenPrompt((1,)), SamplingParams()).wire_version == WIRE_VERSION
-    assert fields(TurnCall)[-1].metadata[ABSENT] == FIRST_VERSION

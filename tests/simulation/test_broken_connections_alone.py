@@ -1,4 +1,4 @@
-"""A feed that breaks, and nothing else: no session moves, no turn is repeated, and nothing is computed again."""
+"""A connection that breaks, and nothing else: no session moves, no turn is repeated, and nothing is computed again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.simulation.mutations import mutated
 from tests.simulation.schedule import UNDISTURBED, Fault, Schedule, Turn
-from tests.simulation.serve_model import ROUTER_LAG_S
 from tests.simulation.simulation import Simulation, run, undisturbed
 
 MOVED = ("kedge_failovers_total", "kedge_takeovers_total")
@@ -23,20 +22,15 @@ def _undisturbed() -> Iterator[None]:
 
 
 def schedule_of(seed: int) -> Schedule:
-    """Four sessions with room for all of their KV; one of the feeds between them and their replicas breaks about every
-    0.1 s. They begin when all routers list the replicas: until then turns look for theirs, which counts as a failover.
-    """
-    random = Random(f"broken feeds {seed}")
-    listed_s = max(ROUTER_LAG_S)
+    """Four sessions with room for all of their KV; one of the connections between their ingresses and their replicas
+    breaks about every 0.1 s."""
+    random = Random(f"broken connections {seed}")
     clients = tuple(
-        tuple(
-            Turn(random.expovariate(10.0) + (0.0 if number else listed_s), random.randint(1, 6), 8)
-            for number in range(8)
-        )
-        for _ in range(4)
+        tuple(Turn(random.expovariate(10.0), random.randint(1, 6), 8) for _ in range(8)) for _ in range(4)
     )
     faults = tuple(
-        Fault(random.uniform(0.0, 3.0), "break feed", random.randrange(6), 0.0, 0, 0.0) for _ in range(30)
+        Fault(random.uniform(0.0, 3.0), "break connection", random.randrange(6), 0.0, 0, 0.0)
+        for _ in range(30)
     )
     return Schedule(seed, UNDISTURBED, clients, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
@@ -54,7 +48,7 @@ def test_no_session_moves_and_nothing_is_computed_again(seed: int) -> None:
     try:
         outcome = simulation.play()
         prefilled = sum(party.actor._engine.stats().prefill_tokens for party in simulation.cluster.replicas)
-        broken, moved = counted(simulation, ("kedge_feed_breaks_total",)), counted(simulation, MOVED)
+        broken, moved = counted(simulation, ("kedge_connection_breaks_total",)), counted(simulation, MOVED)
         turns = [turn for life in simulation.store.lives for turn in life.turns]
     finally:
         simulation.end()
@@ -66,7 +60,7 @@ def test_no_session_moves_and_nothing_is_computed_again(seed: int) -> None:
     assert prefilled == sum(len(turn.input) + bool(turn.before) for turn in turns)
 
 
-@pytest.mark.parametrize("name", ["a feed goes on anywhere", "a feed tells again"])
-def test_batches_that_are_left_out_or_repeated_are_found(name: str) -> None:
+@pytest.mark.parametrize("name", ["a channel goes on anywhere", "a channel tells again"])
+def test_messages_that_are_left_out_or_repeated_are_found(name: str) -> None:
     with mutated(name):
         assert any(run(schedule_of(seed)).violations for seed in range(4))

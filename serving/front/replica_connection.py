@@ -1,0 +1,111 @@
+"""A front end's connection to a replica, over ZeroMQ: through a file on one node, encrypted between nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from controllers.records import ReplicaAddress
+from serving.front.replica_link import Connection, ConnectionEvents
+from serving.wire.link_keys import CurveKeys
+
+RECONNECT_MS = 20
+LONGEST_RECONNECT_MS = 500
+
+
+class ConnectionFactory:
+    """Opens connections of the front ends of one node. Used on one event loop."""
+
+    def __init__(self, node_id: str, keys: CurveKeys) -> None:
+        self._node_id = node_id
+        self._keys = keys
+        self._context = zmq.asyncio.Context()
+
+    def open(self, address: ReplicaAddress, events: ConnectionEvents) -> Connection:
+        if address.node_id == self._node_id:
+            return ZmqConnection(self._context, f"ipc://{address.path}", events, keys=None, server=b"")
+        return ZmqConnection(
+            self._context, address.url, events, keys=self._keys, server=address.public_key.encode()
+        )
+
+    def close(self) -> None:
+        """Once all of its connections are closed."""
+        self._context.destroy(linger=0)
+
+
+class ZmqConnection:
+    """Implements Connection. ZeroMQ connects again by itself; `events` hears of each connection, and of its end."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        url: str,
+        events: ConnectionEvents,
+        *,
+        keys: CurveKeys | None,
+        server: bytes,
+    ) -> None:
+        self._context = context
+        self._url = url
+        self._events = events
+        self._keys = keys
+        self._server = server
+        self._name = uuid.uuid4().bytes
+        self._open()
+
+    def send(self, header: bytes, body: bytes) -> None:
+        sending = self._socket.send_multipart((header, body), zmq.NOBLOCK)
+        assert isinstance(sending, asyncio.Future)
+        sending.add_done_callback(_retrieve)
+
+    def renew(self) -> None:
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        if self._socket.closed:
+            return
+        for task in self._tasks:
+            task.cancel()
+        self._socket.disable_monitor()
+        self._socket.close(linger=0)
+
+    def _open(self) -> None:
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.ROUTING_ID, b"\x01" + self._name)  # one that begins with a zero is ZeroMQ's own
+        socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.set(zmq.RECONNECT_IVL_MAX, LONGEST_RECONNECT_MS)
+        socket.set_hwm(0)
+        if self._keys is not None:
+            socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
+            socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
+            socket.set(zmq.CURVE_SERVERKEY, self._server)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        socket.connect(self._url)
+        self._tasks = [
+            asyncio.create_task(self._read(socket)),
+            asyncio.create_task(self._watch(monitor)),
+        ]
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            if len(frames) == 2:
+                self._events.frame_came(*frames)
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        while True:
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._events.connected()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._events.broke()
+
+
+def _retrieve(sending: asyncio.Future[None]) -> None:
+    if not sending.cancelled():
+        sending.exception()

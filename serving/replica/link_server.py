@@ -1,0 +1,225 @@
+"""A replica's end of the links: calls of front ends come in, answers and the events of turns go out.
+
+What a step of the engine brings to all turns of a front end leaves in one message. While a front end has not taken the
+last ones, what comes is joined: so memory is bounded by what turns say, and who is slow gets fewer and larger events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol
+
+from serving.background import BackgroundTasks
+from serving.wire.calls import (
+    Answer,
+    AnyCall,
+    News,
+    Request,
+    UnreadableMessage,
+    decode_request,
+    encode_news,
+)
+from serving.wire.channel import Channel, ChannelLost, begins, lost_header
+from serving.wire.turn_events import UnreadEvents, event_weight, split_event
+from serving.wire.turns import TurnEvent
+
+logger = logging.getLogger(__name__)
+
+Peer = tuple[int, bytes]
+"""A front end's channel: which socket it came by, and its name there."""
+
+Emit = Callable[[Answer | TurnEvent], None]
+"""Takes what goes out for a call."""
+
+RunCall = Callable[[AnyCall, Emit], Coroutine[Any, Any, None]]
+"""Carries out a call, which is given up by cancelling. Never raises but CancelledError."""
+
+MESSAGES_AHEAD = 64
+BYTES_AHEAD = 4 * 2**20
+"""What a front end need not have taken before it is sent more."""
+
+EVENT_WEIGHT = 1024
+MESSAGE_WEIGHT = 2048
+"""Log-probabilities of one event and of one message at most: more would hold an event loop."""
+
+SIGN_OF_LIFE_S = 2.0
+SILENCE_S = 20.0
+UNREACHABLE_S = 5.0
+"""A front end that is silent, or cannot be sent anything, for so long is gone, and its calls are given up."""
+TICK_S = 0.5
+
+
+TakeFrame = Callable[[Peer, bytes, bytes], None]
+
+
+class PeerConnections(Protocol):
+    """The sockets that front ends connect to."""
+
+    def send(self, peer: Peer, header: bytes, body: bytes) -> bool:
+        """False if the peer is not connected: it may be again."""
+
+
+class LinkServer:
+    """The links of all front ends. Used on the replica's event loop only. `frame_came` is for the sockets."""
+
+    def __init__(self, connections: PeerConnections, run: RunCall, tasks: BackgroundTasks) -> None:
+        self._connections = connections
+        self._run = run
+        self._tasks = tasks
+        self._links: dict[Peer, PeerLink] = {}
+
+    def __len__(self) -> int:
+        """How many front ends there are."""
+        return len(self._links)
+
+    @property
+    def calls(self) -> int:
+        """How many are under way."""
+        return sum(len(link.calls) for link in self._links.values())
+
+    def frame_came(self, peer: Peer, header: bytes, body: bytes) -> None:
+        link = self._links.get(peer)
+        if link is None:
+            if not begins(header):
+                self._connections.send(peer, lost_header(), b"")
+                return
+            link = self._links[peer] = PeerLink(peer, self._connections, self._run, self._tasks)
+        try:
+            link.frame_came(header, body)
+        except (ChannelLost, UnreadableMessage) as error:
+            logger.warning("a front end's link is lost: %s", error)
+            self._connections.send(peer, lost_header(), b"")
+            self._drop(peer)
+
+    async def watch(self) -> None:
+        """Gives signs of life, and drops front ends that are gone. To be called every TICK_S."""
+        for peer, link in list(self._links.items()):
+            if link.gone:
+                logger.info("a front end is gone, with %d calls", len(link.calls))
+                self._drop(peer)
+            else:
+                link.give_sign_of_life()
+
+    def _drop(self, peer: Peer) -> None:
+        for task in self._links.pop(peer).calls.values():
+            task.cancel()
+
+
+class Unsent:
+    """What is to go out for one call: events, joined as far as they may be, or its answer."""
+
+    def __init__(self) -> None:
+        self._items: deque[UnreadEvents | Answer] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    @property
+    def next_weight(self) -> int:
+        """Of what `take` would give."""
+        first = self._items[0]
+        return first.weight if isinstance(first, UnreadEvents) else 0
+
+    def add(self, item: Answer | TurnEvent) -> None:
+        if isinstance(item, Answer):
+            self._items.append(item)
+            return
+        for piece in split_event(item, EVENT_WEIGHT):
+            last = self._items[-1] if self._items else None
+            if isinstance(last, UnreadEvents) and last.weight + event_weight(piece) <= EVENT_WEIGHT:
+                last.add(piece)
+            else:
+                self._items.append(UnreadEvents(piece))
+
+    def take(self) -> Answer | TurnEvent:
+        """The next message's share."""
+        first = self._items.popleft()
+        return first.take() if isinstance(first, UnreadEvents) else first
+
+
+class PeerLink:
+    """One front end's calls, by number, and what is to be sent to it. Invariant: what waits to be sent is small, or
+    the front end has a window of messages that it has not taken."""
+
+    def __init__(
+        self, peer: Peer, connections: PeerConnections, run: RunCall, tasks: BackgroundTasks
+    ) -> None:
+        self.calls: dict[int, asyncio.Task[None]] = {}
+        self._peer = peer
+        self._connections = connections
+        self._run = run
+        self._tasks = tasks
+        self._loop = asyncio.get_running_loop()
+        self._channel = Channel(self._transmit)
+        self._unsent: dict[int, Unsent] = {}
+        self._flushing = False
+        self._heard_s = self._sent_s = self._loop.time()
+        self._unreachable_s: float | None = None
+
+    @property
+    def gone(self) -> bool:
+        now_s = self._loop.time()
+        if self._unreachable_s is not None and now_s - self._unreachable_s > UNREACHABLE_S:
+            return True
+        return now_s - self._heard_s > SILENCE_S
+
+    def give_sign_of_life(self) -> None:
+        if self._loop.time() - self._sent_s >= SIGN_OF_LIFE_S:
+            self._channel.state()
+
+    def frame_came(self, header: bytes, body: bytes) -> None:
+        """Raises ChannelLost and UnreadableMessage."""
+        self._heard_s, self._unreachable_s = self._loop.time(), None
+        message = self._channel.take(header, body)
+        if message is not None:
+            self._take(decode_request(message))
+        if self._unsent:
+            self._flush_soon()
+
+    def put(self, number: int, item: Answer | TurnEvent) -> None:
+        """What goes out for a call; it leaves with what others say before the event loop is free again."""
+        unsent = self._unsent.get(number)
+        if unsent is None:
+            unsent = self._unsent[number] = Unsent()
+        unsent.add(item)
+        self._flush_soon()
+
+    def _take(self, request: Request) -> None:
+        number, call = request.number, request.call
+        if call is None:
+            if (running := self.calls.get(number)) is not None:
+                running.cancel()
+            return
+        task = self.calls[number] = self._tasks.start(self._run(call, partial(self.put, number)))
+        task.add_done_callback(lambda _: self.calls.pop(number, None))
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._channel.unread >= MESSAGES_AHEAD or self._channel.unread_bytes >= BYTES_AHEAD:
+            return  # what it says next opens the window, or brings it here again
+        news: News = []
+        room = MESSAGE_WEIGHT
+        for number, unsent in list(self._unsent.items()):
+            if unsent.next_weight <= room:
+                room -= unsent.next_weight
+                news.append((number, unsent.take()))
+                if not unsent:
+                    del self._unsent[number]
+        if news:
+            self._channel.send(encode_news(news))
+        if self._unsent:
+            self._flush_soon()
+
+    def _transmit(self, header: bytes, body: bytes) -> None:
+        self._sent_s = self._loop.time()
+        if not self._connections.send(self._peer, header, body) and self._unreachable_s is None:
+            self._unreachable_s = self._loop.time()

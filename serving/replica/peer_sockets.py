@@ -1,0 +1,132 @@
+"""The sockets of a replica that front ends connect to: one in a file for those of its node, one on TCP for others."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from controllers.records import ReplicaAddress
+from serving.replica.link_server import Peer, TakeFrame
+from serving.wire.link_keys import CurveKeys
+
+logger = logging.getLogger(__name__)
+
+LINGER_MS = 1000
+"""So long may last answers take to leave."""
+
+
+class PeerSockets:
+    """Implements PeerConnections. Used on one event loop; `open` before all else, `close` at the end.
+
+    `front_ends` is the public key that all of them have; who has another is not heard on TCP. The other values are
+    those of the address.
+    """
+
+    def __init__(self, host: str, front_ends: bytes, *, node_id: str, actor: str, namespace: str) -> None:
+        self._host = host
+        self._node_id = node_id
+        self._actor = actor
+        self._namespace = namespace
+        self._front_ends = front_ends
+        self._context = zmq.asyncio.Context()
+        self._keys = CurveKeys.new()
+        self._folder: str | None = None
+        self._authenticator: AsyncioAuthenticator | None = None
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._readers: list[asyncio.Task[None]] = []
+
+    def open(self, frame_came: TakeFrame) -> ReplicaAddress:
+        """Begins to listen. Raises zmq.ZMQError where that cannot be."""
+        self._folder = tempfile.mkdtemp(prefix="kedge-")  # 0700
+        path = Path(self._folder, "calls")
+        local = self._router()
+        local.bind(f"ipc://{path}")
+        os.chmod(path, 0o600)
+        remote = self._router()
+        self._authenticate(remote)
+        port = remote.bind_to_random_port(f"tcp://{self._host}")
+        self._readers = [
+            asyncio.create_task(self._read(index, socket, frame_came))
+            for index, socket in enumerate(self._sockets)
+        ]
+        return ReplicaAddress(
+            node_id=self._node_id,
+            path=str(path),
+            url=f"tcp://{self._host}:{port}",
+            public_key=self._keys.public.decode(),
+            actor=self._actor,
+            namespace=self._namespace,
+        )
+
+    def send(self, peer: Peer, header: bytes, body: bytes) -> bool:
+        index, name = peer
+        sending = self._sockets[index].send_multipart((name, header, body), zmq.NOBLOCK)
+        assert isinstance(sending, asyncio.Future)
+        if not sending.done():  # there is no limit to what a socket holds: the links have one
+            sending.add_done_callback(_look_at)
+            return True
+        error = sending.exception()
+        if isinstance(error, zmq.ZMQError) and error.errno == errno.EHOSTUNREACH:
+            return False
+        if error is not None:
+            raise error
+        return True
+
+    async def close(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for socket in self._sockets:
+            socket.close(LINGER_MS)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        await asyncio.to_thread(self._context.term)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _router(self) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.set(zmq.ROUTER_HANDOVER, 1)  # a front end that connects again keeps its name
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.set_hwm(0)
+        self._sockets.append(socket)
+        return socket
+
+    def _authenticate(self, socket: zmq.asyncio.Socket) -> None:
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=OneKey(self._front_ends))
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
+        socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
+
+    async def _read(self, index: int, socket: zmq.asyncio.Socket, frame_came: TakeFrame) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            if len(frames) == 3:
+                name, header, body = frames
+                frame_came((index, name), header, body)
+
+
+class OneKey:
+    """Lets in who has the key, for AsyncioAuthenticator."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+def _look_at(sending: asyncio.Future[None]) -> None:
+    if not sending.cancelled() and (error := sending.exception()) is not None:
+        logger.warning("a message to a front end was not sent: %s", error)

@@ -1,0 +1,180 @@
+"""What a front end asks of a replica, and what comes back: the messages on a channel between them, as bytes.
+
+A front end numbers its calls. A replica answers each with one Answer, and a turn with events, of which the last has a
+finish or an error. What a step of the engine brings to all turns of a front end is one message.
+
+Both ends may be of neighbouring versions. Fields are only ever added, at the end and with a default: who does not know
+them passes over them, and fills in those that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+
+from controllers.records import ForkOrder
+from serving.wire.turns import ErrorInfo, ForkedSession, ModelInfo, ServiceError, TurnCall, TurnEvent
+
+T = TypeVar("T")
+
+
+class Call(msgspec.Struct, frozen=True, tag_field="call"):
+    """Base of all calls; the tag names the method."""
+
+
+class RunTurn(Call, frozen=True, tag="turn"):
+    """Runs a turn at the owner's `epoch` (None: outside a session). Cancelling it aborts the turn."""
+
+    turn: TurnCall
+    epoch: int | None
+
+
+class CloseSession(Call, frozen=True, tag="close_session"):
+    """Ends a session that is held at `epoch`, now or when its turn ends. False if it is not."""
+
+    session_id: str
+    epoch: int
+
+
+class ForkSession(Call, frozen=True, tag="fork_session"):
+    """Starts a session at the first tokens of one that is owned at `epoch`."""
+
+    parent_id: str
+    epoch: int
+    order: ForkOrder
+
+
+class Abort(Call, frozen=True, tag="abort"):
+    """Aborts the tenant's requests of that name (None: all of them). The answer is how many."""
+
+    request_id: str | None
+    tenant: str
+
+
+class Flush(Call, frozen=True, tag="flush"):
+    """Drops every cached prefix. False while requests run."""
+
+
+class Drain(Call, frozen=True, tag="drain"):
+    """Empties the replica, which ends then."""
+
+
+class Audit(Call, frozen=True, tag="audit"):
+    """The deep audit, JSON ready."""
+
+
+class Describe(Call, frozen=True, tag="describe"):
+    """Figures, JSON ready."""
+
+
+class MetricsText(Call, frozen=True, tag="metrics_text"):
+    """The replica's metrics, as Prometheus reads them."""
+
+
+class GetModelInfo(Call, frozen=True, tag="model_info"):
+    """What the protocols report of the served model."""
+
+
+AnyCall = (
+    RunTurn
+    | CloseSession
+    | ForkSession
+    | Abort
+    | Flush
+    | Drain
+    | Audit
+    | Describe
+    | MetricsText
+    | GetModelInfo
+)
+
+ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
+    {
+        CloseSession: bool,
+        ForkSession: ForkedSession,
+        Abort: int,
+        Flush: bool,
+        Drain: None,
+        Audit: dict[str, Any],
+        Describe: dict[str, Any],
+        MetricsText: str,
+        GetModelInfo: ModelInfo,
+    }
+)
+"""What each call but a turn is answered with."""
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """From a front end. Without a call it cancels the one of that number."""
+
+    number: int
+    call: AnyCall | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """The end of a call that is no turn: its result, encoded, or an error."""
+
+    result: msgspec.Raw = msgspec.Raw(msgspec.msgpack.encode(None))
+    error: ErrorInfo | None = None
+
+
+News = list[tuple[int, Answer | TurnEvent]]
+"""From a replica: by number of the call, and in order."""
+
+
+class UnreadableMessage(Exception):
+    """The bytes are no message of a version that this one understands."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_REQUESTS = msgspec.msgpack.Decoder(Request)
+_NEWS = msgspec.msgpack.Decoder(News)
+_ANSWERS = {call: msgspec.msgpack.Decoder(answer) for call, answer in ANSWERS.items()}
+
+
+def encode_request(request: Request) -> bytes:
+    return _ENCODER.encode(request)
+
+
+def decode_request(body: bytes) -> Request:
+    """Raises UnreadableMessage."""
+    return _decoded(_REQUESTS, body)
+
+
+def encode_news(news: News) -> bytes:
+    return _ENCODER.encode(news)
+
+
+def decode_news(body: bytes) -> News:
+    """Raises UnreadableMessage."""
+    return _decoded(_NEWS, body)
+
+
+def answer_of(result: Any) -> Answer:
+    """An ErrorInfo is an answer, too."""
+    if isinstance(result, ErrorInfo):
+        return Answer(error=result)
+    return Answer(msgspec.Raw(_ENCODER.encode(result)))
+
+
+def result_of(call: Call, answer: Answer) -> Any:
+    """What the call was answered with. Raises ServiceError for an error, UnreadableMessage."""
+    if answer.error is not None:
+        raise ServiceError(answer.error)
+    return _decoded(_ANSWERS[type(call)], answer.result)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise UnreadableMessage(str(error)) from error
