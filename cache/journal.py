@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cache.free_runs import ascending_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +42,28 @@ class PageTrace:
 
 
 class PageJournal:
-    """One entry a page, overwritten by the next operation. Costs a few array writes per operation."""
+    """One entry a page, overwritten by the next operation."""
 
     def __init__(self, num_pages: int, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
-        self._operations = np.full(num_pages, None, dtype=object)
-        self._owners = np.full(num_pages, None, dtype=object)
-        self._times_s = np.zeros(num_pages)
+        self._operations: list[str | None] = [None] * num_pages
+        self._owners: list[Owner] = [NOBODY] * num_pages
+        self._times_s = array("d", bytes(8 * num_pages))
 
     def note(self, pages: NDArray[np.int32], operation: str, owner: Owner) -> None:
-        if len(pages):
-            self._operations[pages] = operation
-            self._owners[pages] = owner
-            self._times_s[pages] = self._clock_s()
+        for start, end in ascending_runs(pages):
+            self.note_run(start, end, operation, owner)
+
+    def note_run(self, start: int, end: int, operation: str, owner: Owner) -> None:
+        """Of pages start .. end-1."""
+        count = end - start
+        self._operations[start:end] = [operation] * count
+        self._owners[start:end] = [owner] * count
+        self._times_s[start:end] = array("d", [self._clock_s()]) * count
 
     def last(self, page: int) -> PageTrace | None:
         """None for a page that was never used."""
         operation = self._operations[page]
         if operation is None:
             return None
-        return PageTrace(operation, self._owners[page], self._clock_s() - float(self._times_s[page]))
+        return PageTrace(operation, self._owners[page], self._clock_s() - self._times_s[page])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.free_runs import FreeRuns, ascending_runs
 from cache.journal import NOBODY, Owner, PageJournal
 
 PageArray: TypeAlias = NDArray[np.int32]
@@ -28,12 +30,14 @@ class PageAllocator:
 
     A sequence that grows is given the pages right after its last one when they are free, and a new sequence
     starts in the middle of the largest gap, so that most sequences stay one ascending run: a kernel reads a slice.
+    What either costs does not depend on the pool's size.
     """
 
     def __init__(self, num_pages: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
-        self._is_free = np.ones(num_pages, dtype=np.bool_)
+        self._is_free = bytearray(b"\1" * num_pages)
+        self._runs = FreeRuns(num_pages)
         self._num_free = num_pages
         self.journal = PageJournal(num_pages, clock_s)
 
@@ -49,7 +53,7 @@ class PageAllocator:
         return bool(self._is_free[page])
 
     def free_pages(self) -> PageArray:
-        return np.flatnonzero(self._is_free).astype(np.int32)
+        return np.flatnonzero(np.frombuffer(self._is_free, dtype=np.bool_)).astype(np.int32)
 
     def allocate(self, count: int, after: int | None = None, owner: Owner = NOBODY) -> PageArray | None:
         """Takes `count` pages, in a run after page `after` if possible. None, nothing taken, if too few are free."""
@@ -57,41 +61,51 @@ class PageAllocator:
             return None
         if count == 0:
             return no_pages()
-        pages = self._run_after(after, count) if after is not None else None
-        if pages is None:
-            pages = self._fresh_run(count)
-        self._is_free[pages] = False
         self._num_free -= count
-        self.journal.note(pages, "allocated", owner)
-        return pages
+        if after is not None and self._runs.length_at(after + 1) >= count:
+            return self._take(after + 1, 0, count, owner)
+        return self._take_fresh(count, owner)
 
     def free(self, pages: PageArray, owner: Owner = NOBODY, operation: str = "freed") -> None:
         """Gives pages back. Raises BooksError, and changes nothing, if one is free already or named twice."""
-        count = len(pages)
-        if count == 0:
+        if len(pages) == 0:
             return
-        if self._is_free[pages].any() or (count > 1 and len(np.unique(pages)) != count):
+        runs = ascending_runs(pages)
+        if self._any_free(runs) or _overlap(runs):
             twice = [int(page) for page in pages if self._is_free[page]]
             last = f"; page {twice[0]}: {self.journal.last(twice[0])}" if twice else ""
             raise BooksError(f"double free of pages {twice or pages.tolist()} by {owner}{last}")
-        self._is_free[pages] = True
-        self._num_free += count
-        self.journal.note(pages, operation, owner)
+        self._num_free += len(pages)
+        for start, end in runs:
+            self._is_free[start:end] = b"\1" * (end - start)
+            self._runs.add(start, end)
+            self.journal.note_run(start, end, operation, owner)
 
-    def _run_after(self, after: int, count: int) -> PageArray | None:
-        first = after + 1
-        if first + count > self.num_pages or not self._is_free[first : first + count].all():
-            return None
-        return np.arange(first, first + count, dtype=np.int32)
+    def _take_fresh(self, count: int, owner: Owner) -> PageArray:
+        """From the largest gap; if none has so many from one after another, so that they make few runs."""
+        parts: list[PageArray] = []
+        while True:
+            start, length = self._runs.largest()
+            if length >= count:
+                # A gap that follows somebody's pages leaves its first half to that neighbour's growth.
+                offset = min(length // 2, length - count) if start > 0 and not parts else 0
+                parts.append(self._take(start, offset, count, owner))
+                return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            parts.append(self._take(start, 0, length, owner))
+            count -= length
 
-    def _fresh_run(self, count: int) -> PageArray:
-        free = np.flatnonzero(self._is_free)
-        starts = np.concatenate(([0], np.flatnonzero(np.diff(free) > 1) + 1))
-        lengths = np.diff(np.concatenate((starts, [len(free)])))
-        largest = int(np.argmax(lengths))
-        start, length = int(starts[largest]), int(lengths[largest])
-        if length < count:
-            return free[:count].astype(np.int32)
-        # A gap that follows somebody's pages leaves its first half to that neighbour's growth.
-        offset = min(length // 2, length - count) if free[start] > 0 else 0
-        return free[start + offset : start + offset + count].astype(np.int32)
+    def _take(self, start: int, offset: int, count: int, owner: Owner) -> PageArray:
+        """From the gap that begins at page `start`."""
+        self._runs.take(start, offset, count)
+        first, end = start + offset, start + offset + count
+        self._is_free[first:end] = bytes(count)
+        self.journal.note_run(first, end, "allocated", owner)
+        return np.arange(first, end, dtype=np.int32)
+
+    def _any_free(self, runs: list[tuple[int, int]]) -> bool:
+        return any(self._is_free.find(1, start, end) >= 0 for start, end in runs)
+
+
+def _overlap(runs: list[tuple[int, int]]) -> bool:
+    ordered = sorted(runs)
+    return any(start < end for (_, end), (start, _) in pairwise(ordered))

@@ -7,7 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from cache.free_runs import FreeRuns, ascending_runs
 from cache.pages import BooksError, PageAllocator, PageArray, no_pages
+from tests.unit.operations import bytecodes, peak_bytes
 
 
 def pages_of(*numbers: int) -> PageArray:
@@ -113,3 +115,55 @@ def test_random_traffic_keeps_counts_and_marks_together() -> None:
         assert len(set(given)) == len(given)
         assert allocator.num_free == 64 - len(given)
         assert sorted(given + allocator.free_pages().tolist()) == list(range(64))
+
+
+def test_what_a_page_costs_does_not_depend_on_the_pool() -> None:
+    """Of pools whose pages are taken but for a few, scattered, and of such that are half free."""
+
+    def traffic(num_pages: int, every: int) -> tuple[int, int]:
+        allocator = PageAllocator(num_pages)
+        take(allocator, num_pages // 2)
+        if every:
+            rest = take(allocator, num_pages - num_pages // 2)
+            allocator.free(pages_of(*rest[: 64 * every : every]))
+
+        def call() -> None:
+            pages = allocator.allocate(3)
+            assert pages is not None
+            last = int(pages[-1])
+            allocator.free(pages)
+            more = allocator.allocate(1, after=last)
+            assert more is not None
+            allocator.free(more)
+
+        return bytecodes(call), peak_bytes(call)
+
+    for every in (0, 2, 3):
+        (few, few_bytes), (many, many_bytes) = traffic(1000, every), traffic(100_000, every)
+        assert many <= few + 100, "a heap of 64 gaps or 64 gaps"
+        assert many_bytes <= few_bytes + 2000
+        assert many_bytes < 10_000, "no array of the pool's size"
+
+
+def test_runs_that_touch_are_one() -> None:
+    runs = FreeRuns(10)
+    runs.take(0, 0, 10)
+    for page in (4, 2, 3, 9, 0):
+        runs.add(page, page + 1)
+    assert (len(runs), runs.largest(), runs.length_at(0), runs.length_at(3)) == (3, (2, 3), 1, 0)
+
+
+def test_the_heap_of_gaps_stays_as_small_as_their_number() -> None:
+    runs = FreeRuns(1000)
+    runs.take(0, 0, 1000)
+    for turn in range(5000):
+        page = 2 * (turn % 20)
+        runs.add(page, page + 1)
+        runs.take(page, 0, 1)
+    assert len(runs._by_length) <= 64 + 2
+
+
+def test_pages_are_told_by_their_runs() -> None:
+    assert ascending_runs(no_pages()) == []
+    assert ascending_runs(pages_of(7)) == [(7, 8)]
+    assert ascending_runs(pages_of(3, 4, 5, 9, 8, 2, 3)) == [(3, 6), (9, 10), (8, 9), (2, 4)]

@@ -1,0 +1,40 @@
+"""What a call costs, counted instead of timed: the same on every machine, however busy."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def bytecodes(call: Callable[[], object]) -> int:
+    """Python instructions that run in `call`. Work inside C is one of them, however much it is: see `peak_bytes`."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most memory that `call` holds at once of what it allocates: arrays that are made on the way are in it."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        call()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
