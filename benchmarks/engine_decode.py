@@ -103,7 +103,7 @@ def step_call(runner: TorchRunner, streams: int, context_len: int) -> Callable[[
             context_len,
             np.arange(index * pages_each, (index + 1) * pages_each, dtype=np.int32),
             True,
-            SampleSpec(greedy, context_len + 1),
+            SampleSpec(greedy),
         )
         for index in range(streams)
     ]
@@ -172,7 +172,7 @@ def prefill(args: argparse.Namespace, threads: int) -> dict[str, Any]:
         CacheSettings(page_size=PAGE_SIZE, num_pages=64),
     )
     runner = make_runner(settings)
-    spec = SampleSpec(SamplingParams(temperature=0.0), 512)
+    spec = SampleSpec(SamplingParams(temperature=0.0))
     item = BatchItem("p", [5] * 512, 0, np.arange(32, dtype=np.int32), True, spec)
     spread = time_calls(lambda: runner.execute(ScheduledBatch([item])), 10)
     return {"threads": threads, "tokens": 512, **as_json(spread), "tokens_per_s": 512 / spread.median_s}

@@ -259,7 +259,7 @@ def step_costs(args: argparse.Namespace, rounds: int = 8) -> dict[int, float]:
     pages = np.arange(32, dtype=np.int32)
 
     def step(count: int) -> Callable[[], object]:
-        spec = SampleSpec(GREEDY, 201)
+        spec = SampleSpec(GREEDY)
         item = BatchItem("r", [5] * (1 + count), 200, pages, True, spec, num_drafts=count)
         return lambda: runner.execute(ScheduledBatch([item]))
 

@@ -243,10 +243,9 @@ class RadixPrefixCache:
 
     def extend(self, kv: SequenceKV, target_len: int) -> bool:
         """Adds pages in each pool until `target_len` tokens fit. False, and nothing changed, if too few are free."""
-        missing = kv.pages_missing(target_len)
-        if missing == 0:
-            kv.extend_within(target_len)
+        if kv.reach(target_len):
             return True
+        missing = kv.pages_missing(target_len)
         if missing > self._allocator.num_free:
             return False
         if self._window is not None and not self._window.take(kv, missing):

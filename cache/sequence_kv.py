@@ -41,12 +41,16 @@ class SequenceKV:
     has its KV of the first `draft_len` tokens. Lengths are in tokens. Private pages are counted in `account`, that
     of the holder. `window` is the table of sliding-window layers, if the model has any (cache/window.py keeps it).
 
+    `pages` is a view of the page table, read-only by convention and valid until the sequence next changes; `contiguous`
+    says that they are one ascending run. Both are made when the table changes, since every step asks for them.
+
     `chain` has the tokens whose KV this is, and their hashes. While the sequence rests these are all committed ones;
     while a request has it they are those at its begin, or fewer, and the others are the request's (`name`).
     """
 
-    __slots__ = ("_breaks", "_buffer", "account", "allocated_len", "chain", "committed_len", "draft_len",
-                 "namespace", "node", "num_pages", "owner", "page_size", "protected_len", "window")  # fmt: skip
+    __slots__ = ("_breaks", "_buffer", "account", "allocated_len", "chain", "committed_len", "contiguous", "draft_len",
+                 "namespace", "node", "num_pages", "owner", "page_size", "pages", "protected_len",
+                 "window")  # fmt: skip
 
     def __init__(
         self, chain: TokenChain, account: PageAccount, namespace: str = "", *, windowed: bool = False
@@ -59,23 +63,13 @@ class SequenceKV:
         self.owner: Owner = NOBODY
         self._buffer = np.empty(_INITIAL_CAPACITY, dtype=np.int32)
         self._breaks = 0
-        self.num_pages = 0
+        self._set_num_pages(0)
         self.allocated_len = 0
         self.committed_len = 0
         self.protected_len = 0
         self.draft_len = 0
         self.node: RadixNode | None = None
         self.window = WindowTable() if windowed else None
-
-    @property
-    def contiguous(self) -> bool:
-        """True if the pages are one ascending run."""
-        return self._breaks == 0
-
-    @property
-    def pages(self) -> PageArray:
-        """Read-only by convention: a view of the page table, valid until the sequence next changes."""
-        return self._buffer[: self.num_pages]
 
     @property
     def num_protected_pages(self) -> int:
@@ -113,15 +107,19 @@ class SequenceKV:
                 self._buffer = grown
             self._buffer[self.num_pages : end] = pages
             self._breaks += self._breaks_in(self.num_pages, end)
-            self.num_pages = end
+            self._set_num_pages(end)
             self.account.full += count
         self.allocated_len = max(self.allocated_len, allocated_len)
         assert self.num_pages == pages_for(self.allocated_len, self.page_size)
 
-    def extend_within(self, allocated_len: int) -> None:
-        """More tokens on the pages that are there."""
-        assert self.pages_missing(allocated_len) == 0
-        self.allocated_len = max(self.allocated_len, allocated_len)
+    def reach(self, target_len: int) -> bool:
+        """Allocates up to `target_len` tokens on the pages that are there. False, and nothing changed, if they are too
+        few."""
+        if target_len > self.num_pages * self.page_size:
+            return False
+        if target_len > self.allocated_len:
+            self.allocated_len = target_len
+        return True
 
     def commit(self, committed_len: int, draft_len: int | None) -> None:
         """KV of accepted tokens was computed up to `committed_len`; None: no draft model, nothing of its is missing."""
@@ -161,6 +159,7 @@ class SequenceKV:
         """Points the table at other pages with the same KV (the tree's copy of a prefix)."""
         self._buffer[start_page : start_page + len(pages)] = pages
         self._breaks = self._breaks_in(1, self.num_pages)
+        self.contiguous = self._breaks == 0
 
     def move_to(self, account: PageAccount) -> None:
         """The holder changes: private pages are counted in its account from now on."""
@@ -176,18 +175,26 @@ class SequenceKV:
         freed = self._buffer[keep : self.num_pages].copy()
         if self._breaks:
             self._breaks -= self._breaks_in(keep, self.num_pages)
-        self.num_pages = keep
+        self._set_num_pages(keep)
         self.allocated_len = min(self.allocated_len, target_len)
         self.committed_len = min(self.committed_len, target_len)
         self.draft_len = min(self.draft_len, target_len)
         self.chain.cut(self.committed_len)
         return freed
 
+    def _set_num_pages(self, count: int) -> None:
+        """After the table and its breaks."""
+        self.num_pages = count
+        self.pages = self._buffer[:count]
+        self.contiguous = self._breaks == 0
+
     def _breaks_in(self, start: int, end: int) -> int:
         """Pages from `start` to `end` that do not follow the page before them."""
         start = max(start, 1)
         if end <= start:
             return 0
+        if end == start + 1:
+            return int(self._buffer[start] != self._buffer[start - 1] + 1)
         return int(np.count_nonzero(np.diff(self._buffer[start - 1 : end]) != 1))
 
     def __repr__(self) -> str:

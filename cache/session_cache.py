@@ -213,15 +213,19 @@ class SessionAwareCache:
 
         What was evicted or demoted on the way stays so. `before`: spare sessions whose turns came before this one's.
         """
-        missing = kv.pages_missing(target_len)
-        if missing == 0:
-            kv.extend_within(target_len)
+        if kv.reach(target_len):
             return Room.READY
+        missing = kv.pages_missing(target_len)
         return self._make_room(lambda: self._inner.extend(kv, target_len), missing, missing, before)
 
     def extend_if_free(self, kv: SequenceKV, target_len: int) -> bool:
         """Adds pages only if nothing has to give way for them."""
         return self._inner.extend(kv, target_len)
+
+    @property
+    def slides(self) -> bool:
+        """Whether there are window pages to free."""
+        return self._inner.window is not None
 
     def slide(self, kv: SequenceKV, keep_len: int) -> None:
         """After a step: frees window pages that nobody sees any more; a rollback to `keep_len` stays possible."""

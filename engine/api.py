@@ -217,9 +217,10 @@ class Finish:
     error: EngineError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenDelta:
-    """News of one request. Token ids are new since the last delta; counts are totals so far.
+    """News of one request, never changed (a frozen one takes ten times as long to make, and every token has one).
+    Token ids are new since the last delta; counts are totals so far.
 
     `prompt_tokens` counts history and new tokens, `cached_tokens` the part whose KV was already there.
     `draft_tokens` were proposed so far, `accepted_draft_tokens` of them agreed with the model.

@@ -27,15 +27,14 @@ class PenaltyCounts:
 
 @dataclass(slots=True)
 class SampleSpec:
-    """How to pick the token that follows an item's last certain token (proposals come after it); `position` is the
-    absolute position it will take.
+    """How to pick the token that follows an item's last certain token (proposals come after it). A request has one for
+    all of its items, but for `allowed`.
 
     `allowed` has a bit for each token of the vocabulary, the least significant first: no other is picked. An item with
     it has no proposals.
     """
 
     params: SamplingParams
-    position: int
     penalties: PenaltyCounts | None = None
     logprobs: bool = False
     top_logprobs: int = 0
@@ -85,14 +84,19 @@ class BatchItem:
     pages: NDArray[np.int32]
     contiguous: bool
     sample: SampleSpec | None
-    input_logprobs_from: int | None = None
-    next_token: int | None = None
-    top_input_logprobs: int = 0
-    window_pages: NDArray[np.int32] | None = None
+    run: int = 0
     pending_from: int | None = None
+    window_pages: NDArray[np.int32] | None = None
+    next_token: int | None = None
     num_drafts: int = 0
     draft: DraftWork | None = None
-    run: int = 0
+    input_logprobs_from: int | None = None
+    top_input_logprobs: int = 0
+
+    @property
+    def certain_len(self) -> int:
+        """Tokens of the sequence once it is computed, without proposals: the position of the token to be picked."""
+        return self.start + len(self.token_ids) - self.num_drafts
 
     @property
     def num_tokens(self) -> int:

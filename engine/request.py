@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 
 from cache.history import History
 from cache.prefix_cache import token_array
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import SequenceKV
-from engine.api import GenerateRequest
-from engine.batch import BatchItem, PenaltyCounts
+from engine.api import Finish, GenerateRequest, TokenDelta, TokenLogprob
+from engine.batch import BatchItem, PenaltyCounts, SampleSpec
 
 
 class TokenSequence:
     """History (by reference, its first `history_len` tokens) followed by this request's own tokens."""
 
-    __slots__ = ("_array", "_history", "_history_len", "_own")
+    __slots__ = ("_array", "_history", "_history_len", "_own", "append")
 
     def __init__(self, history: Sequence[int], history_len: int, new_tokens: Sequence[int]) -> None:
         self._history = history
         self._history_len = history_len
         self._own = list(new_tokens)
         self._array: TokenArray | None = None
+        self.append = self._own.append
 
     def __len__(self) -> int:
         return self._history_len + len(self._own)
-
-    def append(self, token_id: int) -> None:
-        self._own.append(token_id)
-        self._array = None
 
     def at(self, position: int) -> int:
         offset = position - self._history_len
@@ -48,7 +46,7 @@ class TokenSequence:
 
     def array(self, end: int | None = None) -> TokenArray:
         """The first `end` tokens (all by default) as an array; costs their number, once until the next append."""
-        if self._array is None:
+        if self._array is None or len(self._array) < len(self):
             self._array = token_array(self.slice(0, len(self)))
         return self._array[:end]
 
@@ -63,20 +61,25 @@ class LiveRequest:
     """State of one request, owned by the scheduler (the engine's thread).
 
     While RUNNING it owns `kv`; otherwise `kv` is None. `in_flight` of its steps are launched and not yet answered:
-    with them the KV of `launched_len` tokens is computed, and `num_pending` tokens will follow those known. Once the
-    prompt is done that is the KV of all tokens but the last.
+    with them the KV of `launched_len` tokens is computed, and `num_pending` tokens will follow those known, which makes
+    `total_len`. Once the prompt is done that is the KV of all tokens but the last. `run` is 0 unless it is RUNNING.
+
+    What never changes is worked out once, since a step asks for it with every token: `sample` for its items,
+    `stop_ids` and `longest_output`, see StopCriteria.
     """
 
-    __slots__ = ("accepted_draft_tokens", "allowed", "arrival", "cached_tokens", "draft_tokens", "history", "in_flight",
-                 "kv", "launched_len", "next_input_logprob", "num_output", "num_pending", "penalties", "place",
-                 "prompt_len", "run", "shares_prompt", "spec", "status", "tokens")  # fmt: skip
+    __slots__ = ("accepted_draft_tokens", "arrival", "cached_tokens", "draft_tokens", "history", "in_flight", "kv",
+                 "launched_len", "longest_output", "next_input_logprob", "num_output", "num_pending", "penalties",
+                 "place", "prompt_len", "request_id", "run", "sample", "shares_prompt", "spec", "status", "stop_ids",
+                 "tokens", "total_len")  # fmt: skip
 
     def __init__(self, spec: GenerateRequest, arrival: int) -> None:
         self.spec = spec
+        self.request_id = spec.request_id
         self.arrival = arrival
         self.tokens = TokenSequence(spec.history, spec.history_len, spec.new_tokens)
         self.history = History(spec.history, spec.history_len, spec.history_chain)
-        self.prompt_len = spec.prompt_len
+        self.prompt_len = self.total_len = spec.prompt_len
         self.status = Status.WAITING
         self.kv: SequenceKV | None = None
         self.run = 0
@@ -90,13 +93,11 @@ class LiveRequest:
         self.draft_tokens = 0
         self.accepted_draft_tokens = 0
         self.penalties = _penalties(spec, self.tokens)
-        self.allowed: bytes | None = None  # what its constraint says of the next token
+        self.sample = _sample(spec, self.penalties)
+        self.stop_ids = spec.sampling.stop_token_ids
+        self.longest_output = spec.sampling.max_new_tokens
         logprobs = None if spec.resumed_tokens else spec.logprobs
         self.next_input_logprob = logprobs.input_start if logprobs is not None else None
-
-    @property
-    def request_id(self) -> str:
-        return self.spec.request_id
 
     @property
     def order(self) -> tuple[int, int]:
@@ -109,14 +110,14 @@ class LiveRequest:
         return self.spec.history_len if self.spec.session_id is not None else 0
 
     @property
-    def total_len(self) -> int:
-        """Tokens, those on their way included."""
-        return len(self.tokens) + self.num_pending
-
-    @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV the next steps must compute."""
-        return len(self.tokens) + self.num_pending - self.launched_len
+        return self.total_len - self.launched_len
+
+    @property
+    def output_left(self) -> int:
+        """Tokens that it may still pick, beside those on their way."""
+        return self.longest_output - self.num_output - self.num_pending
 
     @property
     def max_prefix_len(self) -> int:
@@ -143,28 +144,69 @@ class LiveRequest:
         """Its item is on its way, at `place` in the batch."""
         self.in_flight += 1
         self.place = place
-        self.launched_len = item.start + len(item.token_ids) - item.num_drafts + num_steps - 1
-        self.num_pending += num_steps if item.sample is not None else 0
+        self.launched_len = item.certain_len + num_steps - 1
+        if item.sample is not None:
+            self.num_pending += num_steps
+            self.total_len += num_steps
 
-    def answered(self, item: BatchItem, num_steps: int) -> None:
-        """Its oldest item came back, and `kv` is committed."""
-        assert self.kv is not None
+    def answered(self, item: BatchItem, num_steps: int, committed_len: int) -> None:
+        """Its oldest item came back: KV is there of `committed_len` tokens."""
         self.in_flight -= 1
-        self.num_pending -= num_steps if item.sample is not None else 0
+        if item.sample is not None:
+            self.num_pending -= num_steps
+            self.total_len -= num_steps
         if not self.in_flight:
-            self.launched_len = self.kv.committed_len
+            self.launched_len = committed_len
 
     def end_run(self) -> None:
         """It lets go of its KV: what is in flight will not be looked at."""
         self.kv = None
-        self.in_flight = self.num_pending = self.launched_len = 0
+        self.total_len -= self.num_pending
+        self.run = self.in_flight = self.num_pending = self.launched_len = 0
+
+    def allow(self, mask: bytes) -> None:
+        """What its constraint says of the next token (SampleSpec.allowed)."""
+        if self.sample is not None:
+            self.sample = replace(self.sample, allowed=mask)
 
     def accept(self, token_id: int) -> None:
         """Appends an output token."""
         self.tokens.append(token_id)
+        self.total_len += 1
         self.num_output += 1
         if self.penalties is not None:
             self.penalties.output[token_id] += 1
+
+    def news(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] = (),
+        input_logprobs: tuple[TokenLogprob, ...] = (),
+        finish: Finish | None = None,
+    ) -> TokenDelta:
+        """What its client is told next; `finish` makes it the last."""
+        return TokenDelta(
+            self.request_id,
+            token_ids,
+            self.prompt_len,
+            self.cached_tokens or 0,
+            self.num_output,
+            logprobs,
+            input_logprobs,
+            finish,
+            self.draft_tokens,
+            self.accepted_draft_tokens,
+        )
+
+
+def _sample(spec: GenerateRequest, penalties: PenaltyCounts | None) -> SampleSpec | None:
+    """None if it is to pick nothing."""
+    sampling, logprobs = spec.sampling, spec.logprobs
+    if sampling.max_new_tokens == 0:
+        return None
+    if logprobs is None:
+        return SampleSpec(sampling, penalties)
+    return SampleSpec(sampling, penalties, logprobs.output, logprobs.top)
 
 
 def _penalties(spec: GenerateRequest, tokens: TokenSequence) -> PenaltyCounts | None:

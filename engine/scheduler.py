@@ -30,7 +30,6 @@ from engine.api import (
 )
 from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
 from engine.counters import EngineCounters
-from engine.deltas import delta_of, refusal
 from engine.items import ItemMaker
 from engine.request import LiveRequest, Status
 from engine.settings import SchedulerSettings
@@ -61,7 +60,8 @@ class Scheduler:
         self._settings = settings
         self._counters = counters
         self._proposer = proposer or NoProposer()
-        self._maker = ItemMaker(cache, stops, self._proposer, mirrors_prompts=mirrors_prompts)
+        self._maker = ItemMaker(cache, self._proposer, mirrors_prompts=mirrors_prompts)
+        self._slides = cache.slides
         self._decode_steps = decode_steps
         self._batches_in_flight = 0
         self._runs = 0
@@ -99,10 +99,10 @@ class Scheduler:
         not; and its first one if it resumes."""
         if spec.request_id in self._live:
             error = SessionBusy(f"request id {spec.request_id} is in flight", param="request_id")
-            return refusal(spec, error)
+            return _refusal(spec, error)
         if spec.session_id is not None:
             if spec.session_id in self._sessions_in_turn:
-                return refusal(spec, SessionBusy(f"session {spec.session_id} has a turn in flight"))
+                return _refusal(spec, SessionBusy(f"session {spec.session_id} has a turn in flight"))
             self._sessions_in_turn.add(spec.session_id)
         request = LiveRequest(spec, self._arrivals)
         self._arrivals += 1
@@ -125,7 +125,7 @@ class Scheduler:
     def abandon_all(self, error: EngineError) -> list[TokenDelta]:
         """Answers every live request when the engine ends. The books, perhaps broken, are not touched."""
         finish = Finish(FinishReason.ERROR, message=error.message, error=error)
-        deltas = [delta_of(request, (), (), (), finish) for request in self._live.values()]
+        deltas = [request.news((), finish=finish) for request in self._live.values()]
         self._live.clear()
         self._sessions_in_turn.clear()
         self._waiting.clear()
@@ -161,24 +161,29 @@ class Scheduler:
         short = False
         # Decodes first: a long prompt must not hold up the others' next token. Nor may drafts: a token of the budget is
         # kept for each decode to come.
-        decodes_to_come = sum(map(_decodes, self._running))
-        for request in sorted(self._running, key=_decodes, reverse=True):
-            decodes_to_come -= _decodes(request)
-            if request.status is not Status.RUNNING:
+        requests, num_decodes = self._decodes_first()
+        retractions = self._counters.retractions
+        for place, request in enumerate(requests, 1):
+            kv = request.kv
+            if budget == 0 or kv is None or (request.in_flight and not self._maker.can_go_on(request)):
+                continue  # retracted meanwhile, or it has to wait for a result or for the next step
+            count = (
+                1 if place <= num_decodes else min(request.num_uncomputed, self._settings.chunk_size, budget)
+            )
+            if count == 0:
                 continue
-            count = min(request.num_uncomputed, self._settings.chunk_size, budget)
-            if count == 0 or not self._maker.can_go_on(request):
-                continue
-            room = self._make_room(request, count)
-            if room is Room.SHORT and self._batches_in_flight:
-                return None
-            short = short or room is Room.WAIT
-            if room is not Room.READY:
-                continue
-            item = self._maker.make(request, count, budget - decodes_to_come)
+            if not kv.reach(request.launched_len + count):
+                room = self._make_room(request, count)
+                if room is Room.SHORT and self._batches_in_flight:
+                    return None
+                short = short or room is Room.WAIT
+                if room is not Room.READY:
+                    continue
+            item = self._maker.make(request, count, budget - max(num_decodes - place, 0))
             items.append(item)
             budget -= item.num_tokens
-        items = self._without_retracted(items)
+        if self._counters.retractions > retractions:
+            items = self._without_retracted(items)
         # While those that run wait for pages nobody joins them: taking back a session that is being saved to the host
         # for its pages would have them wait for ever.
         if self._waiting and not short:
@@ -212,18 +217,19 @@ class Scheduler:
                 continue
             kv = request.kv
             assert kv is not None
-            certain_len = item.start + len(item.token_ids) - item.num_drafts
-            committed_len = certain_len + max(len(result.token_ids) - 1, 0)
+            committed_len = item.certain_len
+            if len(result.token_ids) > 1:
+                committed_len += len(result.token_ids) - 1
             kv.commit(committed_len, self._maker.draft_len(item.draft, kv.draft_len))
-            request.answered(item, batch.num_steps)
+            request.answered(item, batch.num_steps, committed_len)
             if request.next_input_logprob is not None:
                 request.next_input_logprob = _following_input_logprob(request, committed_len)
-            if request.num_output == 0 and certain_len == request.prompt_len and request.shares_prompt:
+            if request.num_output == 0 and request.shares_prompt and item.certain_len == request.prompt_len:
                 self._cache.cache_unfinished(kv, request.tokens.array(request.prompt_len))
             delta = self._accept(request, item, result)
             if delta is not None:
                 deltas.append(delta)
-            if request.status is Status.RUNNING:
+            if self._slides and request.status is Status.RUNNING:
                 self._cache.slide(kv, request.rollback_len)
         return deltas
 
@@ -233,30 +239,32 @@ class Scheduler:
         told = tuple(request.spec.resumed_tokens[: request.num_output])
         if finish is not None:
             return self._end(request, finish, told)
-        return delta_of(request, told, (), ()) if told else None
+        return request.news(told) if told else None
 
     def _accept(self, request: LiveRequest, item: BatchItem, result: ItemOutput) -> TokenDelta | None:
-        finish = None
-        accepted = 0
-        for token_id in result.token_ids:
+        token_ids, logprobs, finish = result.token_ids, result.logprobs, None
+        for accepted, token_id in enumerate(token_ids, 1):
             request.accept(token_id)
-            accepted += 1
             finish = self._stops.check(request, token_id)
             if finish is not None:
+                token_ids, logprobs = token_ids[:accepted], logprobs[:accepted]
                 break
-        if accepted and finish is None:
-            finish = self._stops.allow(request)
-        self._counters.generated_tokens += accepted
+        self._counters.generated_tokens += len(token_ids)
         if result.num_proposed:
             self._count_drafts(request, result)
-        if item.sample is None and item.next_token is None:
-            finish = Finish(FinishReason.LENGTH)  # nothing was asked for beyond the prompt
-        token_ids, logprobs = result.token_ids[:accepted], result.logprobs[:accepted]
+        if finish is None:
+            finish = self._end_of_step(request, item)
         if finish is not None:
             return self._end(request, finish, token_ids, logprobs, result.input_logprobs)
         if not token_ids and not result.input_logprobs:
             return None
-        return delta_of(request, token_ids, logprobs, result.input_logprobs)
+        return request.news(token_ids, logprobs, result.input_logprobs)
+
+    def _end_of_step(self, request: LiveRequest, item: BatchItem) -> Finish | None:
+        """What ends a request that goes on by its tokens."""
+        if item.sample is not None:
+            return None if request.spec.constraint is None else self._stops.allow(request)
+        return Finish(FinishReason.LENGTH) if item.next_token is None else None  # it was to pick nothing
 
     def _count_drafts(self, request: LiveRequest, result: ItemOutput) -> None:
         agreed = len(result.token_ids) - 1
@@ -306,7 +314,7 @@ class Scheduler:
         requests = [self._live[item.request_id] for item in items]
         wanted = min(self._decode_steps, self._settings.max_batch_tokens // len(items))
         for request, item in zip(requests, items, strict=True):
-            wanted = min(wanted, self._maker.steps_left(request) if len(item.token_ids) == 1 else 1)
+            wanted = min(wanted, request.output_left if len(item.token_ids) == 1 else 1)
         if wanted < 2 or not all(map(self._maker.cover, requests, items, repeat(wanted))):
             return 1
         return wanted
@@ -320,7 +328,15 @@ class Scheduler:
     def _runner_of(self, item: BatchItem) -> LiveRequest | None:
         """The request that launched the item, if it still runs: others may bear its name by now."""
         request = self._live.get(item.request_id)
-        return request if request is not None and request.kv is not None and request.run == item.run else None
+        return request if request is not None and request.run == item.run else None
+
+    def _decodes_first(self) -> tuple[list[LiveRequest], int]:
+        """Those that run, and how many of them decode."""
+        decodes = [request for request in self._running if request.total_len - request.launched_len == 1]
+        if len(decodes) < len(self._running):
+            others = [request for request in self._running if request.total_len - request.launched_len != 1]
+            return decodes + others, len(decodes)
+        return decodes, len(decodes)
 
     def _make_room(self, request: LiveRequest, count: int) -> Room:
         """Gets pages for `count` more tokens, retracting from the end of the order. SHORT: `request` itself went, or
@@ -377,11 +393,13 @@ class Scheduler:
         if session_id is not None:
             self._sessions_in_turn.discard(session_id)
             self._cache.unexpect(session_id)
-        return delta_of(request, token_ids, logprobs, input_logprobs, finish)
+        return request.news(token_ids, logprobs, input_logprobs, finish)
 
 
-def _decodes(request: LiveRequest) -> bool:
-    return request.num_uncomputed == 1
+def _refusal(spec: GenerateRequest, error: EngineError) -> TokenDelta:
+    """The only delta of a request that never went live."""
+    finish = Finish(FinishReason.ERROR, message=error.message, error=error)
+    return TokenDelta(spec.request_id, (), spec.prompt_len, 0, 0, finish=finish)
 
 
 def _order(request: LiveRequest) -> tuple[int, int]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from engine.api import ConstraintFailed, Finish, FinishReason, StepFailed
+from engine.api import (
+    ConstraintFailed,
+    Finish,
+    FinishReason,
+    StepFailed,
+    TextWatcher,
+    TokenConstraint,
+)
 from engine.request import LiveRequest
 
 
@@ -14,12 +21,12 @@ class StopCriteria:
         self._num_mask_bytes = -(-vocab_size // 8)
         self._max_context_len = max_context_len
 
-    @property
-    def max_context_len(self) -> int:
-        return self._max_context_len
-
     def begin(self, request: LiveRequest) -> Finish | None:
-        """Accepts the request's resumed tokens, up to the one that ends it if there is one. Call it once, first."""
+        """Says what ends the request, and accepts its resumed tokens, up to one that does. Call it once, first."""
+        sampling = request.spec.sampling
+        if not sampling.ignore_eos:
+            request.stop_ids = sampling.stop_token_ids | self._eos_token_ids
+        request.longest_output = min(sampling.max_new_tokens, self._max_context_len - request.prompt_len)
         for token_id in request.spec.resumed_tokens:
             request.accept(token_id)
             finish = self.check(request, token_id)
@@ -30,27 +37,19 @@ class StopCriteria:
     def check(self, request: LiveRequest, token_id: int) -> Finish | None:
         """Call once per accepted token, in order, after `request.accept`."""
         spec = request.spec
+        finish = None
         # The watcher sees every token, so that its text stays in step even when another rule ends the request.
-        try:
-            matched_text = spec.watcher.push(token_id) if spec.watcher is not None else None
-        except Exception as error:
-            return _failed("text watcher", error)
-        if token_id in spec.sampling.stop_token_ids:
+        if spec.watcher is not None:
+            finish = _watched(spec.watcher, token_id)
+            if finish is not None and finish.error is not None:
+                return finish
+        if token_id in request.stop_ids:
             return Finish(FinishReason.STOP, matched=token_id)
-        if token_id in self._eos_token_ids and not spec.sampling.ignore_eos:
-            return Finish(FinishReason.STOP, matched=token_id)
-        if matched_text is not None:
-            return Finish(FinishReason.STOP, matched=matched_text)
-        if spec.constraint is not None:
-            try:
-                spec.constraint.accept(token_id)
-                if spec.constraint.complete:
-                    return Finish(FinishReason.STOP)
-            except Exception as error:
-                return _failed("constraint", error)
-        if request.num_output >= spec.sampling.max_new_tokens or len(request.tokens) >= self._max_context_len:
+        if finish is None and spec.constraint is not None:
+            finish = _constrained(spec.constraint, token_id)
+        if finish is None and request.num_output >= request.longest_output:
             return Finish(FinishReason.LENGTH)
-        return None
+        return finish
 
     def allow(self, request: LiveRequest) -> Finish | None:
         """Notes what the next token of a constrained request may be; if there is none the request ends."""
@@ -65,12 +64,28 @@ class StopCriteria:
             return _failed("constraint", error)
         for eos_id in self._eos_token_ids:
             _set_bit(allowed, eos_id, may_end and not request.spec.sampling.ignore_eos)
-        request.allowed = bytes(allowed)
+        request.allow(bytes(allowed))
         if any(allowed):
             return None
         if may_end:
             return Finish(FinishReason.STOP)
         return _failed("constraint", ConstraintFailed("no token of the model can go on with the output"))
+
+
+def _watched(watcher: TextWatcher, token_id: int) -> Finish | None:
+    try:
+        matched_text = watcher.push(token_id)
+    except Exception as error:
+        return _failed("text watcher", error)
+    return None if matched_text is None else Finish(FinishReason.STOP, matched=matched_text)
+
+
+def _constrained(constraint: TokenConstraint, token_id: int) -> Finish | None:
+    try:
+        constraint.accept(token_id)
+        return Finish(FinishReason.STOP) if constraint.complete else None
+    except Exception as error:
+        return _failed("constraint", error)
 
 
 def _failed(whose: str, error: Exception) -> Finish:

@@ -161,7 +161,7 @@ def _sample(spec: SampleSpec, before: _Sent | None) -> Wire:
         known = before is not None and before.prompt is penalties.prompt
         counts = (dict(penalties.output), None if known else tuple(penalties.prompt))
     params = None if same else _params(spec.params)
-    return params, spec.position, spec.logprobs, spec.top_logprobs, counts, spec.allowed
+    return params, spec.logprobs, spec.top_logprobs, counts, spec.allowed
 
 
 def _params(params: SamplingParams) -> Wire:
@@ -172,7 +172,7 @@ def _params(params: SamplingParams) -> Wire:
 
 
 def _spec(wired: Wire, before: SampleSpec | None) -> SampleSpec:
-    params, position, logprobs, top_logprobs, counts, allowed = wired
+    params, logprobs, top_logprobs, counts, allowed = wired
     if params is None:
         assert before is not None
         known = before.params
@@ -181,7 +181,7 @@ def _spec(wired: Wire, before: SampleSpec | None) -> SampleSpec:
         values["logit_bias"] = MappingProxyType(values["logit_bias"])
         values["stop_token_ids"] = frozenset(values["stop_token_ids"])
         known = SamplingParams(**values)
-    return SampleSpec(known, position, _penalties(counts, before), logprobs, top_logprobs, allowed)
+    return SampleSpec(known, _penalties(counts, before), logprobs, top_logprobs, allowed)
 
 
 def _penalties(counts: Wire | None, before: SampleSpec | None) -> PenaltyCounts | None:

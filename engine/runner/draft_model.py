@@ -115,8 +115,7 @@ class DraftModel:
 
 def _part(item: BatchItem, token_ids: Sequence[int], start: int) -> BatchItem:
     """The draft model's view of an item, sampled at its end."""
-    spec = SampleSpec(_GREEDY, start + len(token_ids))
-    return BatchItem(item.request_id, token_ids, start, item.pages, item.contiguous, spec)
+    return BatchItem(item.request_id, token_ids, start, item.pages, item.contiguous, SampleSpec(_GREEDY))
 
 
 def _one_token(item: BatchItem, proposals: list[int]) -> BatchItem:

@@ -204,13 +204,12 @@ class NullRunner:
         return pages
 
     def _run(self, item: BatchItem, drafts: Sequence[int]) -> ItemOutput:
-        end = item.start + len(item.token_ids) - item.num_drafts
+        end = item.certain_len
         sequence = self._read(item, end + len(drafts))
         input_logprobs = self._input_logprobs(item, sequence)
         if item.sample is None:
             assert not drafts, f"{item.request_id}: drafts that nobody verifies"
             return ItemOutput((), input_logprobs=input_logprobs)
-        assert item.sample.position == end, f"{item.request_id}: samples position {item.sample.position}"
         salt, tokens = _salt(item.sample.params), []
         for length in range(end, end + len(drafts) + 1):
             token = _next_token(sequence[:length], self._vocab_size, self._eos_probability, salt)

@@ -227,7 +227,7 @@ class StepBuffers:
                 continue
             filters = (params.temperature, params.top_k, params.top_p, params.min_p)
             for draft in range(1 + item.num_drafts):
-                first = spec.position + draft
+                first = item.certain_len + draft
                 steps = range(first, first + batch.num_steps)
                 points = [min(self._points.point(params.seed, position), LARGEST_POINT) for position in steps]
                 columns.append((*filters, *points))

@@ -35,5 +35,4 @@ class StepByStep:
 def _next(item: BatchItem, output: ItemOutput) -> BatchItem:
     """The step after the one that gave `output`."""
     assert item.sample is not None
-    sample = replace(item.sample, position=item.sample.position + 1)
-    return replace(item, token_ids=[output.token_ids[-1]], start=item.start + 1, sample=sample)
+    return replace(item, token_ids=[output.token_ids[-1]], start=item.start + 1)

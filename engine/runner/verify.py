@@ -79,7 +79,7 @@ def _sampled(item: BatchItem, logits_RV: Tensor, first: int) -> tuple[int, ...]:
     tokens: list[int] = []
     for draft in (*_drafts(item), None):
         count = len(tokens)
-        token = sample_row(logits_RV[first + count], spec.params, spec.position + count, penalties)
+        token = sample_row(logits_RV[first + count], spec.params, item.certain_len + count, penalties)
         tokens.append(token)
         if token != draft:
             break

@@ -96,7 +96,7 @@ class Stream:
     def item(self, chunk: int) -> BatchItem:
         share = self.tokens[self.computed : self.computed + chunk]
         end = self.computed + len(share)
-        spec = SampleSpec(GREEDY, end) if end == len(self.tokens) else None
+        spec = SampleSpec(GREEDY) if end == len(self.tokens) else None
         item = BatchItem(self.name, share, self.computed, self.pages, self.contiguous, spec)
         item.window_pages = self.window_pages
         return item

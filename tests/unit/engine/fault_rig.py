@@ -11,13 +11,27 @@ from cache.session_cache import CacheMatch
 from cache.token_chain import Tokens
 from engine.request import LiveRequest
 from engine.runner.null import null_generate
-from engine.speculative.proposers import NOTHING, NoProposer, Proposal
+from engine.speculative.proposers import NOTHING, Proposal
 from tests.unit.engine.driver import VOCAB, Driver, Talk
 
 PAGE_SIZES = (1, 4, 16, 64, 256)
 
 
-class Guesser(NoProposer):
+class Listener:
+    """What a Proposer hears, which is nothing to those who know what to propose."""
+
+    def begin(self, request: LiveRequest) -> None: ...
+
+    def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None: ...
+
+    def commit(self, request: LiveRequest) -> None: ...
+
+    def rollback(self, request: LiveRequest) -> None: ...
+
+    def forget(self, session_id: str) -> None: ...
+
+
+class Guesser(Listener):
     """Proposes what the model will say, `right` tokens of it and then `wrong` others, also past the limit if told."""
 
     def __init__(self, right: int, wrong: int = 0, *, heeds_limit: bool = True) -> None:

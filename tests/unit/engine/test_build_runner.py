@@ -183,7 +183,7 @@ def test_the_runner_of_a_gpu_is_put_together(
     assert rehearsed == tried
     assert (runner.facts.num_pages, runner.facts.runs_ahead) == (10, True)
     plain = build_plain(loaded)
-    item = BatchItem("a", [1, 2, 3], 0, np.arange(2, dtype=np.int32), True, SampleSpec(GREEDY, 3))
+    item = BatchItem("a", [1, 2, 3], 0, np.arange(2, dtype=np.int32), True, SampleSpec(GREEDY))
     expected = plain.launch(ScheduledBatch([item])).result()
     assert runner.launch(ScheduledBatch([item])).result() == expected
     runner.close()

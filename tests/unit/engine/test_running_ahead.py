@@ -29,7 +29,7 @@ def test_the_next_token_is_pending_while_a_step_is_in_flight() -> None:
     item = second.items[0]
     assert (list(item.token_ids), item.pending_from, item.start) == ([PENDING], 0, 3)
     assert item.sample is not None
-    assert item.sample.position == 4
+    assert item.certain_len == 4
     driver.run()
     assert driver.outcomes["r"].token_ids == driver.oracle([1, 2, 3], 5)
     driver.assert_empty()

@@ -8,8 +8,9 @@ from engine.api import FinishReason, SessionBusy
 from engine.batch import ScheduledBatch
 from engine.request import LiveRequest
 from engine.settings import SpeculationMethod
-from engine.speculative.proposers import NOTHING, NoProposer, Proposal
+from engine.speculative.proposers import NOTHING, Proposal
 from tests.unit.engine.driver import Driver, Talk, request
+from tests.unit.engine.fault_rig import Listener
 
 
 def shape(batch: ScheduledBatch | None) -> dict[str, int]:
@@ -86,7 +87,7 @@ def test_more_decodes_than_budget_still_finish() -> None:
         assert outcome.token_ids == driver.oracle(spec.new_tokens, 5)
 
 
-class Babbler(NoProposer):
+class Babbler(Listener):
     """Once it speaks, as many drafts as it may make, hardly ever right."""
 
     speaks = False

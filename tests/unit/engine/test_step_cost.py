@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from cache.pages import PageAllocator
+from cache.prefix_cache import RadixPrefixCache
 from cache.sequence_kv import SequenceKV
+from cache.session_cache import SessionAwareCache
+from engine.api import TokenDelta
+from engine.batch import ItemOutput, ModelOutput
+from engine.counters import EngineCounters
+from engine.scheduler import Scheduler
+from engine.settings import SchedulerSettings
+from engine.stops import StopCriteria
 from tests.unit.engine.driver import Driver, Talk, request
 from tests.unit.engine.test_request import GuardedHistory
+from tests.unit.operations import bytecodes
 
 
 @pytest.mark.parametrize("history_len", [100, 3000])
@@ -55,3 +65,45 @@ def test_a_request_that_waits_reads_its_history_once() -> None:
     assert driver.scheduler.num_waiting == 1
     assert history.num_read == 30
     driver.run()
+
+
+class Decoding:
+    """`num_streams` sessions that decode around a model whose every token is 7."""
+
+    def __init__(self, num_streams: int, history_len: int = 40) -> None:
+        num_pages = num_streams * (history_len // 16 + 20)
+        self.cache = SessionAwareCache(RadixPrefixCache(PageAllocator(num_pages), 16))
+        settings = SchedulerSettings(max_batch_tokens=10**6, chunk_size=10**6, max_running=num_streams)
+        stops = StopCriteria(frozenset({2}), 10**6, 1000)
+        self.scheduler = Scheduler(self.cache, stops, settings, EngineCounters())
+        self.deltas: list[TokenDelta] = []
+        for index in range(num_streams):
+            new_tokens = [3 + (index + n) % 900 for n in range(history_len)]
+            self.scheduler.add(request(f"r{index}", new_tokens, 200, session_id=f"s{index}"))
+        self.step()
+
+    def step(self) -> None:
+        batch = self.scheduler.schedule()
+        assert batch is not None
+        output = ModelOutput([ItemOutput((7,)) for _ in batch.items])
+        self.deltas = self.scheduler.update(batch, output)
+
+
+def test_a_step_costs_the_same_for_each_stream_however_many_there_are() -> None:
+    """Of 16 steps, in which each stream needs a page once."""
+
+    def per_token(num_streams: int, history_len: int = 40) -> float:
+        decoding = Decoding(num_streams, history_len)
+
+        def steps() -> None:
+            for _ in range(16):
+                decoding.step()
+
+        count = bytecodes(steps) / 16 / num_streams
+        assert len(decoding.deltas) == num_streams
+        return count
+
+    few = per_token(8)
+    assert few < 850
+    assert per_token(128) <= few
+    assert per_token(8, history_len=4000) <= few + 10

@@ -28,7 +28,7 @@ def runners(count: int, **options: Any) -> list[RecordingRunner]:
 
 
 def item(tokens: list[int], start: int = 0, pages: tuple[int, ...] = (0, 1, 2)) -> BatchItem:
-    spec = SampleSpec(SamplingParams(temperature=0.0), start + len(tokens))
+    spec = SampleSpec(SamplingParams(temperature=0.0))
     return BatchItem("a", tokens, start, np.array(pages, dtype=np.int32), True, spec)
 
 

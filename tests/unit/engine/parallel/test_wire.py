@@ -43,7 +43,7 @@ class Live:
             self.table = self.table[::-1].copy()  # retracted, and back elsewhere
         if rng.random() < 0.2:
             self.window[: rng.randrange(5)] = -1
-        spec = SampleSpec(self.params, self.length + len(tokens), self.penalties)
+        spec = SampleSpec(self.params, self.penalties)
         if rng.random() < 0.2:
             spec.logprobs, spec.top_logprobs = True, 3
         if rng.random() < 0.2:
@@ -105,7 +105,7 @@ def test_a_decode_step_sends_no_tables_again() -> None:
     def size(step: int) -> int:
         items: list[BatchItem] = []
         for index, table in enumerate(tables):
-            spec: Any = SampleSpec(params, 8192 + step + 1)
+            spec: Any = SampleSpec(params)
             items.append(BatchItem(f"request-{index}", [5], 8192 + step, table, False, spec))
         return len(packed(encoder.encode(ScheduledBatch(items))))
 

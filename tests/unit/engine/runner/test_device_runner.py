@@ -101,13 +101,11 @@ def item(
     index: int, tokens: list[int], start: int, params: SamplingParams | None, **options: Any
 ) -> BatchItem:
     pages = np.arange(index * PAGES_EACH, (index + 1) * PAGES_EACH, dtype=np.int32)[::-1].copy()
-    num_drafts = options.get("num_drafts", 0)
     logprobs = options.pop("logprobs", False)
     penalties = options.pop("penalties", None)
     spec = None
     if params is not None:
-        position = start + len(tokens) - num_drafts
-        spec = SampleSpec(params, position, penalties, logprobs, 3 if logprobs else 0)
+        spec = SampleSpec(params, penalties, logprobs, 3 if logprobs else 0)
     return BatchItem(str(index), tokens, start, pages, False, spec, **options)
 
 

@@ -165,10 +165,9 @@ def item(
     pages = np.arange(index * 10, (index + 1) * 10, dtype=np.int32)
     spec = None
     if params is not None:
-        position = start + len(tokens) - options.get("num_drafts", 0)
         penalties = PenaltyCounts(Counter({3: 2}), frozenset([1, 2])) if params is PENAL else None
         logprobs = options.pop("logprobs", False)
-        spec = SampleSpec(params, position, penalties, logprobs, 2 * logprobs)
+        spec = SampleSpec(params, penalties, logprobs, 2 * logprobs)
     return BatchItem(str(index), tokens, start, pages, True, spec, **options)
 
 

@@ -60,7 +60,7 @@ def make_runner(tmp_path: Path, draft: DraftModel | None) -> TorchRunner:
 
 def item(index: int, tokens: list[int], start: int, draft: DraftWork | None = None) -> BatchItem:
     pages = np.arange(index * PAGES_EACH, (index + 1) * PAGES_EACH, dtype=np.int32)
-    spec = SampleSpec(GREEDY, start + len(tokens), logprobs=True)
+    spec = SampleSpec(GREEDY, logprobs=True)
     return BatchItem(str(index), tokens, start, pages, True, spec, draft=draft)
 
 

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def item(tokens: list[int], start: int, pages: list[int], sampled: bool = True) -> BatchItem:
-    spec = SampleSpec(SamplingParams(), start + len(tokens)) if sampled else None
+    spec = SampleSpec(SamplingParams()) if sampled else None
     return BatchItem("r", tokens, start, np.asarray(pages, dtype=np.int32), False, spec)
 
 

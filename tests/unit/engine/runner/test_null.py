@@ -19,7 +19,7 @@ def make_item(
     tokens: list[int], start: int, pages: list[int], *, sample: bool = True, seed: int | None = None
 ) -> BatchItem:
     params = SamplingParams(temperature=0.0) if seed is None else SamplingParams(seed=seed)
-    spec = SampleSpec(params, start + len(tokens)) if sample else None
+    spec = SampleSpec(params) if sample else None
     ascending = bool((np.diff(pages) == 1).all())
     return BatchItem("r", tokens, start, np.asarray(pages, dtype=np.int32), ascending, spec)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.api import SamplingParams
-from engine.batch import PenaltyCounts, SampleSpec
+from engine.batch import PenaltyCounts
 from engine.runner.sampler import (
     allowed_rows,
     argmax_rows,
@@ -24,14 +24,15 @@ DRAWS = 4000
 SEEDS = (1, 2024, 9_999_999_999)
 
 
-def spec(position: int = 0, penalties: PenaltyCounts | None = None, **params: object) -> SampleSpec:
-    return SampleSpec(SamplingParams(**params), position, penalties)  # type: ignore[arg-type]
+def draw(position: int = 0, **params: object) -> tuple[SamplingParams, int]:
+    """How to pick a token, and where."""
+    return SamplingParams(**params), position  # type: ignore[arg-type]
 
 
-def sample(logits_RV: torch.Tensor, specs: list[SampleSpec]) -> list[int]:
+def sample(logits_RV: torch.Tensor, draws: list[tuple[SamplingParams, int]]) -> list[int]:
     return [
-        sample_row(logits_V, spec.params, spec.position, spec.penalties)
-        for logits_V, spec in zip(logits_RV, specs, strict=True)
+        sample_row(logits_V, params, position, None)
+        for logits_V, (params, position) in zip(logits_RV, draws, strict=True)
     ]
 
 
@@ -67,9 +68,9 @@ def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
 )
 def test_draws_follow_the_distribution(seed: int, params: dict[str, float]) -> None:
     logits_V = torch.randn(20, generator=torch.Generator().manual_seed(5)) * 1.5
-    specs = [spec(position, seed=seed, **params) for position in range(DRAWS)]
-    counts = Counter(sample(logits_V.expand(DRAWS, -1), specs))
-    probs_V = filtered_probs(logits_V, specs[0].params)
+    draws = [draw(position, seed=seed, **params) for position in range(DRAWS)]
+    counts = Counter(sample(logits_V.expand(DRAWS, -1), draws))
+    probs_V = filtered_probs(logits_V, draws[0][0])
     assert abs(chi_square(counts, probs_V / probs_V.sum())) < 4.5, f"seed {seed}"
 
 
@@ -85,18 +86,18 @@ def test_uniform_is_uniform_over_positions_and_seeds() -> None:
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:
     logits_RV = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
-    specs = [spec(10 + row, seed=row, temperature=0.9 + row / 10, top_k=row * 5) for row in range(6)]
-    together = sample(logits_RV, specs)
-    alone = [sample(logits_RV[row : row + 1], [specs[row]])[0] for row in range(6)]
-    backwards = sample(logits_RV.flip(0), specs[::-1])[::-1]
+    draws = [draw(10 + row, seed=row, temperature=0.9 + row / 10, top_k=row * 5) for row in range(6)]
+    together = sample(logits_RV, draws)
+    alone = [sample(logits_RV[row : row + 1], [draws[row]])[0] for row in range(6)]
+    backwards = sample(logits_RV.flip(0), draws[::-1])[::-1]
     assert together == alone == backwards
     assert uniform(-1, 5) == uniform(2**64 - 1, 5) != uniform(1, 5)
 
 
 def test_greedy_fast_path_equals_the_slow_one() -> None:
     logits_RV = torch.randn(5, 40)
-    greedy = [spec(temperature=0.0) for _ in range(5)]
-    mixed = [*greedy[:4], spec(temperature=0.0, logit_bias={3: 0.0})]
+    greedy = [draw(temperature=0.0) for _ in range(5)]
+    mixed = [*greedy[:4], draw(temperature=0.0, logit_bias={3: 0.0})]
     picks = logits_RV.argmax(-1).tolist()
     assert sample(logits_RV, greedy) == sample(logits_RV, mixed) == argmax_rows(logits_RV) == picks
 
@@ -132,7 +133,7 @@ def test_nucleus_equals_a_plain_sort() -> None:
 def test_cold_temperatures_are_greedy() -> None:
     logits_V = torch.randn(50) * 1e4
     for temperature in (1e-3, 1e-12, 5e-324):
-        assert sample(logits_V[None], [spec(temperature=temperature, seed=4)]) == [int(logits_V.argmax())]
+        assert sample(logits_V[None], [draw(temperature=temperature, seed=4)]) == [int(logits_V.argmax())]
 
 
 def test_penalties_and_bias() -> None:
@@ -144,7 +145,7 @@ def test_penalties_and_bias() -> None:
     edited = edit_logits(logits_V, params, penalties)
     torch.testing.assert_close(edited, torch.tensor([2.0 / 2 - 1.5 - 0.25, -4.0, 1.0, 4.5]))
     assert logits_V.tolist() == [2.0, -2.0, 1.0, 0.5]
-    assert sample(logits_V[None], [spec(temperature=0.0, logit_bias={2: 9.0})]) == [2]
+    assert sample(logits_V[None], [draw(temperature=0.0, logit_bias={2: 9.0})]) == [2]
 
 
 def test_token_logprobs_are_of_the_raw_distribution() -> None:

@@ -55,7 +55,7 @@ def item(index: int, tokens: list[int], start: int, params: SamplingParams | Non
     pages = np.arange(index * PAGES_EACH, (index + 1) * PAGES_EACH, dtype=np.int32)
     spec = None
     if params is not None:
-        spec = SampleSpec(params, start + len(tokens), logprobs=True, top_logprobs=3)
+        spec = SampleSpec(params, logprobs=True, top_logprobs=3)
     return BatchItem(str(index), tokens, start, pages, True, spec)
 
 
@@ -138,7 +138,7 @@ def test_drafts_change_no_token(directory: Path, temperature: float) -> None:
         drafts = [token if random.random() < 0.7 else (token + 1) % VOCAB for token in truth]
         part = item(0, [tokens[-1], *drafts], len(tokens) - 1, params)
         part.num_drafts = len(drafts)
-        part.sample = SampleSpec(params, len(tokens), logprobs=True)
+        part.sample = SampleSpec(params, logprobs=True)
         other = item(1, [7, 8], 2 * mate, None)
         other.input_logprobs_from, other.next_token = 0, 7
         outputs = run(runner, other, part)

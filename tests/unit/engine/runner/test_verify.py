@@ -50,7 +50,7 @@ def generate(
         if draft_seed is not None:
             right = truth[len(tokens) : len(tokens) + int(random.integers(0, 5))]
             drafts = [token if random.random() < 0.8 else int(random.integers(VOCAB)) for token in right]
-        spec = SampleSpec(params, len(tokens), penalties, logprobs=True)
+        spec = SampleSpec(params, penalties, logprobs=True)
         before = Counter(penalties.output)
         output = verify(tokens, drafts, spec)
         assert penalties.output == before
@@ -96,7 +96,7 @@ def test_one_step_follows_the_target_distribution(draft: str) -> None:
     second_V = filtered(model_logits([*tokens, guess]), params)
     firsts, seconds, replacements = Counter[int](), Counter[int](), Counter[int]()
     for seed in range(draws):
-        spec = SampleSpec(SamplingParams(temperature=1.1, top_k=9, seed=seed), len(tokens))
+        spec = SampleSpec(SamplingParams(temperature=1.1, top_k=9, seed=seed))
         picked = verify(tokens, [guess], spec).token_ids
         firsts[picked[0]] += 1
         if picked[0] == guess:
@@ -132,10 +132,10 @@ def test_a_batch_is_its_items() -> None:
     random = torch.Generator().manual_seed(8)
     penalties = PenaltyCounts(Counter({3: 2}), frozenset({5}))
     specs = [
-        SampleSpec(SamplingParams(temperature=0.0), 9, logprobs=True, top_logprobs=2),
-        SampleSpec(SamplingParams(seed=4), 4),
-        SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=1.5), 7, penalties, logprobs=True),
-        SampleSpec(SamplingParams(temperature=0.0), 3),
+        SampleSpec(SamplingParams(temperature=0.0), logprobs=True, top_logprobs=2),
+        SampleSpec(SamplingParams(seed=4)),
+        SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=1.5), penalties, logprobs=True),
+        SampleSpec(SamplingParams(temperature=0.0)),
     ]
     counts = [2, 1, 0, 3]
     items, rows = [], []
@@ -156,9 +156,8 @@ def test_a_batch_is_its_items() -> None:
 
 def test_without_drafts_it_is_the_sampler() -> None:
     logits_RV = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
-    specs = [SampleSpec(SamplingParams(temperature=index * 0.4, seed=index), 6) for index in range(5)]
+    specs = [SampleSpec(SamplingParams(temperature=index * 0.4, seed=index)) for index in range(5)]
     outputs = choose_tokens(logits_RV, [item([1], [], spec) for spec in specs])
     assert [output.token_ids for output in outputs] == [
-        (sample_row(logits_V, spec.params, spec.position, None),)
-        for logits_V, spec in zip(logits_RV, specs, strict=True)
+        (sample_row(logits_V, spec.params, 1, None),) for logits_V, spec in zip(logits_RV, specs, strict=True)
     ]
