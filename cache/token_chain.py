@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.distinct_tokens import DistinctTokens
+
 DIGEST_BYTES = 16
 _SCHEME = "kedge-kv-1"
 _TOKEN = np.dtype("<u4")  # on every machine, since replicas compare hashes
@@ -60,13 +62,14 @@ class TokenChain:
     Owned by whoever owns the sequence; lent for reading only.
     """
 
-    __slots__ = ("_digests", "_key", "_root", "_tokens", "page_size")
+    __slots__ = ("_digests", "_distinct", "_key", "_root", "_tokens", "page_size")
 
     def __init__(self, key: bytes, root: bytes, page_size: int) -> None:
         self._key = key
         self._root = root
         self._digests = bytearray()  # of the whole pages
         self._tokens = bytearray()
+        self._distinct: DistinctTokens | None = None  # kept from the first time on that somebody asks
         self.page_size = page_size
 
     def __len__(self) -> int:
@@ -102,6 +105,8 @@ class TokenChain:
         if length < len(self):
             del self._tokens[length * _TOKEN.itemsize :]
             del self._digests[length // self.page_size * DIGEST_BYTES :]
+            if self._distinct is not None:
+                self._distinct.cut(length)
 
     def prefix(self, length: int) -> TokenChain:
         """A copy of the first `length` tokens, for another owner."""
@@ -109,6 +114,14 @@ class TokenChain:
         copy._tokens[:] = self._tokens[: length * _TOKEN.itemsize]
         copy._digests[:] = self._digests[: len(copy) // self.page_size * DIGEST_BYTES]
         return copy
+
+    def distinct(self) -> NDArray[np.uint32]:
+        """Each token that occurs, once: a view, valid until the chain next changes. Only for the owner. Costs what the
+        chain was extended by since the last call, and one pass over the vocabulary at most."""
+        if self._distinct is None:
+            self._distinct = DistinctTokens()
+        self._distinct.extend(self._read(self._distinct.length, len(self)))
+        return self._distinct.ids
 
     def common_len(self, other: TokenChain) -> int:
         """Tokens that both begin with: 0 if they are of different tenants or models.

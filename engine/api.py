@@ -112,12 +112,12 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """True if logits change before the pick, so that plain argmax of the model's logits is not enough."""
-        return bool(
-            self.frequency_penalty
-            or self.presence_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-        )
+        return self.penalizes or bool(self.logit_bias)
+
+    @property
+    def penalizes(self) -> bool:
+        """True if they change by the tokens so far."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ One mechanism serves extend, decode and verify: an item computes a number of tok
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,25 +16,27 @@ from engine.api import SamplingParams, TokenLogprob
 PENDING = -1
 
 
-@dataclass(slots=True)
-class PenaltyCounts:
-    """Token statistics that penalties need. Owned by the live request; the sampler only reads it."""
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SeenTokens:
+    """What penalties go by. `prompt` has each token of the input at least once (none if no penalty asks for them),
+    `output` every token that was picked, in order; it only grows. A run of a request has one, and the runner may keep
+    what it made of it (engine/runner/penalties.py): owned by the live request, which the runner only reads."""
 
-    output: Counter[int]
-    prompt: frozenset[int]
+    prompt: NDArray[np.int64]
+    output: list[int]
 
 
 @dataclass(slots=True)
 class SampleSpec:
     """How to pick the token that follows an item's last certain token (proposals come after it). A request has one for
-    all of its items, but for `allowed`.
+    all items of a run, but for `allowed`.
 
     `allowed` has a bit for each token of the vocabulary, the least significant first: no other is picked. An item with
     it has no proposals.
     """
 
     params: SamplingParams
-    penalties: PenaltyCounts | None = None
+    seen: SeenTokens | None = None
     logprobs: bool = False
     top_logprobs: int = 0
     allowed: bytes | None = None

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.host_memory import free_host_bytes
@@ -181,7 +183,9 @@ def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def send(numbers: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def send(
+    numbers: Sequence[int | float] | NDArray[np.int64], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """The numbers as a tensor on the device; nobody waits for their way there."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)

@@ -26,7 +26,7 @@ class ItemMaker:
         depends on no token's value, and that is not certain to end with that result."""
         if not request.in_flight:
             return True
-        if self._speculates or request.penalties is not None or request.next_input_logprob is not None:
+        if self._speculates or request.seen is not None or request.next_input_logprob is not None:
             return False
         if request.spec.constraint is not None:
             return False

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
+
+import numpy as np
 
 from cache.history import History
 from cache.prefix_cache import token_array
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import SequenceKV
 from engine.api import Finish, GenerateRequest, TokenDelta, TokenLogprob
-from engine.batch import BatchItem, PenaltyCounts, SampleSpec
+from engine.batch import BatchItem, SampleSpec, SeenTokens
 
 
 class TokenSequence:
@@ -69,8 +70,8 @@ class LiveRequest:
     """
 
     __slots__ = ("accepted_draft_tokens", "arrival", "cached_tokens", "draft_tokens", "history", "in_flight", "kv",
-                 "launched_len", "longest_output", "next_input_logprob", "num_output", "num_pending", "penalties",
-                 "place", "prompt_len", "request_id", "run", "sample", "shares_prompt", "spec", "status", "stop_ids",
+                 "launched_len", "longest_output", "next_input_logprob", "num_output", "num_pending", "place",
+                 "prompt_len", "request_id", "run", "sample", "seen", "shares_prompt", "spec", "status", "stop_ids",
                  "tokens", "total_len")  # fmt: skip
 
     def __init__(self, spec: GenerateRequest, arrival: int) -> None:
@@ -92,8 +93,8 @@ class LiveRequest:
         self.shares_prompt = False
         self.draft_tokens = 0
         self.accepted_draft_tokens = 0
-        self.penalties = _penalties(spec, self.tokens)
-        self.sample = _sample(spec, self.penalties)
+        self.seen: SeenTokens | None = None  # while it runs, if there are penalties
+        self.sample = _sample(spec)
         self.stop_ids = spec.sampling.stop_token_ids
         self.longest_output = spec.sampling.max_new_tokens
         logprobs = None if spec.resumed_tokens else spec.logprobs
@@ -139,6 +140,9 @@ class LiveRequest:
         self.run = run
         self.launched_len = self.kv.committed_len
         self.status = Status.RUNNING
+        if self.sample is not None and self.spec.sampling.penalizes:
+            self.seen = self._see(self.kv)
+            self.sample = replace(self.sample, seen=self.seen)
 
     def launch(self, item: BatchItem, place: int, num_steps: int) -> None:
         """Its item is on its way, at `place` in the batch."""
@@ -174,8 +178,17 @@ class LiveRequest:
         self.tokens.append(token_id)
         self.total_len += 1
         self.num_output += 1
-        if self.penalties is not None:
-            self.penalties.output[token_id] += 1
+        if self.seen is not None:
+            self.seen.output.append(token_id)
+
+    def _see(self, kv: SequenceKV) -> SeenTokens:
+        """Costs what is new since the session's last turn, not its history: what has KV is known to the KV's chain."""
+        output = [*self.tokens.slice(self.prompt_len, len(self.tokens))]
+        if self.spec.sampling.repetition_penalty == 1.0:
+            return SeenTokens(np.empty(0, dtype=np.int64), output)
+        known_len = min(len(kv.chain), self.prompt_len)
+        others = np.asarray(self.tokens.slice(known_len, self.prompt_len), dtype=np.int64)
+        return SeenTokens(np.concatenate((kv.chain.distinct(), others), dtype=np.int64), output)
 
     def news(
         self,
@@ -199,19 +212,11 @@ class LiveRequest:
         )
 
 
-def _sample(spec: GenerateRequest, penalties: PenaltyCounts | None) -> SampleSpec | None:
+def _sample(spec: GenerateRequest) -> SampleSpec | None:
     """None if it is to pick nothing."""
     sampling, logprobs = spec.sampling, spec.logprobs
     if sampling.max_new_tokens == 0:
         return None
     if logprobs is None:
-        return SampleSpec(sampling, penalties)
-    return SampleSpec(sampling, penalties, logprobs.output, logprobs.top)
-
-
-def _penalties(spec: GenerateRequest, tokens: TokenSequence) -> PenaltyCounts | None:
-    sampling = spec.sampling
-    if not (sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0):
-        return None
-    seen = frozenset(tokens.slice(0, len(tokens))) if sampling.repetition_penalty != 1.0 else frozenset()
-    return PenaltyCounts(Counter(), seen)
+        return SampleSpec(sampling)
+    return SampleSpec(sampling, logprobs=logprobs.output, top_logprobs=logprobs.top)

@@ -7,7 +7,6 @@ of its page tables. Both ends therefore see every batch, in order.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from cache.sequence_kv import pages_for
 from engine.api import SamplingParams
-from engine.batch import BatchItem, DraftWork, PenaltyCounts, SampleSpec, ScheduledBatch
+from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch, SeenTokens
 
 Wire = tuple[Any, ...]
 """Plain data: numbers, strings, bytes, tuples."""
@@ -33,7 +32,8 @@ class _Sent:
 
     place: int
     params: SamplingParams | None
-    prompt: frozenset[int] | None
+    seen: SeenTokens | None
+    num_output: int
     pages: bytes
     window_pages: bytes | None
 
@@ -64,12 +64,11 @@ class BatchEncoder:
         pages = item.pages[:num_pages].tobytes()
         window = None if item.window_pages is None else item.window_pages[:num_pages].tobytes()
         spec = item.sample
-        params, prompt, sample = None, None, None
+        params, seen, sample = None, None, None
         if spec is not None:
-            params = spec.params
-            prompt = None if spec.penalties is None else spec.penalties.prompt
+            params, seen = spec.params, spec.seen
             sample = _sample(spec, before)
-        after = _Sent(place, params, prompt, pages, window)
+        after = _Sent(place, params, seen, 0 if seen is None else len(seen.output), pages, window)
         wired = (
             item.request_id if before is None else before.place,
             item.token_ids if isinstance(item.token_ids, list | tuple) else [int(t) for t in item.token_ids],
@@ -152,16 +151,18 @@ def _joined(tail: Wire, before: NDArray[np.int32] | None) -> NDArray[np.int32]:
 
 
 def _sample(spec: SampleSpec, before: _Sent | None) -> Wire:
-    """Parameters and prompts that the last batch had need not be said again: they are the request's for good."""
+    """Parameters that the last batch had need not be said again, nor tokens seen by then: they are the run's."""
     same = before is not None and before.params is spec.params
-    penalties = spec.penalties
-    if penalties is None:
-        counts = None
-    else:
-        known = before is not None and before.prompt is penalties.prompt
-        counts = (dict(penalties.output), None if known else tuple(penalties.prompt))
     params = None if same else _params(spec.params)
-    return params, spec.logprobs, spec.top_logprobs, counts, spec.allowed
+    return params, spec.logprobs, spec.top_logprobs, _seen(spec.seen, before), spec.allowed
+
+
+def _seen(seen: SeenTokens | None, before: _Sent | None) -> Wire | None:
+    if seen is None:
+        return None
+    if before is not None and before.seen is seen:
+        return None, seen.output[before.num_output :]
+    return seen.prompt.tobytes(), seen.output
 
 
 def _params(params: SamplingParams) -> Wire:
@@ -172,7 +173,7 @@ def _params(params: SamplingParams) -> Wire:
 
 
 def _spec(wired: Wire, before: SampleSpec | None) -> SampleSpec:
-    params, logprobs, top_logprobs, counts, allowed = wired
+    params, logprobs, top_logprobs, seen, allowed = wired
     if params is None:
         assert before is not None
         known = before.params
@@ -181,18 +182,20 @@ def _spec(wired: Wire, before: SampleSpec | None) -> SampleSpec:
         values["logit_bias"] = MappingProxyType(values["logit_bias"])
         values["stop_token_ids"] = frozenset(values["stop_token_ids"])
         known = SamplingParams(**values)
-    return SampleSpec(known, _penalties(counts, before), logprobs, top_logprobs, allowed)
+    return SampleSpec(known, _told(seen, before), logprobs, top_logprobs, allowed)
 
 
-def _penalties(counts: Wire | None, before: SampleSpec | None) -> PenaltyCounts | None:
-    if counts is None:
+def _told(wired: Wire | None, before: SampleSpec | None) -> SeenTokens | None:
+    """Of one run it is one object here, too: the runner keeps what it made of it."""
+    if wired is None:
         return None
-    output, prompt = counts
-    if prompt is None:
-        assert before is not None
-        assert before.penalties is not None
-        return PenaltyCounts(Counter(output), before.penalties.prompt)
-    return PenaltyCounts(Counter(output), frozenset(prompt))
+    prompt, output = wired
+    if prompt is not None:
+        return SeenTokens(np.frombuffer(prompt, dtype=np.int64), list(output))
+    assert before is not None
+    assert before.seen is not None
+    before.seen.output.extend(output)
+    return before.seen
 
 
 def _rarities(item: BatchItem) -> Wire | None:

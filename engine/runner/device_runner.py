@@ -25,6 +25,7 @@ from engine.device import Fence, pinned
 from engine.models.protocol import CausalModel
 from engine.parallel.ranks import RankGroup
 from engine.runner.graphs import Graphs
+from engine.runner.penalties import PenaltyTable
 from engine.runner.protocol import Done, Launch, RunnerLost
 from engine.runner.sample_table import RowPicker
 from engine.runner.sampler import Scores, allowed_rows, edit_logits
@@ -104,6 +105,7 @@ class DeviceRunner:
         self.facts = replace(careful.facts, runs_ahead=runs_ahead)
         self._plans: dict[StepShape, tuple[StepTensors, AttentionStep]] = {}
         self._device = buffers.picks_R.device
+        self._penalties = PenaltyTable()
         self._sampled_RE: Tensor | None = None
         self._last_rows: list[int] = []
         self._picks = [pinned(max_steps * max_sampled, torch.int64, self._device) for _ in range(2)]
@@ -267,7 +269,8 @@ class DeviceRunner:
             for _ in range(1 + item.num_drafts) if spec is not None else ():
                 assert spec is not None
                 if spec.params.edits_logits:
-                    edited_RV[row] = edit_logits(edited_RV[row], spec.params, spec.penalties)
+                    penalties = self._penalties.of(spec, edited_RV[row])
+                    edited_RV[row] = edit_logits(edited_RV[row], spec.params, penalties)
                 row += 1
         self._choose(edited_RV, padded)
         if not scored:
@@ -296,8 +299,8 @@ class DeviceRunner:
 
 def _needs_host(item: BatchItem) -> bool:
     """Scores of input tokens, and drafts whose picks depend on those before them."""
-    penalties = item.sample.penalties if item.sample is not None else None
-    return item.input_logprobs_from is not None or (item.num_drafts > 0 and penalties is not None)
+    seen = item.sample.seen if item.sample is not None else None
+    return item.input_logprobs_from is not None or (item.num_drafts > 0 and seen is not None)
 
 
 def _last_rows(items: list[BatchItem]) -> list[int]:

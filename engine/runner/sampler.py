@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.api import SamplingParams, TokenLogprob
-from engine.batch import PenaltyCounts
 from engine.device import fetch, send, send_bytes
+from engine.runner.penalties import Penalties
 
 SEED_MASK = 2**64 - 1
 UNIT_53 = 2.0**-53
@@ -97,10 +97,8 @@ def allowed_rows(logits_RV: Tensor, masks: Mapping[int, bytes]) -> Tensor:
     return logits_RV.index_copy(0, rows_M, kept_MV)
 
 
-def sample_row(
-    logits_V: Tensor, params: SamplingParams, position: int, penalties: PenaltyCounts | None
-) -> int:
-    """The token for absolute position `position`, after the tokens that `penalties` counts. `logits_V` is float32 and
+def sample_row(logits_V: Tensor, params: SamplingParams, position: int, penalties: Penalties | None) -> int:
+    """The token for absolute position `position`, after the tokens that `penalties` knows. `logits_V` is float32 and
     stays unchanged."""
     if params.edits_logits:
         logits_V = edit_logits(logits_V, params, penalties)
@@ -120,23 +118,12 @@ def inverse_cdf(probs_C: Tensor, point: float) -> int:
     return index
 
 
-def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: PenaltyCounts | None) -> Tensor:
+def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: Penalties | None) -> Tensor:
     """A copy with repetition, frequency and presence penalties and the bias applied, in this order."""
-    edited_V = logits_V.clone()
-    device = logits_V.device
-    if penalties is not None:
-        if params.repetition_penalty != 1.0:
-            seen = send([*(penalties.prompt | penalties.output.keys())], torch.int64, device)
-            scores = edited_V[seen]
-            penalty = params.repetition_penalty
-            edited_V[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-        if penalties.output and (params.frequency_penalty or params.presence_penalty):
-            ids = send([*penalties.output.keys()], torch.int64, device)
-            counts = send([*penalties.output.values()], torch.float32, device)
-            edited_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    edited_V = logits_V.clone() if penalties is None else penalties.apply(logits_V)
     if params.logit_bias:
-        ids = send([*params.logit_bias.keys()], torch.int64, device)
-        edited_V[ids] += send([*params.logit_bias.values()], torch.float32, device)
+        ids = send([*params.logit_bias.keys()], torch.int64, logits_V.device)
+        edited_V[ids] += send([*params.logit_bias.values()], torch.float32, logits_V.device)
     return edited_V
 
 

@@ -22,6 +22,7 @@ from engine.runner.draft_model import DraftModel
 from engine.runner.host_copies import HostCopies
 from engine.runner.inputs import make_inputs
 from engine.runner.kv_pool import KVPool
+from engine.runner.penalties import PenaltyTable
 from engine.runner.protocol import Done, RunnerFacts
 from engine.runner.sampler import token_logprobs
 from engine.runner.stepping import StepByStep
@@ -63,6 +64,7 @@ class TorchRunner:
         self._device = pool.full.kv_L2KSD.device
         self._about = about or {}
         self._steps = StepByStep()
+        self._penalties = PenaltyTable()
 
     def launch(self, batch: ScheduledBatch) -> Done:
         return Done(self._steps.run(batch, self.execute))
@@ -121,7 +123,7 @@ class TorchRunner:
         sampling = [item for item in items if item.sample is not None]
         if not sampling:
             return [ItemOutput(()) for _ in items]
-        chosen = choose_tokens(self._model.logits(hidden_RE), sampling)
+        chosen = choose_tokens(self._model.logits(hidden_RE), sampling, self._penalties)
         if len(sampling) == len(items):
             return chosen
         rest = iter(chosen)

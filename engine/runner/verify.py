@@ -21,11 +21,12 @@ from itertools import accumulate
 from torch import Tensor
 
 from engine.api import TokenLogprob
-from engine.batch import BatchItem, ItemOutput, PenaltyCounts
+from engine.batch import BatchItem, ItemOutput
+from engine.runner.penalties import PenaltyTable
 from engine.runner.sampler import allowed_rows, argmax_rows, is_argmax, sample_row, token_logprobs
 
 
-def choose_tokens(logits_RV: Tensor, items: Sequence[BatchItem]) -> list[ItemOutput]:
+def choose_tokens(logits_RV: Tensor, items: Sequence[BatchItem], penalties: PenaltyTable) -> list[ItemOutput]:
     """Accepted tokens of each item, in order. All items sample; each has 1 + num_drafts rows in `logits_RV`."""
     plain = [item.sample is not None and is_argmax(item.sample.params) for item in items]
     firsts = list(accumulate((1 + item.num_drafts for item in items[:-1]), initial=0))
@@ -33,7 +34,7 @@ def choose_tokens(logits_RV: Tensor, items: Sequence[BatchItem]) -> list[ItemOut
     picks_R = argmax_rows(allowed_RV) if any(plain) else []
     outputs = []
     for item, is_plain, row in zip(items, plain, firsts, strict=True):
-        tokens = agreed(item, picks_R, row) if is_plain else _sampled(item, allowed_RV, row)
+        tokens = agreed(item, picks_R, row) if is_plain else _sampled(item, allowed_RV, row, penalties)
         outputs.append(ItemOutput(tokens, num_proposed=item.num_drafts))
     add_logprobs(logits_RV, items, firsts, outputs)
     return outputs
@@ -69,13 +70,13 @@ def agreed(item: BatchItem, picks_R: Sequence[int], first: int) -> tuple[int, ..
     return tuple(picks_R[first : first + kept + 1])
 
 
-def _sampled(item: BatchItem, logits_RV: Tensor, first: int) -> tuple[int, ...]:
+def _sampled(item: BatchItem, logits_RV: Tensor, first: int, table: PenaltyTable) -> tuple[int, ...]:
     """Row by row, so that each pick sees the penalties of those before it; rows after the end are not looked at."""
     spec = item.sample
     assert spec is not None
-    penalties = spec.penalties
-    if penalties is not None and item.num_drafts:  # the request's own must not change
-        penalties = PenaltyCounts(penalties.output.copy(), penalties.prompt)
+    penalties = table.of(spec, logits_RV[first])
+    if penalties is not None and item.num_drafts:  # the run's own must not change
+        penalties = penalties.copy()
     tokens: list[int] = []
     for draft in (*_drafts(item), None):
         count = len(tokens)
@@ -84,7 +85,7 @@ def _sampled(item: BatchItem, logits_RV: Tensor, first: int) -> tuple[int, ...]:
         if token != draft:
             break
         if penalties is not None:
-            penalties.output[token] += 1
+            penalties.add([token])
     return tuple(tokens)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import overload
 
 import numpy as np
 import pytest
 
-from engine.api import LogprobParams
+from cache.sequence_kv import PageAccount, SequenceKV
+from cache.token_chain import ANY_KV
+from engine.api import GenerateRequest, LogprobParams
 from engine.request import LiveRequest, TokenSequence
 from tests.unit.engine.driver import greedy, request
 
@@ -106,15 +107,34 @@ def test_accept_counts_output_tokens() -> None:
     assert (live.prompt_len, live.num_output, list(live.tokens.slice(0, 6))) == (4, 2, [7, 7, 1, 2, 5, 5])
 
 
-def test_penalties_count_what_they_need() -> None:
-    assert LiveRequest(request("r", [1, 2]), 0).penalties is None
-    frequency = LiveRequest(request("r", [1, 2], sampling=greedy(frequency_penalty=0.5)), 0)
+def begun(spec: GenerateRequest, known: Sequence[int] = ()) -> LiveRequest:
+    """It runs, on KV of these tokens of its history."""
+    live = LiveRequest(spec, 0)
+    live.kv = SequenceKV(ANY_KV.chain("", 4), PageAccount())
+    live.kv.chain.extend(known)
+    live.begin_run(1)
+    return live
+
+
+def test_penalties_go_by_what_they_need() -> None:
+    assert begun(request("r", [1, 2])).seen is None
+    frequency = begun(request("r", [1, 2], sampling=greedy(frequency_penalty=0.5)))
     frequency.accept(3)
     frequency.accept(3)
-    assert frequency.penalties is not None
-    assert frequency.penalties.output == Counter({3: 2})
-    assert frequency.penalties.prompt == frozenset()
-    spec = request("r", [1, 2], sampling=greedy(repetition_penalty=1.2), history=[8, 9], history_len=1)
-    repetition = LiveRequest(spec, 0)
-    assert repetition.penalties is not None
-    assert repetition.penalties.prompt == frozenset({8, 1, 2})
+    assert frequency.seen is not None
+    assert (frequency.seen.prompt.tolist(), frequency.seen.output) == ([], [3, 3])
+    history = GuardedHistory([8, 9, 8, 7, 5])
+    spec = request("r", [1, 2], sampling=greedy(repetition_penalty=1.2), history=history, history_len=4)
+    for known, num_read in (([8, 9, 8], 1), ([], 4), ([8, 9, 8, 7], 0)):
+        history.num_read = 0
+        repetition = begun(spec, known)
+        assert repetition.sample is not None
+        assert repetition.sample.seen is repetition.seen
+        assert repetition.seen is not None
+        assert set(repetition.seen.prompt.tolist()) == {8, 9, 7, 1, 2}
+        assert history.num_read == num_read, "what has KV is known to its chain"
+        repetition.accept(6)
+        again = repetition.seen
+        repetition.begin_run(2)
+        assert repetition.seen is not again
+        assert repetition.seen.output == [6], "after a retraction"

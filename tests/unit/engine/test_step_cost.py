@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from cache.distinct_tokens import DistinctTokens
 from cache.pages import PageAllocator
 from cache.prefix_cache import RadixPrefixCache
 from cache.sequence_kv import SequenceKV
@@ -14,25 +17,42 @@ from engine.counters import EngineCounters
 from engine.scheduler import Scheduler
 from engine.settings import SchedulerSettings
 from engine.stops import StopCriteria
-from tests.unit.engine.driver import Driver, Talk, request
+from tests.unit.engine.driver import Driver, Talk, greedy, request
 from tests.unit.engine.test_request import GuardedHistory
 from tests.unit.operations import bytecodes
 
 
 @pytest.mark.parametrize("history_len", [100, 3000])
-def test_a_continuing_turn_reads_nothing_of_its_history(history_len: int) -> None:
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.2])
+def test_a_continuing_turn_reads_nothing_of_its_history(
+    history_len: int, repetition_penalty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = greedy(20, repetition_penalty=repetition_penalty)
     driver = Driver(num_pages=300, page_size=16, context_len=4096, chunk_size=512, max_batch_tokens=512)
     talk = Talk(driver, "s")
-    talk.turn([1 + n % 90 for n in range(history_len)], 2)
+    talk.turn([1 + n % 90 for n in range(history_len)], 2, sampling=sampling)
+    talk.turn([3], 2, sampling=sampling)
     history, chain = GuardedHistory(talk.history), driver.cache.empty_chain("")
     chain.extend(talk.history)
+    sorted_out: list[int] = []
+    extend = DistinctTokens.extend
+
+    def counting(distinct: DistinctTokens, tokens: NDArray[np.uint32]) -> None:
+        sorted_out.append(len(tokens))
+        extend(distinct, tokens)
+
+    monkeypatch.setattr(DistinctTokens, "extend", counting)
     driver.generate(
         request(
-            "r", [5, 6, 7], 20,
+            "r", [5, 6, 7], sampling=sampling,
             history=history, history_len=len(history), history_chain=chain, session_id="s",
         )
     )  # fmt: skip
-    assert history.num_read == 2, "the last token, whose KV was never computed: to compute it and to name it"
+    penalizes = repetition_penalty != 1.0
+    assert history.num_read == 2 + penalizes, (
+        "the last token, which had no KV: to compute it, to name it, to see it"
+    )
+    assert sorted_out == [21] * penalizes, "what the turn before added"
 
 
 def test_decoding_takes_one_page_per_border_and_never_rebuilds_the_table(

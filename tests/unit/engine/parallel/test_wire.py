@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from engine.api import SamplingParams
-from engine.batch import BatchItem, DraftWork, PenaltyCounts, SampleSpec, ScheduledBatch
+from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch, SeenTokens
 from engine.parallel.messages import packed, unpacked
 from engine.parallel.wire import BatchDecoder, BatchEncoder
 
 PAGE_SIZE = 4
-LOCAL_FIELDS = {"run", "pages", "window_pages"}
-"""`run` is the scheduler's; tables are cut, and compared apart."""
+LOCAL_FIELDS = {"run", "pages", "window_pages", "sample"}
+"""`run` is the scheduler's; tables are cut, and compared apart, as are samples."""
 
 
 class Live:
@@ -30,9 +29,9 @@ class Live:
         self.window = self.table[::-1].copy()
         bias = MappingProxyType({3: 1.5}) if rng.random() < 0.3 else MappingProxyType({})
         self.params = SamplingParams(temperature=rng.random(), logit_bias=bias, stop_token_ids=frozenset({7}))
-        self.penalties = None
+        self.seen = None
         if rng.random() < 0.4:
-            self.penalties = PenaltyCounts(Counter(), frozenset(rng.sample(range(100), 5)))
+            self.seen = SeenTokens(np.array(rng.sample(range(100), 5)), [])
 
     def item(self) -> BatchItem:
         rng = self._rng
@@ -43,7 +42,7 @@ class Live:
             self.table = self.table[::-1].copy()  # retracted, and back elsewhere
         if rng.random() < 0.2:
             self.window[: rng.randrange(5)] = -1
-        spec = SampleSpec(self.params, self.penalties)
+        spec = SampleSpec(self.params, self.seen)
         if rng.random() < 0.2:
             spec.logprobs, spec.top_logprobs = True, 3
         if rng.random() < 0.2:
@@ -60,8 +59,8 @@ class Live:
             case 3 if len(tokens) == 1:
                 item.token_ids, item.pending_from = [-1], rng.randrange(3)
         self.length += len(tokens)
-        if self.penalties is not None:
-            self.penalties.output[tokens[-1]] += 1
+        if self.seen is not None:
+            self.seen.output.append(tokens[-1])
         return item
 
 
@@ -71,6 +70,7 @@ def assert_same(got: ScheduledBatch, sent: ScheduledBatch) -> None:
         for field in fields(BatchItem):
             if field.name not in LOCAL_FIELDS:
                 assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+        assert_same_sample(ours.sample, theirs.sample)
         covered = -(-(theirs.start + theirs.num_tokens + sent.num_steps - 1) // PAGE_SIZE)
         assert ours.pages.tolist() == theirs.pages[:covered].tolist()
         if theirs.window_pages is None:
@@ -78,6 +78,18 @@ def assert_same(got: ScheduledBatch, sent: ScheduledBatch) -> None:
         else:
             assert ours.window_pages is not None
             assert ours.window_pages.tolist() == theirs.window_pages[:covered].tolist()
+
+
+def assert_same_sample(got: SampleSpec | None, sent: SampleSpec | None) -> None:
+    if sent is None:
+        assert got is None
+        return
+    assert got is not None
+    assert replace(got, seen=None) == replace(sent, seen=None)
+    assert (got.seen is None) == (sent.seen is None)
+    if got.seen is not None and sent.seen is not None:
+        assert got.seen.prompt.tolist() == sent.seen.prompt.tolist()
+        assert got.seen.output == sent.seen.output
 
 
 def test_batches_arrive_as_they_were_sent() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from engine.api import SamplingParams
 from engine.attention.choose import choose_attention
 from engine.attention.table_torch import TorchTables
-from engine.batch import PENDING, BatchItem, PenaltyCounts, SampleSpec, ScheduledBatch
+from engine.batch import PENDING, BatchItem, SampleSpec, ScheduledBatch, SeenTokens
 from engine.build_runner import StepLimits, careful_runner, device_runner
 from engine.device import device_name, resolve_device
 from engine.models.loader import LoadedModel, load_model
@@ -102,10 +101,10 @@ def item(
 ) -> BatchItem:
     pages = np.arange(index * PAGES_EACH, (index + 1) * PAGES_EACH, dtype=np.int32)[::-1].copy()
     logprobs = options.pop("logprobs", False)
-    penalties = options.pop("penalties", None)
+    seen = options.pop("seen", None)
     spec = None
     if params is not None:
-        spec = SampleSpec(params, penalties, logprobs, 3 if logprobs else 0)
+        spec = SampleSpec(params, seen, logprobs, 3 if logprobs else 0)
     return BatchItem(str(index), tokens, start, pages, False, spec, **options)
 
 
@@ -217,13 +216,13 @@ def test_logprobs_bias_and_penalties(loaded: LoadedModel) -> None:
     pair = make_pair(loaded)
     texts = prompts(4)
     biased = SamplingParams(temperature=0.0, logit_bias={7: 50.0})
-    counts = PenaltyCounts(output=Counter({3: 2}), prompt=frozenset(texts[1]))
+    seen = SeenTokens(np.array(texts[1]), [3, 3])
     penal = SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, seed=4)
     picks = both(
         pair,
         [
             item(0, texts[0], 0, biased, logprobs=True),
-            item(1, texts[1], 0, penal, penalties=counts),
+            item(1, texts[1], 0, penal, seen=seen),
             item(2, texts[2], 0, SAMPLED, logprobs=True),
             item(3, texts[3], 0, GREEDY),
         ],

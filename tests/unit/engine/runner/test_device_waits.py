@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cache.tiers import PoolPages
 from engine.api import SamplingParams
 from engine.attention.interface import AttentionStep, AttentionTables, LayerTraits
-from engine.batch import PENDING, BatchItem, PenaltyCounts, SampleSpec, ScheduledBatch
+from engine.batch import PENDING, BatchItem, SampleSpec, ScheduledBatch, SeenTokens
 from engine.models.config import parse_spec
 from engine.models.decoder import Decoder
 from engine.models.linear import PlainLinear
@@ -24,6 +23,7 @@ from engine.models.weights import tensor_shapes
 from engine.parallel.ranks import OneRank
 from engine.runner import device_runner as device_runner_module
 from engine.runner import host_copies as host_copies_module
+from engine.runner import penalties as penalties_module
 from engine.runner import sampler as sampler_module
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.graphs import NoGraphs
@@ -140,6 +140,7 @@ def sent(numbers: list[int] | list[float], dtype: torch.dtype, device: torch.dev
 def make_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceRunner]:
     monkeypatch.setattr(device_runner_module, "Fence", NoFence)
     monkeypatch.setattr(sampler_module, "send", sent)
+    monkeypatch.setattr(penalties_module, "send", sent)
 
     def make(picker: Any = pick_likeliest) -> DeviceRunner:
         spec = parse_spec(CONFIG)
@@ -165,9 +166,9 @@ def item(
     pages = np.arange(index * 10, (index + 1) * 10, dtype=np.int32)
     spec = None
     if params is not None:
-        penalties = PenaltyCounts(Counter({3: 2}), frozenset([1, 2])) if params is PENAL else None
+        seen = SeenTokens(np.array([1, 2]), [3, 3]) if params is PENAL else None
         logprobs = options.pop("logprobs", False)
-        spec = SampleSpec(params, penalties, logprobs, 2 * logprobs)
+        spec = SampleSpec(params, seen, logprobs, 2 * logprobs)
     return BatchItem(str(index), tokens, start, pages, True, spec, **options)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from engine.api import SamplingParams
-from engine.batch import PenaltyCounts
+from engine.batch import SampleSpec, SeenTokens
+from engine.runner.penalties import PenaltyTable
 from engine.runner.sampler import (
     allowed_rows,
     argmax_rows,
@@ -138,11 +140,11 @@ def test_cold_temperatures_are_greedy() -> None:
 
 def test_penalties_and_bias() -> None:
     logits_V = torch.tensor([2.0, -2.0, 1.0, 0.5])
-    penalties = PenaltyCounts(output=Counter({0: 3}), prompt=frozenset({1}))
+    seen = SeenTokens(np.array([1, 1]), [0, 0, 0])
     params = SamplingParams(
         repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={3: 4.0}
     )
-    edited = edit_logits(logits_V, params, penalties)
+    edited = edit_logits(logits_V, params, PenaltyTable().of(SampleSpec(params, seen), logits_V))
     torch.testing.assert_close(edited, torch.tensor([2.0 / 2 - 1.5 - 0.25, -4.0, 1.0, 4.5]))
     assert logits_V.tolist() == [2.0, -2.0, 1.0, 0.5]
     assert sample(logits_V[None], [draw(temperature=0.0, logit_bias={2: 9.0})]) == [2]
@@ -198,7 +200,8 @@ def test_only_allowed_tokens_are_picked_however_that_is_done(params: SamplingPar
     likely = set(logits_RV[0].topk(20).indices.tolist())
     allowed = sorted(set(range(40)) - likely)[:3]  # unlikely ones
     mask = sum(1 << token for token in allowed).to_bytes(5, "little")
-    penalties = PenaltyCounts(Counter({allowed[0]: 2}), frozenset(allowed))
+    seen = SeenTokens(np.array(allowed), [allowed[0]] * 2)
     masked_V = allowed_rows(logits_RV, {0: mask})[0]
+    penalties = PenaltyTable().of(SampleSpec(params, seen), masked_V)
     picks = {sample_row(masked_V, params, position, penalties) for position in range(200)}
     assert picks <= set(allowed)

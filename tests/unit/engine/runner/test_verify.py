@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from engine.api import SamplingParams
-from engine.batch import BatchItem, ItemOutput, PenaltyCounts, SampleSpec
+from engine.batch import BatchItem, ItemOutput, SampleSpec, SeenTokens
+from engine.runner.penalties import PenaltyTable
 from engine.runner.sampler import candidates, sample_row, token_logprobs
 from engine.runner.verify import choose_tokens
 
 VOCAB = 12
 NO_PAGES = np.zeros(0, dtype=np.int32)
+PENALTIES = PenaltyTable()
 
 
 def model_logits(tokens: list[int]) -> torch.Tensor:
@@ -31,7 +33,7 @@ def item(tokens: list[int], drafts: list[int], spec: SampleSpec) -> BatchItem:
 
 def verify(tokens: list[int], drafts: list[int], spec: SampleSpec) -> ItemOutput:
     rows = [model_logits([*tokens, *drafts[:count]]) for count in range(len(drafts) + 1)]
-    return choose_tokens(torch.stack(rows), [item(tokens, drafts, spec)])[0]
+    return choose_tokens(torch.stack(rows), [item(tokens, drafts, spec)], PENALTIES)[0]
 
 
 def generate(
@@ -39,7 +41,7 @@ def generate(
 ) -> tuple[list[int], list[float], int]:
     """Tokens, their log-probabilities and the number of steps; with drafts half of which are guesses that
     happen to be right."""
-    penalties = PenaltyCounts(Counter(), frozenset({1, 2}))
+    seen = SeenTokens(np.array([1, 2, 1]), [])
     tokens, logprobs, steps = [1, 2], [], 0
     truth = [1, 2]
     if draft_seed is not None:
@@ -50,14 +52,14 @@ def generate(
         if draft_seed is not None:
             right = truth[len(tokens) : len(tokens) + int(random.integers(0, 5))]
             drafts = [token if random.random() < 0.8 else int(random.integers(VOCAB)) for token in right]
-        spec = SampleSpec(params, penalties, logprobs=True)
-        before = Counter(penalties.output)
+        spec = SampleSpec(params, seen if params.penalizes else None, logprobs=True)
+        before = [*seen.output]
         output = verify(tokens, drafts, spec)
-        assert penalties.output == before
+        assert seen.output == before
         assert output.num_proposed == len(drafts)
         assert len(output.logprobs) == len(output.token_ids) <= len(drafts) + 1
         tokens += output.token_ids
-        penalties.output.update(output.token_ids)
+        seen.output += output.token_ids
         logprobs += [entry.logprob or 0.0 for entry in output.logprobs]
         steps += 1
     return tokens[:count], logprobs[: count - 2], steps
@@ -130,11 +132,11 @@ def chi_square(counts: Counter[int], probs: torch.Tensor) -> float:
 def test_a_batch_is_its_items() -> None:
     """Greedy, sampled and penalised items with different numbers of drafts, together and alone."""
     random = torch.Generator().manual_seed(8)
-    penalties = PenaltyCounts(Counter({3: 2}), frozenset({5}))
+    seen = SeenTokens(np.array([5]), [3, 3])
     specs = [
         SampleSpec(SamplingParams(temperature=0.0), logprobs=True, top_logprobs=2),
         SampleSpec(SamplingParams(seed=4)),
-        SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=1.5), penalties, logprobs=True),
+        SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=1.5), seen, logprobs=True),
         SampleSpec(SamplingParams(temperature=0.0)),
     ]
     counts = [2, 1, 0, 3]
@@ -144,8 +146,9 @@ def test_a_batch_is_its_items() -> None:
         rows.append(logits_RV)
         drafts = logits_RV[:count].argmax(-1).tolist()
         items.append(item([1], drafts, spec))
-    together = choose_tokens(torch.cat(rows), items)
-    assert together == [choose_tokens(row, [one])[0] for row, one in zip(rows, items, strict=True)]
+    together = choose_tokens(torch.cat(rows), items, PENALTIES)
+    alone = [choose_tokens(row, [one], PenaltyTable())[0] for row, one in zip(rows, items, strict=True)]
+    assert together == alone
     assert [output.num_proposed for output in together] == counts
     assert together[0].token_ids == tuple(rows[0].argmax(-1).tolist())
     assert together[0].logprobs == tuple(token_logprobs(rows[0], together[0].token_ids, [2, 2, 2]))
@@ -157,7 +160,7 @@ def test_a_batch_is_its_items() -> None:
 def test_without_drafts_it_is_the_sampler() -> None:
     logits_RV = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
     specs = [SampleSpec(SamplingParams(temperature=index * 0.4, seed=index)) for index in range(5)]
-    outputs = choose_tokens(logits_RV, [item([1], [], spec) for spec in specs])
+    outputs = choose_tokens(logits_RV, [item([1], [], spec) for spec in specs], PENALTIES)
     assert [output.token_ids for output in outputs] == [
         (sample_row(logits_V, spec.params, 1, None),) for logits_V, spec in zip(logits_RV, specs, strict=True)
     ]
