@@ -68,7 +68,8 @@ class BatchItem:
     ascending run. `window_pages` is the same for the pool of sliding-window layers, -1 where pages have left the
     window; None without such layers. `sample` is None while the prompt is not finished.
 
-    `run` is the scheduler's own: which of the request's runs, between two retractions, the item is of.
+    `run` is a number for one run of a request, between two retractions, that nothing else bears (0: it has none). Of
+    the tables the first `known_pages` and `known_window_pages` entries are as in the run's item before.
 
     With `pending_from` the item's one token is not known yet, and stands as PENDING in `token_ids`: it is the last
     one that the item of that index in the batch launched before picks.
@@ -93,6 +94,8 @@ class BatchItem:
     draft: DraftWork | None = None
     input_logprobs_from: int | None = None
     top_input_logprobs: int = 0
+    known_pages: int = 0
+    known_window_pages: int = 0
 
     @property
     def certain_len(self) -> int:

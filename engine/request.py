@@ -140,6 +140,9 @@ class LiveRequest:
         self.run = run
         self.launched_len = self.kv.committed_len
         self.status = Status.RUNNING
+        self.kv.told_pages = 0
+        if self.kv.window is not None:
+            self.kv.window.told_pages = 0
         if self.sample is not None and self.spec.sampling.penalizes:
             self.seen = self._see(self.kv)
             self.sample = replace(self.sample, seen=self.seen)
@@ -149,6 +152,11 @@ class LiveRequest:
         self.in_flight += 1
         self.place = place
         self.launched_len = item.certain_len + num_steps - 1
+        kv = self.kv
+        assert kv is not None
+        item.known_pages, kv.told_pages = kv.told_pages, kv.num_pages
+        if kv.window is not None:
+            item.known_window_pages, kv.window.told_pages = kv.window.told_pages, kv.window.num_pages
         if item.sample is not None:
             self.num_pending += num_steps
             self.total_len += num_steps

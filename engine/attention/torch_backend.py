@@ -74,7 +74,7 @@ class _PoolViews:
             keys = self.keys_LKDS.narrow(3, start, key_len).unbind(0)
             views = list(zip(keys, self.values_LKSD.narrow(2, start, key_len).unbind(0), strict=True))
         else:
-            pages = torch.from_numpy(table.astype("int64")).to(self.paged.kv_L2KSD.device)
+            pages = torch.from_numpy(table).to(self.paged.kv_L2KSD.device)  # on a CPU where it lies
         mask_nT = mask_RT = None
         if item.query_len > 1 and (history > 0 or (window is not None and item.kv_len > window)):
             mask_nT = self._mask(item.query_len, key_len, window)

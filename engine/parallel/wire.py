@@ -1,8 +1,8 @@
 """Batches as they go from rank 0 to the others: whole, since every rank must run the same step in the same way, but
 without what the batch before already said.
 
-Items are told apart by their place in the batch before. Of an item that was in it only new tokens travel, and the end
-of its page tables. Both ends therefore see every batch, in order.
+Items are told apart by their place in the batch before. Of a run that was in it only what is new travels: tokens, the
+entries of its page tables that have changed, and what it has picked. Both ends therefore see every batch, in order.
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch, SeenT
 Wire = tuple[Any, ...]
 """Plain data: numbers, strings, bytes, tuples."""
 
-TABLE_ITEM_BYTES = 4
-
 _PARAMS = tuple(field.name for field in fields(SamplingParams))
 
 
 @dataclass(slots=True)
 class _Sent:
-    """What the other ranks know of an item; `place` is where it stood in the last batch."""
+    """What the other ranks know of a run: where its item stood in the last batch, how that was to sample, and so many
+    entries of its tables."""
 
+    run: int
     place: int
-    params: SamplingParams | None
-    seen: SeenTokens | None
+    sample: SampleSpec | None
     num_output: int
-    pages: bytes
-    window_pages: bytes | None
+    num_pages: int
 
 
 class BatchEncoder:
@@ -51,53 +49,31 @@ class BatchEncoder:
         extra_steps = batch.num_steps - 1
         for place, item in enumerate(batch.items):
             before = known.get(item.request_id)
-            wired, after = self._item(item, before, place, extra_steps)
-            sent[item.request_id] = after
-            items.append(wired)
+            if before is not None and before.run != item.run:
+                before = None
+            num_pages = pages_for(item.start + item.num_tokens + extra_steps, self._page_size)
+            items.append(_item(item, before, num_pages))
+            seen = None if item.sample is None else item.sample.seen
+            num_output = 0 if seen is None else len(seen.output)
+            sent[item.request_id] = _Sent(item.run, place, item.sample, num_output, num_pages)
         self._sent = sent
         return batch.num_steps, tuple(items)
-
-    def _item(
-        self, item: BatchItem, before: _Sent | None, place: int, extra_steps: int
-    ) -> tuple[Wire, _Sent]:
-        num_pages = pages_for(item.start + item.num_tokens + extra_steps, self._page_size)
-        pages = item.pages[:num_pages].tobytes()
-        window = None if item.window_pages is None else item.window_pages[:num_pages].tobytes()
-        spec = item.sample
-        params, seen, sample = None, None, None
-        if spec is not None:
-            params, seen = spec.params, spec.seen
-            sample = _sample(spec, before)
-        after = _Sent(place, params, seen, 0 if seen is None else len(seen.output), pages, window)
-        wired = (
-            item.request_id if before is None else before.place,
-            item.token_ids if isinstance(item.token_ids, list | tuple) else [int(t) for t in item.token_ids],
-            item.start,
-            item.contiguous,
-            _tail(pages, None if before is None else before.pages),
-            None if window is None else _tail(window, None if before is None else before.window_pages),
-            sample,
-            item.num_drafts,
-            item.pending_from,
-            _rarities(item),
-        )
-        return wired, after
 
 
 class BatchDecoder:
     """The other end."""
 
     def __init__(self) -> None:
-        self._items: list[BatchItem] = []
+        self._before: list[tuple[BatchItem, _Table, _Table]] = []
 
     def decode(self, wire: Wire) -> ScheduledBatch:
         num_steps, wired = wire
-        self._items = [self._item(*parts) for parts in wired]
-        return ScheduledBatch(self._items, num_steps)
+        self._before = [self._item(*parts) for parts in wired]
+        return ScheduledBatch([item for item, _, _ in self._before], num_steps)
 
     def _item(
         self,
-        name: str | int,
+        name: int | tuple[str, int],
         token_ids: list[int],
         start: int,
         contiguous: bool,
@@ -107,62 +83,102 @@ class BatchDecoder:
         num_drafts: int,
         pending_from: int | None,
         rarities: Wire | None,
-    ) -> BatchItem:
-        before = self._items[name] if isinstance(name, int) else None
+    ) -> tuple[BatchItem, _Table, _Table]:
+        if isinstance(name, int):
+            before, table, window_table = self._before[name]
+            request_id, run, before_sample = before.request_id, before.run, before.sample
+        else:
+            (request_id, run), before_sample, table, window_table = name, None, _Table(), _Table()
         item = BatchItem(
-            before.request_id if before is not None else str(name),
+            request_id,
             token_ids,
             start,
-            _joined(pages, None if before is None else before.pages),
+            table.told(*pages),
             contiguous,
-            None if sample is None else _spec(sample, None if before is None else before.sample),
+            None if sample is None else _told_sample(sample, before_sample),
+            run,
+            pending_from,
             num_drafts=num_drafts,
-            pending_from=pending_from,
+            known_pages=pages[0],
         )
         if window_pages is not None:
-            item.window_pages = _joined(window_pages, None if before is None else before.window_pages)
+            item.window_pages, item.known_window_pages = window_table.told(*window_pages), window_pages[0]
         if rarities is not None:
             item.input_logprobs_from, item.next_token, item.top_input_logprobs, draft = rarities
             item.draft = None if draft is None else DraftWork(*draft)
-        return item
+        return item, table, window_table
 
 
-def _tail(table: bytes, before: bytes | None) -> Wire:
-    """How many bytes stay of the table before, and those that follow."""
-    kept = 0
-    if before is not None:
-        if table == before:
-            return (-1, b"")
-        if table.startswith(before):
-            kept = len(before)
-    return kept, table[kept:]
+class _Table:
+    """A run's page table as it is told. What it gave for an item a later one overwrites: steps run in order."""
+
+    def __init__(self) -> None:
+        self._entries = np.empty(0, dtype=np.int32)
+
+    def told(self, first: int, changed: bytes) -> NDArray[np.int32]:
+        """The entries from `first` on; those before stay."""
+        entries = np.frombuffer(changed, dtype=np.int32)
+        end = first + len(entries)
+        if end > len(self._entries):
+            grown = np.empty(max(end, 2 * len(self._entries)), dtype=np.int32)
+            grown[:first] = self._entries[:first]
+            self._entries = grown
+        self._entries[first:end] = entries
+        return self._entries[:end]
 
 
-def _joined(tail: Wire, before: NDArray[np.int32] | None) -> NDArray[np.int32]:
-    kept, added = tail
-    if kept < 0:
-        assert before is not None
-        return before
-    table = np.frombuffer(added, dtype=np.int32)
-    if not kept:
-        return table
-    assert before is not None
-    return np.concatenate([before[: kept // TABLE_ITEM_BYTES], table])
+def _item(item: BatchItem, before: _Sent | None, num_pages: int) -> Wire:
+    return (
+        (item.request_id, item.run) if before is None else before.place,
+        item.token_ids if isinstance(item.token_ids, list | tuple) else [int(t) for t in item.token_ids],
+        item.start,
+        item.contiguous,
+        _changes(item.pages, item.known_pages, before, num_pages),
+        None
+        if item.window_pages is None
+        else _changes(item.window_pages, item.known_window_pages, before, num_pages),
+        None if item.sample is None else _sample(item.sample, before),
+        item.num_drafts,
+        item.pending_from,
+        _rarities(item),
+    )
+
+
+def _changes(pages: NDArray[np.int32], num_known: int, before: _Sent | None, num_pages: int) -> Wire:
+    """The first entry that the others do not know, and all from there on."""
+    first = 0 if before is None else min(num_known, before.num_pages, num_pages)
+    return first, pages[first:num_pages].tobytes()
 
 
 def _sample(spec: SampleSpec, before: _Sent | None) -> Wire:
-    """Parameters that the last batch had need not be said again, nor tokens seen by then: they are the run's."""
-    same = before is not None and before.params is spec.params
-    params = None if same else _params(spec.params)
-    return params, spec.logprobs, spec.top_logprobs, _seen(spec.seen, before), spec.allowed
+    """What the last batch had need not be said again: it is the run's."""
+    if before is None or before.sample is None:
+        return _params(spec.params), spec.logprobs, spec.top_logprobs, spec.allowed, _seen(spec.seen)
+    seen = spec.seen
+    new_output = None if seen is None else seen.output[before.num_output :]
+    if before.sample is spec:
+        return (new_output,)
+    return None, spec.logprobs, spec.top_logprobs, spec.allowed, new_output
 
 
-def _seen(seen: SeenTokens | None, before: _Sent | None) -> Wire | None:
-    if seen is None:
-        return None
-    if before is not None and before.seen is seen:
-        return None, seen.output[before.num_output :]
-    return seen.prompt.tobytes(), seen.output
+def _seen(seen: SeenTokens | None) -> Wire | None:
+    return None if seen is None else (seen.prompt.tobytes(), [*seen.output])
+
+
+def _told_sample(wired: Wire, before: SampleSpec | None) -> SampleSpec:
+    """Of one run `seen` is one object here, too: the runner keeps what it made of it."""
+    if len(wired) > 1 and wired[0] is not None:
+        params, logprobs, top_logprobs, allowed, seen = wired
+        told = None if seen is None else SeenTokens(np.frombuffer(seen[0], dtype=np.int64), seen[1])
+        return SampleSpec(_told_params(params), told, logprobs, top_logprobs, allowed)
+    assert before is not None
+    new_output = wired[-1]
+    if before.seen is not None:
+        before.seen.output.extend(new_output)
+    if len(wired) == 1:
+        return before
+    _, logprobs, top_logprobs, allowed, _ = wired
+    return SampleSpec(before.params, before.seen, logprobs, top_logprobs, allowed)
 
 
 def _params(params: SamplingParams) -> Wire:
@@ -172,30 +188,11 @@ def _params(params: SamplingParams) -> Wire:
     return tuple(values[name] for name in _PARAMS)
 
 
-def _spec(wired: Wire, before: SampleSpec | None) -> SampleSpec:
-    params, logprobs, top_logprobs, seen, allowed = wired
-    if params is None:
-        assert before is not None
-        known = before.params
-    else:
-        values = dict(zip(_PARAMS, params, strict=True))
-        values["logit_bias"] = MappingProxyType(values["logit_bias"])
-        values["stop_token_ids"] = frozenset(values["stop_token_ids"])
-        known = SamplingParams(**values)
-    return SampleSpec(known, _told(seen, before), logprobs, top_logprobs, allowed)
-
-
-def _told(wired: Wire | None, before: SampleSpec | None) -> SeenTokens | None:
-    """Of one run it is one object here, too: the runner keeps what it made of it."""
-    if wired is None:
-        return None
-    prompt, output = wired
-    if prompt is not None:
-        return SeenTokens(np.frombuffer(prompt, dtype=np.int64), list(output))
-    assert before is not None
-    assert before.seen is not None
-    before.seen.output.extend(output)
-    return before.seen
+def _told_params(wired: Wire) -> SamplingParams:
+    values = dict(zip(_PARAMS, wired, strict=True))
+    values["logit_bias"] = MappingProxyType(values["logit_bias"])
+    values["stop_token_ids"] = frozenset(values["stop_token_ids"])
+    return SamplingParams(**values)
 
 
 def _rarities(item: BatchItem) -> Wire | None:

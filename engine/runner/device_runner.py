@@ -281,6 +281,7 @@ class DeviceRunner:
     def _launch_carefully(self, batch: ScheduledBatch) -> Launch:
         """Runs the batch at once, and leaves its picks where the next one looks for them."""
         assert batch.num_steps == 1
+        self._buffers.miss(batch.items)
         if any(item.pending_from is not None for item in batch.items):
             picks = self._buffers.picks_R.tolist()
             batch = ScheduledBatch([self._known(item, picks) for item in batch.items])

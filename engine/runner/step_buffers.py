@@ -20,11 +20,13 @@ from engine.attention.interface import AttentionTables
 from engine.batch import BatchItem, ScheduledBatch
 from engine.device import pinned
 from engine.runner.draw_points import DrawPoints
+from engine.runner.page_tables import PageTables
 from engine.runner.sample_table import SampleTable
 
-TOKEN, SOURCE, POSITION, END, KV_LEN, SAMPLED, SLOT = range(7)
+TOKEN, SOURCE, POSITION, END, KV_LEN, TABLE, SAMPLED, SLOT = range(8)
 """Fields of the integers: by row its token, or the row of the last picks that it is in (else -1), and its position; by
-item the row after its last and its KV's length; rows to sample; then each pool's slots by row."""
+item the row after its last, its KV's length and the row of its page table; rows to sample; then each pool's slots by
+row."""
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, POINT = range(5)
 """Fields of the floats, by sampled row; points go on for every step of several."""
@@ -111,14 +113,12 @@ class StepBuffers:
         self._starts_B1 = torch.zeros(max_items + 1, dtype=torch.int32, device=device)
         self._kv_lens_B = torch.zeros(max_items, dtype=torch.int32, device=device)
         self._live_items_1 = torch.zeros(1, dtype=torch.int32, device=device)
-        pages_shape = (num_pools, max_items, max_pages)
-        self._pages_PBM = torch.full(pages_shape, -1, dtype=torch.int32, device=device)
-        self._packed_pages = torch.zeros(self._pages_PBM.numel(), dtype=torch.int32, device=device)
+        self._tables = PageTables(num_pools, max_items, max_pages, device)
+        self._pages_PBM = torch.full_like(self._tables.pages_PRM, -1)
         self._floats = torch.zeros((POINT + max_steps) * max_sampled, device=device)
         self._top_k_R = torch.zeros(max_sampled, dtype=torch.int32, device=device)
         self.picks_R = torch.zeros(max(max_sampled, max_items), dtype=torch.int64, device=device)
-        sizes = self._ints.numel(), self._packed_pages.numel(), self._floats.numel()
-        self._staging = [_Staging(*sizes, device) for _ in range(2)]
+        self._staging = [_Staging(self._ints.numel(), self._floats.numel(), device) for _ in range(2)]
         self._points = DrawPoints()
         self._count = 0
 
@@ -161,12 +161,18 @@ class StepBuffers:
         self._count += 1
         staging = self._staging[self._count % 2]
         ints = staging.ints[: self._num_fields * shape.rows]
-        self._write_rows(ints.numpy().reshape(self._num_fields, shape.rows), batch.items, shape, last_rows)
+        ints_FN = ints.numpy().reshape(self._num_fields, shape.rows)
+        self._write_rows(ints_FN, batch.items, shape, last_rows)
+        ints_FN[TABLE, : len(batch.items)] = self._tables.update(batch.items)
         self._ints[: len(ints)].copy_(ints, non_blocking=True)
-        self._fill_pages(staging, batch)
+        self._lay_out_tables(batch, shape)
         floats = staging.floats[: (POINT + batch.num_steps) * num_sampled]
         self._write_samples(floats.numpy().reshape(POINT + batch.num_steps, num_sampled), batch)
         self._floats[: len(floats)].copy_(floats, non_blocking=True)
+
+    def miss(self, items: list[BatchItem]) -> None:
+        """A step of these is run without the buffers."""
+        self._tables.forget(items)
 
     def _write_rows(
         self, ints_FN: NDArray[np.int32], items: list[BatchItem], shape: StepShape, last_rows: list[int]
@@ -197,22 +203,14 @@ class StepBuffers:
             places, picks = zip(*sources, strict=True)
             ints_FN[SOURCE, places] = picks
 
-    def _fill_pages(self, staging: _Staging, batch: ScheduledBatch) -> None:
-        """Only as many columns as the longest item needs."""
-        items, size = batch.items, self._page_size
-        ends = [item.start + len(item.token_ids) + batch.num_steps - 1 for item in items]
-        width = -(-max(ends) // size)
-        shape = (self._num_pools, len(items), width)
-        packed = staging.pages[: self._num_pools * len(items) * width]
-        pages_PBM = packed.numpy().reshape(shape)
-        for index, item in enumerate(items):
-            for pool, pages in enumerate(_tables(item)):
-                count = min(len(pages), width)
-                pages_PBM[pool, index, :count] = pages[:count]
-                pages_PBM[pool, index, count:] = -1
-        target = self._packed_pages[: len(packed)]
-        target.copy_(packed, non_blocking=True)
-        self._pages_PBM[:, : len(items), :width].copy_(target.view(shape))
+    def _lay_out_tables(self, batch: ScheduledBatch, shape: StepShape) -> None:
+        """The items' tables in their order, for the step to read. Only as many columns as the longest needs."""
+        num_items = len(batch.items)
+        ends = [item.start + len(item.token_ids) + batch.num_steps - 1 for item in batch.items]
+        width = -(-max(ends) // self._page_size)
+        rows_B = self._ints[TABLE * shape.rows :][:num_items]
+        for pages_RM, pages_BM in zip(self._tables.pages_PRM, self._pages_PBM, strict=True):
+            pages_BM[:num_items, :width].copy_(pages_RM[:, :width].index_select(0, rows_B))
 
     def _write_samples(self, floats_FR: NDArray[np.float32], batch: ScheduledBatch) -> None:
         columns: list[tuple[float, ...]] = []
@@ -270,9 +268,8 @@ class _Rows:
 class _Staging:
     """Host memory that copies to the device start from."""
 
-    def __init__(self, num_ints: int, num_pages: int, num_floats: int, device: torch.device) -> None:
+    def __init__(self, num_ints: int, num_floats: int, device: torch.device) -> None:
         self.ints = pinned(num_ints, torch.int32, device)
-        self.pages = pinned(num_pages, torch.int32, device)
         self.floats = pinned(num_floats, torch.float32, device)
 
 

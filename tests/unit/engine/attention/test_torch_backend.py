@@ -178,3 +178,14 @@ def test_strided_queries_and_keys_are_fine(rows: int) -> None:
             step = make(pool).begin(items, torch.arange(rows)[None])
             got.append(step(0, q_NHD, kv_N2KD, LayerTraits(0.25)))
         torch.testing.assert_close(got[1], got[0], atol=2e-5, rtol=2e-5)
+
+
+def test_a_scattered_table_is_read_where_it_lies() -> None:
+    """A step that copied it would cost its length once more."""
+    pool = make_kv_pool(KVLayout(2, 16, (None,)), CacheSettings(1, 40), torch.float32, torch.device("cpu"))
+    table = np.array([5, 1, 7, 30], dtype=np.int32)
+    step = TorchAttention(pool).begin([AttentionItem(1, 4, table, False)], torch.tensor([[30]]))
+    step(0, torch.ones(1, 4, 16), torch.ones(1, 2, 2, 16), LayerTraits(0.25))
+    ((span,),) = step._plans.values()
+    assert span.pages is not None
+    assert np.shares_memory(span.pages.numpy(), table)

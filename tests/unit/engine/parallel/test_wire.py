@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -13,10 +14,13 @@ from engine.api import SamplingParams
 from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch, SeenTokens
 from engine.parallel.messages import packed, unpacked
 from engine.parallel.wire import BatchDecoder, BatchEncoder
+from tests.unit.operations import peak_bytes
 
 PAGE_SIZE = 4
-LOCAL_FIELDS = {"run", "pages", "window_pages", "sample"}
-"""`run` is the scheduler's; tables are cut, and compared apart, as are samples."""
+APART = {"pages", "window_pages", "known_pages", "known_window_pages", "sample"}
+"""Compared apart: tables are cut, and more of them may be told again than has changed."""
+
+RUNS = count(1)
 
 
 class Live:
@@ -25,6 +29,7 @@ class Live:
     def __init__(self, name: str, rng: random.Random, windowed: bool) -> None:
         self.name, self._rng, self._windowed = name, rng, windowed
         self.length = 0
+        self.run, self.known, self.known_window = next(RUNS), 0, 0
         self.table = np.array([rng.randrange(1000) for _ in range(40)], dtype=np.int32)
         self.window = self.table[::-1].copy()
         bias = MappingProxyType({3: 1.5}) if rng.random() < 0.3 else MappingProxyType({})
@@ -40,15 +45,24 @@ class Live:
             self.length = 0
         if rng.random() < 0.1:
             self.table = self.table[::-1].copy()  # retracted, and back elsewhere
+            self.run, self.known, self.known_window = next(RUNS), 0, 0
         if rng.random() < 0.2:
-            self.window[: rng.randrange(5)] = -1
+            first = rng.randrange(5)
+            self.window[first : first + 2] = -1
+            self.known_window = min(self.known_window, first)
+        if rng.random() < 0.1:
+            first = rng.randrange(40)
+            self.table[first:] += 1
+            self.known = min(self.known, first)
         spec = SampleSpec(self.params, self.seen)
         if rng.random() < 0.2:
             spec.logprobs, spec.top_logprobs = True, 3
         if rng.random() < 0.2:
             spec.allowed = rng.randbytes(13)
-        item = BatchItem(self.name, tokens, self.length, self.table, rng.random() < 0.5, spec)
-        item.window_pages = self.window if self._windowed else None
+        item = BatchItem(self.name, tokens, self.length, self.table.copy(), rng.random() < 0.5, spec)
+        item.window_pages = self.window.copy() if self._windowed else None
+        item.run, item.known_pages, item.known_window_pages = self.run, self.known, self.known_window
+        self.known = self.known_window = len(self.table)
         match rng.randrange(6):
             case 0:
                 item.sample, item.input_logprobs_from, item.next_token = None, self.length + 1, 5
@@ -68,8 +82,10 @@ def assert_same(got: ScheduledBatch, sent: ScheduledBatch) -> None:
     assert got.num_steps == sent.num_steps
     for ours, theirs in zip(got.items, sent.items, strict=True):
         for field in fields(BatchItem):
-            if field.name not in LOCAL_FIELDS:
+            if field.name not in APART:
                 assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+        assert ours.known_pages <= theirs.known_pages
+        assert ours.known_window_pages <= theirs.known_window_pages
         assert_same_sample(ours.sample, theirs.sample)
         covered = -(-(theirs.start + theirs.num_tokens + sent.num_steps - 1) // PAGE_SIZE)
         assert ours.pages.tolist() == theirs.pages[:covered].tolist()
@@ -98,6 +114,7 @@ def test_batches_arrive_as_they_were_sent() -> None:
     for windowed in (False, True):
         encoder, decoder = BatchEncoder(PAGE_SIZE), BatchDecoder()
         live = [Live(f"r{index}", rng, windowed) for index in range(8)]
+        told: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
         for _ in range(150):
             if rng.random() < 0.1:
                 place = rng.randrange(len(live))
@@ -105,7 +122,13 @@ def test_batches_arrive_as_they_were_sent() -> None:
             chosen = rng.sample(live, rng.randrange(1, 9))
             batch = ScheduledBatch([request.item() for request in chosen], rng.choice([1, 1, 4]))
             (wire,) = unpacked(packed(encoder.encode(batch)))
-            assert_same(decoder.decode(wire), batch)
+            decoded = decoder.decode(wire)
+            assert_same(decoded, batch)
+            for item in decoded.items:
+                before = told.get(item.run, np.empty(0, dtype=np.int32))
+                assert item.pages[: item.known_pages].tolist() == before[: item.known_pages].tolist()
+                assert item.known_pages <= len(before)
+                told[item.run] = item.pages.copy()
 
 
 def test_a_decode_step_sends_no_tables_again() -> None:
@@ -118,8 +141,32 @@ def test_a_decode_step_sends_no_tables_again() -> None:
         items: list[BatchItem] = []
         for index, table in enumerate(tables):
             spec: Any = SampleSpec(params)
-            items.append(BatchItem(f"request-{index}", [5], 8192 + step, table, False, spec))
+            known = len(table) if step else 0
+            items.append(
+                BatchItem(f"request-{index}", [5], 8192 + step, table, False, spec, known_pages=known)
+            )
         return len(packed(encoder.encode(ScheduledBatch(items))))
 
     assert size(0) > 64 * 512 * 4
     assert all(size(step) < 64 * 60 for step in range(1, 40))
+
+
+def test_a_decode_step_looks_at_no_table_again() -> None:
+    """Whether a sequence has 1 k tokens or 100 k, and however many of them it has seen and picked."""
+
+    def step(num_pages: int) -> int:
+        encoder, seen = BatchEncoder(16), SeenTokens(np.arange(num_pages), [*range(num_pages)])
+        spec = SampleSpec(SamplingParams(repetition_penalty=1.1), seen)
+        table = np.arange(num_pages, dtype=np.int32)
+
+        def batch(known_pages: int) -> ScheduledBatch:
+            start = 16 * num_pages - 5
+            return ScheduledBatch(
+                [BatchItem("r", [5], start, table, False, spec, 1, known_pages=known_pages)]
+            )
+
+        encoder.encode(batch(0))
+        seen.output.append(3)
+        return peak_bytes(lambda: encoder.encode(batch(num_pages)))
+
+    assert step(6000) <= step(60) + 500
