@@ -43,6 +43,22 @@ class Room(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RoomSigns:
+    """What has to change before a sequence finds room that found none, unless another one ends."""
+
+    num_changes: int  # copies that ended, sessions whose KV went
+    num_free: int
+    num_window_free: int
+
+    def promise_more_than(self, before: RoomSigns) -> bool:
+        return (
+            self.num_changes != before.num_changes
+            or self.num_free > before.num_free
+            or self.num_window_free > before.num_window_free
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class CacheMatch:
     """Where a request could start: `prefix_len` tokens of KV are there, from a slot (`prefix` is None) or from the
     shared tree. `elsewhere`: the slot's KV is on the host or disk; `promote` it first. `loading`: it is on its way."""
@@ -121,6 +137,17 @@ class SessionAwareCache:
         if own is not None and own.prefix_len >= prefix.prefix_len:
             return own
         return CacheMatch(session_id, prefix.prefix_len, prefix)
+
+    def is_loading(self, session_id: str | None) -> bool:
+        """Whether its KV is on its way to the device."""
+        slot = self._slots.get(session_id) if session_id is not None else None
+        return slot is not None and slot.state is SlotState.LOADING
+
+    def room_signs(self) -> RoomSigns:
+        window = self._inner.window
+        return RoomSigns(
+            self.tiers.num_changes, self._inner.num_free, 0 if window is None else window.num_free
+        )
 
     def need(self, num_pages: int) -> PageNeed:
         """What a sequence that has so many pages to come takes, at most: of the window pool no more than slides."""

@@ -49,6 +49,7 @@ class SessionTiers:
         self._write: tuple[StoredKV, StoredKV] | None = None  # from the host's entry to the disk's
         self._orphans: dict[int, SequenceKV] = {}  # being loaded for a session that has gone
         self._orders: list[CopyOrder] = []
+        self.num_changes = 0  # copies to or from the device that ended, sessions whose KV went
         self.num_to_host = 0
         self.num_to_disk = 0
         self.num_to_log = 0
@@ -156,6 +157,7 @@ class SessionTiers:
         if slot is None:
             return
         assert slot.state is not SlotState.LENT
+        self.num_changes += 1
         self._slots.remove(session_id)
         if slot.state is SlotState.LOADING:
             assert slot.entry is not None
@@ -176,6 +178,7 @@ class SessionTiers:
 
     def _copied(self, entry: StoredKV, *, failed: bool) -> None:
         """A SAVE or LOAD has ended. Of an unwanted one only its pages are left, if it was a load."""
+        self.num_changes += 1
         if failed and entry.on_disk:
             self._disk_failed()
         entry.saved |= not failed

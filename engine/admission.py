@@ -2,6 +2,9 @@
 
 Requests are asked in the order of the queue. No one gets pages that somebody ahead waits for; but while one waits for
 copies between device and host, the KV of those behind it is fetched already, or each step would fetch just one.
+
+A pass over the queue goes on in the next step where it stopped: whoever was passed over is asked again only when
+something has changed that might let it in.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from cache.tiers import PageNeed
 from engine.request import LiveRequest
 from engine.settings import SchedulerSettings
 
+LOOK_AHEAD = 16
+"""So many are asked behind one that waits for pages: none of them may run before it, but their KV may be fetched."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -28,21 +34,60 @@ class Verdict:
 
 
 class Admission:
-    """One pass over the queue, for one step. `num_tokens` are left in the step."""
+    """The pass under way. Whoever keeps the queue says what changed in it, or among those that run (`begin_anew`); what
+    changes in the cache is seen here."""
 
-    def __init__(
-        self, cache: SessionAwareCache, settings: SchedulerSettings, running: Sequence[LiveRequest]
-    ) -> None:
+    def __init__(self, cache: SessionAwareCache, settings: SchedulerSettings) -> None:
         self._cache = cache
         self._settings = settings
-        self._owed = sum(map(self._still_owed, running), NO_PAGES)
-        self._beside_others = bool(running)
-        self._ahead = NO_PAGES  # pages that requests passed over in this pass wait for
+        self._seen = cache.room_signs()
+        self._running: Sequence[LiveRequest] = ()
+        self._owed: PageNeed | None = None  # worked out for the first to be asked in a step
+        self._loading: dict[str, PageNeed] = {}  # by request id: KV is on its way; what they need beside it
+        self._loading_before: dict[str, PageNeed] = {}
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """A request ended, was put back, or shares its prompt now; or the queue changed, but for its end."""
+        self._place = 0
+        self._ahead = NO_PAGES  # pages that requests passed over wait for
+        self._num_looked_ahead = 0
         self._none_may_pass = False
+        self._is_over = False
+        if self._loading:
+            self._loading_before, self._loading = self._loading, {}
+
+    def resume(self, running: Sequence[LiveRequest]) -> int | None:
+        """A step begins, in which these run. Gives `place`."""
+        if not running or self._cache.room_signs().promise_more_than(self._seen):
+            self.begin_anew()
+        self._running = running
+        self._owed = None
+        return self.place
+
+    @property
+    def place(self) -> int | None:
+        """In the queue, of who is to be asked next: all before it were passed over. None: nobody."""
+        return None if self._is_over else self._place
 
     def ask(self, request: LiveRequest, budget: int) -> Verdict:
-        """After READY with tokens the request owns its KV, and the caller makes it run."""
+        """After READY with tokens the request owns its KV, and the caller makes it run. `budget` tokens are left in the
+        step."""
+        verdict = self._ask(request, budget)
+        if verdict.room is Room.SHORT:
+            self._is_over = True
+        elif not verdict.num_tokens:
+            self._place += 1
+            self._num_looked_ahead += self._none_may_pass
+            self._is_over = self._num_looked_ahead > LOOK_AHEAD
+        self._seen = self._cache.room_signs()
+        return verdict
+
+    def _ask(self, request: LiveRequest, budget: int) -> Verdict:
         spec = request.spec
+        need = self._loading_before.get(request.request_id)
+        if need is not None and self._cache.is_loading(spec.session_id):
+            return self._wait_for_load(request, need)
         match = self._cache.match_prefix(
             spec.session_id, spec.namespace, request.tokens.array, request.max_prefix_len, request.history
         )
@@ -50,8 +95,10 @@ class Admission:
             return self._pass_over(request, match, Room.READY)
         # Beside others all of it must fit, and what they still need for theirs, and one page more for everyone who
         # grows; alone it fits by itself.
-        reserve = self._owed + self._ahead
-        if self._beside_others and not self._cache.can_begin(match, len(request.tokens), reserve):
+        if self._owed is None:
+            self._owed = self._still_owed(self._running)
+        beside_others = bool(self._running) or self._place > 0
+        if beside_others and not self._cache.can_begin(match, len(request.tokens), self._owed + self._ahead):
             return Verdict(Room.SHORT)
         if match.elsewhere:
             assert spec.session_id is not None
@@ -69,8 +116,9 @@ class Admission:
             self._cache.give_back(kv, spec.session_id, request.tokens, spec.history_len)
             return self._pass_over(request, match, room)
         request.kv = kv
-        self._owed += self._still_owed(request)
-        self._beside_others = True
+        self._loading_before.pop(request.request_id, None)
+        assert self._owed is not None
+        self._owed += self._still_owed([request])
         # What the session shared past a cut is computed again, and is shared again.
         request.shares_prompt = not match.from_slot or request.recomputes_history
         return Verdict(room, count)
@@ -78,12 +126,23 @@ class Admission:
     def _pass_over(self, request: LiveRequest, match: CacheMatch, room: Room) -> Verdict:
         on_device = match.prefix_len if room is Room.READY or not match.elsewhere else 0
         size = self._cache.page_size
-        self._ahead += self._cache.need(pages_for(len(request.tokens), size) - pages_for(on_device, size))
-        self._beside_others = True
+        need = self._cache.need(pages_for(len(request.tokens), size) - pages_for(on_device, size))
+        if room is Room.READY:
+            return self._wait_for_load(request, need)
+        self._ahead += need
         self._none_may_pass = self._none_may_pass or room is Room.WAIT
         return Verdict(room)
 
-    def _still_owed(self, request: LiveRequest) -> PageNeed:
-        """What a running request needs for the tokens it has, and a page more."""
-        assert request.kv is not None
-        return self._cache.need(1 + request.kv.pages_missing(request.total_len))
+    def _wait_for_load(self, request: LiveRequest, need: PageNeed) -> Verdict:
+        self._loading[request.request_id] = need
+        self._ahead += need
+        return Verdict(Room.READY)
+
+    def _still_owed(self, running: Sequence[LiveRequest]) -> PageNeed:
+        """What running requests need for the tokens they have, and a page more each."""
+        full = window = 0
+        for request in running:
+            assert request.kv is not None
+            need = self._cache.need(1 + request.kv.pages_missing(request.total_len))
+            full, window = full + need.full, window + need.window
+        return PageNeed(full, window)

@@ -63,6 +63,7 @@ class Scheduler:
         self._maker = ItemMaker(cache, self._proposer, mirrors_prompts=mirrors_prompts)
         self._slides = cache.slides
         self._decode_steps = decode_steps
+        self._admission = Admission(cache, settings)
         self._batches_in_flight = 0
         self._runs = 0
         self._live: dict[str, LiveRequest] = {}
@@ -142,6 +143,7 @@ class Scheduler:
             return False
         self._counters.retractions += 1
         self._running.remove(request)
+        self._admission.begin_anew()
         self._give_back(request)
         request.status = Status.WAITING
         self._queue(request)
@@ -226,6 +228,7 @@ class Scheduler:
                 request.next_input_logprob = _following_input_logprob(request, committed_len)
             if request.num_output == 0 and request.shares_prompt and item.certain_len == request.prompt_len:
                 self._cache.cache_unfinished(kv, request.tokens.array(request.prompt_len))
+                self._admission.begin_anew()
             delta = self._accept(request, item, result)
             if delta is not None:
                 deltas.append(delta)
@@ -276,17 +279,19 @@ class Scheduler:
 
     def _admit_waiting(self, items: list[BatchItem], budget: int) -> None:
         """Adds the share of every waiting request that may run now."""
-        admission = Admission(self._cache, self._settings, self._running)
-        for request in list(self._waiting):
-            if budget == 0 or len(self._running) >= self._settings.max_running:
-                break
-            verdict = admission.ask(request, budget)
-            if verdict.room is Room.SHORT:
-                break
+        if budget == 0 or len(self._running) >= self._settings.max_running:
+            return
+        place = self._admission.resume(self._running)
+        while place is not None and place < len(self._waiting):
+            request = self._waiting[place]
+            verdict = self._admission.ask(request, budget)
             if verdict.num_tokens:
                 self._start(request)
                 items.append(self._maker.make(request, verdict.num_tokens, budget))
                 budget -= items[-1].num_tokens
+                if budget == 0 or len(self._running) >= self._settings.max_running:
+                    return
+            place = self._admission.place
 
     def _start(self, request: LiveRequest) -> None:
         """Waiting -> running, with the KV that admission gave it."""
@@ -354,6 +359,8 @@ class Scheduler:
 
     def _queue(self, request: LiveRequest) -> None:
         insort(self._waiting, request, key=_order)
+        if request is not self._waiting[-1]:
+            self._admission.begin_anew()
         if request.spec.session_id is not None:
             self._cache.expect(request.spec.session_id, request.order)
 
@@ -388,6 +395,7 @@ class Scheduler:
             self._give_back(request)
         (self._proposer.commit if done else self._proposer.rollback)(request)
         (self._running if request.status is Status.RUNNING else self._waiting).remove(request)
+        self._admission.begin_anew()
         request.status = Status.FINISHED
         del self._live[request.request_id]
         if session_id is not None:
