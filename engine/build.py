@@ -20,9 +20,9 @@ from engine.engine import LocalEngine
 from engine.models.loader import LoadedModel
 from engine.parallel.lead import lead
 from engine.parallel.local_ranks import HOST, LocalRanks
+from engine.parallel.protocol import Timeouts
 from engine.parallel.ranks import OneRank
 from engine.parallel.team import RankStarter, gather_team
-from engine.parallel.ticket import Timeouts
 from engine.runner.kv_pool import PoolTooSmall
 from engine.runner.protocol import Runner, RunnerFacts
 from engine.scheduler import Scheduler
@@ -47,7 +47,7 @@ def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
 
     Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable, engine.memory.MemoryShort,
     engine.runner.kv_pool.PoolTooSmall, engine.attention.errors.AttentionUnavailable,
-    engine.runner.disk_folder.DiskUnavailable, or engine.parallel.errors.RanksNotStarted.
+    engine.runner.disk_folder.DiskUnavailable, or engine.parallel.protocol.RanksNotStarted.
     """
     if settings.execution.tensor_parallel > 1:
         return build_parallel_engine(settings, sink)

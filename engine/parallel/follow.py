@@ -14,7 +14,8 @@ from functools import partial
 
 from engine.device import resolve_device
 from engine.parallel.link import Link, say_hello
-from engine.parallel.messages import (
+from engine.parallel.process_ranks import join_ranks, join_store
+from engine.parallel.protocol import (
     CLONE,
     CLOSE,
     DONE,
@@ -24,13 +25,12 @@ from engine.parallel.messages import (
     READY,
     SAVE,
     SPILL,
+    Ticket,
     packed,
     pages_in,
     unpacked,
 )
-from engine.parallel.process_ranks import join_ranks, join_store
 from engine.parallel.ranks import RankGroup
-from engine.parallel.ticket import Ticket
 from engine.parallel.wire import BatchDecoder
 from engine.runner.protocol import Launch, Runner
 from engine.settings import EngineSettings

@@ -16,8 +16,18 @@ from queue import SimpleQueue
 
 from cache.tiers import PoolPages
 from engine.batch import ModelOutput, ScheduledBatch
-from engine.parallel.errors import RanksLost, RanksNotStarted
-from engine.parallel.messages import CLONE, DROP, LAUNCH, LOAD, SAVE, SPILL, packed, pages_out
+from engine.parallel.protocol import (
+    CLONE,
+    DROP,
+    LAUNCH,
+    LOAD,
+    SAVE,
+    SPILL,
+    RanksLost,
+    RanksNotStarted,
+    packed,
+    pages_out,
+)
 from engine.parallel.team import Team
 from engine.parallel.wire import BatchEncoder
 from engine.runner.protocol import Launch, Runner

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from multiprocessing.context import SpawnProcess
 
 from engine.parallel.follow import RunnerMaker, run_rank
+from engine.parallel.protocol import Ticket
 from engine.parallel.team import RankProcess
-from engine.parallel.ticket import Ticket
 from engine.settings import EngineSettings
 
 HOST = "127.0.0.1"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp
 
-from engine.parallel.ticket import Ticket
+from engine.parallel.protocol import Ticket
 
 
 class Collectives(Protocol):

@@ -13,11 +13,19 @@ from typing import Protocol
 
 import torch
 
-from engine.parallel.errors import RanksLost, RanksNotStarted
 from engine.parallel.link import Link, hear_hello
-from engine.parallel.messages import CLOSE, DONE, READY, packed, unpacked
 from engine.parallel.process_ranks import ProcessRanks, join_ranks, make_store
-from engine.parallel.ticket import Ticket, Timeouts
+from engine.parallel.protocol import (
+    CLOSE,
+    DONE,
+    READY,
+    RanksLost,
+    RanksNotStarted,
+    Ticket,
+    Timeouts,
+    packed,
+    unpacked,
+)
 from engine.runner.protocol import RunnerFacts
 
 HELLO_S = 5.0

@@ -13,7 +13,7 @@ from engine.api import Engine, GenerateRequest, TokenDelta
 from engine.build import build_engine, build_parallel_engine
 from engine.build_rank import make_runner
 from engine.parallel.local_ranks import HOST, LocalRanks
-from engine.parallel.ticket import Timeouts
+from engine.parallel.protocol import Timeouts
 from engine.settings import CacheSettings, EngineSettings, ExecutionSettings, ModelSettings, SchedulerSettings
 from tests.unit.engine.driver import Outcome
 

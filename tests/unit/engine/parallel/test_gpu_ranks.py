@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.parallel.process_ranks import ProcessRanks, join_ranks, make_store
-from engine.parallel.ticket import Ticket, Timeouts
+from engine.parallel.protocol import Ticket, Timeouts
 from engine.runner.graphs import WARM_UPS, CudaGraphs
 from tests.unit.engine.driver import request
 from tests.unit.engine.parallel.parallel_rig import ParallelRig, write_model

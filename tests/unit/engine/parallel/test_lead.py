@@ -14,8 +14,8 @@ import pytest
 from cache.tiers import CopyKind, PoolPages
 from engine.api import SamplingParams
 from engine.batch import BatchItem, ModelOutput, SampleSpec, ScheduledBatch
-from engine.parallel.errors import RanksLost, RanksNotStarted
 from engine.parallel.lead import LeadRunner, all_done
+from engine.parallel.protocol import RanksLost, RanksNotStarted
 from engine.runner.null import NullRunner
 from tests.unit.engine.driver import VOCAB, Driver, Talk
 from tests.unit.engine.parallel.thread_follower import RecordingRunner, led

@@ -12,8 +12,7 @@ import pytest
 
 from engine.api import EngineStopped, FinishReason
 from engine.models.errors import UnsupportedModel
-from engine.parallel.errors import RanksNotStarted
-from engine.parallel.ticket import Timeouts
+from engine.parallel.protocol import RanksNotStarted, Timeouts
 from engine.settings import ModelSettings
 from tests.unit.engine.driver import request
 from tests.unit.engine.parallel.parallel_rig import ParallelRig, eventually, write_model

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.parallel.process_ranks import ProcessRanks, join_ranks, join_store, make_store
+from engine.parallel.protocol import Ticket, Timeouts
 from engine.parallel.ranks import OneRank, RankGroup
-from engine.parallel.ticket import Ticket, Timeouts
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.api import SamplingParams
 from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch, SeenTokens
-from engine.parallel.messages import packed, unpacked
+from engine.parallel.protocol import packed, unpacked
 from engine.parallel.wire import BatchDecoder, BatchEncoder
 from tests.unit.operations import peak_bytes
 

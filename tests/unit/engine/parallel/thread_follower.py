@@ -11,10 +11,9 @@ from engine.batch import ModelOutput, ScheduledBatch
 from engine.parallel.follow import Follower
 from engine.parallel.lead import LeadRunner, lead
 from engine.parallel.link import Link
-from engine.parallel.messages import FAILED, READY, packed
 from engine.parallel.process_ranks import ProcessRanks
+from engine.parallel.protocol import FAILED, READY, Timeouts, packed
 from engine.parallel.team import RankProcess, Team
-from engine.parallel.ticket import Timeouts
 from engine.runner.null import NullRunner
 from engine.runner.protocol import Launch, Runner
 
