@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.pages import PageAllocator
-from cache.prefix_cache import RadixPrefixCache
+from cache.prefix_cache import PrefixCache
 from cache.session_cache import SessionAwareCache
 from engine.api import GenerateRequest, SamplingParams, TokenDelta
 from engine.batch import ItemOutput, ModelOutput
 from engine.build import build_engine
-from engine.counters import EngineCounters
 from engine.scheduler import Scheduler
 from engine.settings import BooksCheck, CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 from engine.speculative.ngram_proposer import NgramProposer
+from engine.stats import EngineCounters
 from engine.stops import StopCriteria
 
 EMBEDDED = Path("assets/models/kedge-chat")  # run from the repository root
@@ -51,7 +51,7 @@ WAIT_S = 600.0
 
 def bookkeeping_us(history_len: int, *, ngram: bool, turns: int = 500) -> float:
     """Median microseconds of one turn's scheduling and books on a history of `history_len` tokens."""
-    cache = SessionAwareCache(RadixPrefixCache(PageAllocator(2 * LONG // PAGE_SIZE), PAGE_SIZE))
+    cache = SessionAwareCache(PrefixCache(PageAllocator(2 * LONG // PAGE_SIZE), PAGE_SIZE))
     settings = SchedulerSettings(max_batch_tokens=2 * LONG, chunk_size=2 * LONG)
     stops = StopCriteria(frozenset(), 4 * LONG, VOCAB_SIZE)
     proposer = NgramProposer(3, 8, 0.15) if ngram else None

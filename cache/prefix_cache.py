@@ -1,10 +1,9 @@
-"""PrefixCache: shares KV between requests with equal beginnings. Hands out and takes back SequenceKVs."""
+"""PrefixCache: shares KV between requests with equal beginnings. Hands out SequenceKVs and takes them back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -30,83 +29,12 @@ class PrefixMatch:
     num_unheld: int = 0
 
 
-class PrefixCache(Protocol):
-    """Owns the pools' allocators, the shared prefixes and the list of sequences in flight. Lengths in tokens.
+class PrefixCache:
+    """Owns the pools' allocators, the tree of shared prefixes and the list of sequences in flight. Lengths in tokens.
 
-    A SequenceKV given out by `begin` is in flight until `cache_finished` or `release` takes it back.
-    """
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def identity(self) -> KVIdentity: ...
-
-    @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def num_free(self) -> int: ...
-
-    @property
-    def allocator(self) -> PageAllocator: ...
-
-    @property
-    def window(self) -> WindowPool | None: ...
-
-    @property
-    def cached_pages(self) -> int: ...
-
-    def accounts(self, session: PageAccount) -> PageAccounts: ...
-
-    def window_accounts(self, session: PageAccount) -> PageAccounts | None: ...
-
-    def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None, kept_len: int) -> int: ...
-
-    def held_pages(self) -> PageNeed: ...
-
-    def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch: ...
-
-    def begin(self, match: PrefixMatch, owner: Owner = NOBODY) -> SequenceKV: ...
-
-    def restore(self, namespace: str, owner: Owner, length: int, window_first: int) -> SequenceKV | None: ...
-
-    def extend(self, kv: SequenceKV, target_len: int) -> bool: ...
-
-    def shrink(self, kv: SequenceKV, target_len: int) -> None: ...
-
-    def slide(self, kv: SequenceKV, keep_len: int) -> None: ...
-
-    def resumable_len(self, kv: SequenceKV, length: int) -> int: ...
-
-    def share(self, kv: SequenceKV, tokens: TokenArray) -> PrefixMatch: ...
-
-    def cache_unfinished(self, kv: SequenceKV, tokens: TokenArray) -> None: ...
-
-    def cache_finished(self, kv: SequenceKV, tokens: TokenArray) -> None: ...
-
-    def release(self, kv: SequenceKV) -> None: ...
-
-    def lend(self, kv: SequenceKV) -> None: ...
-
-    def reclaim(self, kv: SequenceKV, account: PageAccount) -> None: ...
-
-    def evict(self, num_pages: int) -> int: ...
-
-    def evict_window(self, num_pages: int) -> int: ...
-
-    def claims(self) -> Iterator[Claim]: ...
-
-    def window_claims(self) -> Iterator[Claim]: ...
-
-    def lock_mismatches(self, parked: list[SequenceKV]) -> list[str]: ...
-
-
-class RadixPrefixCache:
-    """PrefixCache over a RadixTree, and a WindowPool for models with sliding windows.
-
-    With `enabled` False requests share nothing; forks still do. `identity` is that of the KV in the pools' pages: it is
-    part of their hashes.
+    A SequenceKV given out by `begin` or `restore` is in flight until `cache_finished`, `release` or `reclaim` takes it
+    back. Models with sliding windows have a `window` pool beside. With `enabled` False requests share nothing; forks
+    still do. `identity` is that of the KV in the pools' pages: it is part of their hashes.
     """
 
     def __init__(
@@ -120,38 +48,22 @@ class RadixPrefixCache:
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
-        self._allocator = allocator
-        self._page_size = page_size
+        self.allocator = allocator
+        self.page_size = page_size
         self._enabled = enabled
-        self._window = window
-        self._identity = identity
+        self.window = window
+        self.identity = identity
         self._tree = RadixTree(page_size)
         self._in_flight: set[SequenceKV] = set()
         self._account = PageAccount()
 
     @property
-    def page_size(self) -> int:
-        return self._page_size
-
-    @property
-    def identity(self) -> KVIdentity:
-        return self._identity
-
-    @property
     def num_pages(self) -> int:
-        return self._allocator.num_pages
+        return self.allocator.num_pages
 
     @property
     def num_free(self) -> int:
-        return self._allocator.num_free
-
-    @property
-    def allocator(self) -> PageAllocator:
-        return self._allocator
-
-    @property
-    def window(self) -> WindowPool | None:
-        return self._window
+        return self.allocator.num_free
 
     @property
     def cached_pages(self) -> int:
@@ -160,8 +72,8 @@ class RadixPrefixCache:
     def accounts(self, session: PageAccount) -> PageAccounts:
         """The books of the pool of full-attention layers, from running counters."""
         return PageAccounts(
-            total=self._allocator.num_pages,
-            free=self._allocator.num_free,
+            total=self.allocator.num_pages,
+            free=self.allocator.num_free,
             cached=self._tree.cached_pages,
             protected=self._tree.protected_pages,
             session=session.full,
@@ -169,7 +81,7 @@ class RadixPrefixCache:
         )
 
     def window_accounts(self, session: PageAccount) -> PageAccounts | None:
-        pool = self._window
+        pool = self.window
         if pool is None:
             return None
         return PageAccounts(
@@ -186,7 +98,7 @@ class RadixPrefixCache:
         and `match` locked."""
         held = [_held_by(holder) for holder in self._in_flight]
         if kv is not None:
-            whole_len = min(kept_len, kv.protected_len) // self._page_size * self._page_size
+            whole_len = min(kept_len, kv.protected_len) // self.page_size * self.page_size
             held.append(self._tree.shorten(_held_by(kv), whole_len))
         if match is not None:
             held.append(match.tree)
@@ -195,7 +107,7 @@ class RadixPrefixCache:
     def held_pages(self) -> PageNeed:
         """Pages that sequences in flight hold in each pool; what they share counts once."""
         full = self._account.full + self._tree.locked_pages(map(_held_by, self._in_flight))
-        if self._window is None:
+        if self.window is None:
             return PageNeed(full)
         shared = [no_pages()]
         for kv in self._in_flight:
@@ -218,24 +130,24 @@ class RadixPrefixCache:
             kv.grow(pages, match.prefix_len)
             kv.commit(match.prefix_len, None)
             kv.protect(match.prefix_len)
-            if self._window is not None:
-                self._window.begin(kv, self._tree.path_window(kv.node))
+            if self.window is not None:
+                self.window.begin(kv, self._tree.path_window(kv.node))
         self._in_flight.add(kv)
         return kv
 
     def restore(self, namespace: str, owner: Owner, length: int, window_first: int) -> SequenceKV | None:
         """A sequence with pages for `length` tokens, whose first `window_first` window pages are gone, and no KV in
         them yet. None, and nothing changed, if too few are free."""
-        count = pages_for(length, self._page_size)
-        if count > self._allocator.num_free:
+        count = pages_for(length, self.page_size)
+        if count > self.allocator.num_free:
             return None
         kv = self._empty(namespace, owner)
-        if self._window is not None:
+        if self.window is not None:
             assert kv.window is not None
             kv.window.start_at(window_first, no_pages())
-            if not self._window.take(kv, count - window_first):
+            if not self.window.take(kv, count - window_first):
                 return None
-        pages = self._allocator.allocate(count, None, owner)
+        pages = self.allocator.allocate(count, None, owner)
         assert pages is not None
         kv.grow(pages, length)
         self._in_flight.add(kv)
@@ -246,11 +158,11 @@ class RadixPrefixCache:
         if kv.reach(target_len):
             return True
         missing = kv.pages_missing(target_len)
-        if missing > self._allocator.num_free:
+        if missing > self.allocator.num_free:
             return False
-        if self._window is not None and not self._window.take(kv, missing):
+        if self.window is not None and not self.window.take(kv, missing):
             return False
-        pages = self._allocator.allocate(missing, kv.last_page, kv.owner)
+        pages = self.allocator.allocate(missing, kv.last_page, kv.owner)
         assert pages is not None
         kv.grow(pages, target_len)
         return True
@@ -264,20 +176,20 @@ class RadixPrefixCache:
         """
         if target_len < kv.allocated_len:
             self._cut(kv, target_len)
-        if self._window is not None and not self._window.resumable(kv, kv.committed_len):
+        if self.window is not None and not self.window.resumable(kv, kv.committed_len):
             self._cut(kv, 0)
 
     def slide(self, kv: SequenceKV, keep_len: int) -> None:
         """Frees window pages that no later query sees; those that a rollback to `keep_len` would need stay."""
-        if self._window is not None:
-            self._window.slide(kv, keep_len)
+        if self.window is not None:
+            self.window.slide(kv, keep_len)
 
     def resumable_len(self, kv: SequenceKV, length: int) -> int:
         """How much of its first `length` tokens `kv` keeps if it is cut to them and goes on: of a shared prefix whole
         pages only, nothing where the window is gone."""
         if length < kv.protected_len:
-            length -= length % self._page_size
-        if self._window is None or self._window.resumable(kv, length):
+            length -= length % self.page_size
+        if self.window is None or self.window.resumable(kv, length):
             return length
         return 0
 
@@ -314,18 +226,18 @@ class RadixPrefixCache:
     def evict(self, num_pages: int) -> int:
         """Frees at least `num_pages` evictable pages if there are so many; returns how many were freed."""
         pages, window_pages = self._tree.evict(num_pages)
-        self._allocator.free(pages, operation="evicted")
-        if self._window is not None:
-            self._window.disown(window_pages)
+        self.allocator.free(pages, operation="evicted")
+        if self.window is not None:
+            self.window.disown(window_pages)
         return len(pages)
 
     def evict_window(self, num_pages: int) -> int:
         """The same in the window pool; the prefixes' other pages stay."""
-        return self._window.evict(self._tree, num_pages) if self._window is not None else 0
+        return self.window.evict(self._tree, num_pages) if self.window is not None else 0
 
     def claims(self) -> Iterator[Claim]:
         """Every page of the full pool under its account, but for those of parked sequences."""
-        yield Claim("free", None, self._allocator.free_pages())
+        yield Claim("free", None, self.allocator.free_pages())
         for account, pages in self._tree.claims():
             yield Claim(account, None, pages)
         for kv in self._in_flight:
@@ -333,9 +245,9 @@ class RadixPrefixCache:
 
     def window_claims(self) -> Iterator[Claim]:
         """The same of the window pool."""
-        if self._window is None:
+        if self.window is None:
             return
-        for account, pages in self._window.claims():
+        for account, pages in self.window.claims():
             yield Claim(account, None, pages)
         for kv in self._in_flight:
             assert kv.window is not None
@@ -345,70 +257,70 @@ class RadixPrefixCache:
         """Locks and holds that differ from those of the sequences in flight and `parked`."""
         sequences = [*self._in_flight, *parked]
         wrong = self._tree.lock_mismatches([kv.node for kv in sequences if kv.node is not None])
-        if self._window is not None:
-            holders = np.zeros(self._window.num_pages, dtype=np.int32)
+        if self.window is not None:
+            holders = np.zeros(self.window.num_pages, dtype=np.int32)
             for kv in sequences:
                 assert kv.window is not None
                 holders[kv.window.live(0, kv.num_protected_pages)] += 1
-            wrong += self._window.hold_mismatches(holders, self._tree)
+            wrong += self.window.hold_mismatches(holders, self._tree)
         return wrong
 
     def _empty(self, namespace: str, owner: Owner) -> SequenceKV:
-        chain = self._identity.chain(namespace, self._page_size)
-        kv = SequenceKV(chain, self._account, namespace, windowed=self._window is not None)
+        chain = self.identity.chain(namespace, self.page_size)
+        kv = SequenceKV(chain, self._account, namespace, windowed=self.window is not None)
         kv.owner = owner
         return kv
 
     def _match(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
         tree = self._tree.match(namespace, tokens)
         num_unheld = 0
-        if self._window is not None:
+        if self.window is not None:
             entries = self._tree.match_window(tree)
-            num_pages = self._window.longest_resumable(entries)
-            tree = self._tree.shorten(tree, num_pages * self._page_size)
-            num_unheld = self._window.num_unheld(entries[self._window.first_needed(tree.length) : num_pages])
+            num_pages = self.window.longest_resumable(entries)
+            tree = self._tree.shorten(tree, num_pages * self.page_size)
+            num_unheld = self.window.num_unheld(entries[self.window.first_needed(tree.length) : num_pages])
         return PrefixMatch(namespace, tree.length, tree, self._tree.unlocked_pages(tree), num_unheld)
 
     def _share(self, kv: SequenceKV, tokens: TokenArray) -> None:
         num_tokens = min(len(tokens), kv.shareable_len)
-        num_tokens -= num_tokens % self._page_size
+        num_tokens -= num_tokens % self.page_size
         if num_tokens <= kv.protected_len:
             return
         start_page = kv.num_protected_pages
-        end_page = num_tokens // self._page_size
+        end_page = num_tokens // self.page_size
         own = kv.pages[:end_page].copy()
         known_len, node = self._tree.insert(kv.namespace, tokens[:num_tokens], own)
         new_node, tree_pages = self._tree.lock(TreeMatch(num_tokens, node, len(node.tokens)))
         if kv.node is not None:
             self._tree.unlock(kv.node)
         kv.node = new_node
-        known_page = known_len // self._page_size
-        if self._window is not None:
-            self._window.share(kv, self._tree, known_page, end_page)
+        known_page = known_len // self.page_size
+        if self.window is not None:
+            self.window.share(kv, self._tree, known_page, end_page)
         if known_page > start_page:
             # The tree had these tokens already: keep its pages, give up the duplicates.
             kv.replace(start_page, tree_pages[start_page:known_page])
-            self._allocator.free(own[start_page:known_page], kv.owner, "freed as a duplicate")
-        self._allocator.journal.note(own[max(start_page, known_page) :], "shared", kv.owner)
+            self.allocator.free(own[start_page:known_page], kv.owner, "freed as a duplicate")
+        self.allocator.journal.note(own[max(start_page, known_page) :], "shared", kv.owner)
         kv.protect(num_tokens)
 
     def _cut(self, kv: SequenceKV, target_len: int) -> None:
         """Private pages first, then the protected prefix, if the cut goes so far (whole pages of it survive)."""
         self._cut_private(kv, max(target_len, kv.protected_len))
         if target_len < kv.protected_len:
-            self._unprotect(kv, target_len - target_len % self._page_size)
+            self._unprotect(kv, target_len - target_len % self.page_size)
 
     def _cut_private(self, kv: SequenceKV, target_len: int) -> None:
-        if self._window is not None:
-            self._window.cut(kv, pages_for(target_len, self._page_size))
-        self._allocator.free(kv.free_aligned(target_len), kv.owner)
+        if self.window is not None:
+            self.window.cut(kv, pages_for(target_len, self.page_size))
+        self.allocator.free(kv.free_aligned(target_len), kv.owner)
 
     def _unprotect(self, kv: SequenceKV, target_len: int) -> None:
         """Returns the locks past `target_len` (whole pages). Needs private pages to be gone already."""
         if kv.num_private_pages or kv.node is None:
             raise BooksError("protected prefix cut under private pages")
-        if self._window is not None:
-            self._window.cut(kv, target_len // self._page_size)
+        if self.window is not None:
+            self.window.cut(kv, target_len // self.page_size)
         drop_len = kv.protected_len - target_len
         if target_len:
             kv.node = self._tree.relock_shorter(kv.node, drop_len)

@@ -1,4 +1,4 @@
-"""SessionAwareCache: keeps each session's KV between turns, over any PrefixCache.
+"""SessionAwareCache: keeps each session's KV between turns, over the PrefixCache.
 
 Between turns a session's SequenceKV rests in its slot. A turn *moves* it out to the request and, at its end, back:
 it is never in two places, so it can never be counted twice. Idle slots are always demotable: to host memory while its

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 
 from cache.pages import PageAllocator
-from cache.prefix_cache import RadixPrefixCache
+from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import pages_for
 from cache.session_cache import SessionAwareCache
 from cache.tiers import TierSizes
 from cache.window import WindowPool
 from engine.api import DeltaSink
-from engine.build_rank import make_rank, make_runner
-from engine.counters import EngineCounters
+from engine.build_runner import make_rank, make_runner
 from engine.device import resolve_device
 from engine.engine import LocalEngine
 from engine.models.loader import LoadedModel
@@ -35,6 +34,7 @@ from engine.settings import (
 )
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
+from engine.stats import EngineCounters
 from engine.step_thread import StepDriver
 from engine.stops import StopCriteria
 
@@ -46,7 +46,7 @@ def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
     """An engine with the settings' model, not started. Ranks other than this process are its children.
 
     Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable, engine.memory.MemoryShort,
-    engine.runner.kv_pool.PoolTooSmall, engine.attention.errors.AttentionUnavailable,
+    engine.runner.kv_pool.PoolTooSmall, engine.attention.interface.AttentionUnavailable,
     engine.runner.disk_folder.DiskUnavailable, or engine.parallel.protocol.RanksNotStarted.
     """
     if settings.execution.tensor_parallel > 1:
@@ -103,7 +103,7 @@ def assemble_engine(
     step_tokens = step_tokens * (2 if facts.runs_ahead else 1) + speculation.max_draft_tokens
     window = _window_pool(facts, step_tokens)
     allocator = PageAllocator(facts.num_pages)
-    prefixes = RadixPrefixCache(
+    prefixes = PrefixCache(
         allocator, facts.page_size, enabled=cache.prefix_cache, window=window, identity=facts.identity
     )
     sessions = SessionAwareCache(prefixes, sizes, step_tokens, clock)

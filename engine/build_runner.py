@@ -1,4 +1,5 @@
-"""The runner's half of the composition root: pools that fit, the attention over them, and what steps are launched by.
+"""The runner's half of the composition root, on each rank: the model, or its share of it, pools that fit, the attention
+over them, and what steps are launched by.
 
 A GPU's pool takes what its memory has left once the largest step has been tried.
 """
@@ -13,10 +14,13 @@ import torch
 
 from cache.token_chain import KVIdentity
 from engine.attention.choose import AttentionChoice, choose_attention
-from engine.device import dtype_name, is_gpu, memory_room, peak_bytes, reset_peak
+from engine.device import dtype_name, is_gpu, memory_room, peak_bytes, reset_peak, resolve_device
 from engine.memory import check_host, memory_for
-from engine.models.loader import LoadedModel
+from engine.models.errors import UnsupportedModel
+from engine.models.loader import LoadedModel, load_model
+from engine.models.ops import choose_ops
 from engine.parallel.ranks import OneRank, RankGroup
+from engine.parallel.shared_logits import SharedLogits
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.disk_folder import DiskFolder, DiskUnavailable
 from engine.runner.disk_format import Checked, Encrypted
@@ -29,7 +33,15 @@ from engine.runner.protocol import Runner
 from engine.runner.sample_table import RowPicker, pick_by_row
 from engine.runner.step_buffers import StepBuffers
 from engine.runner.torch_runner import TorchRunner
-from engine.settings import CPU_POOL_BYTES, CacheSettings, ExecutionSettings, SchedulerSettings
+from engine.settings import (
+    CPU_POOL_BYTES,
+    CacheSettings,
+    EngineSettings,
+    ExecutionSettings,
+    LinearName,
+    SchedulerSettings,
+    SpeculationSettings,
+)
 
 PROFILE_PAGES = 2
 STEP_SETTINGS = "scheduler.max_batch_tokens, scheduler.max_running, execution.max_graph_tokens"
@@ -52,6 +64,48 @@ class StepLimits:
         items = min(scheduler.max_running, scheduler.max_batch_tokens)
         sampled = min(items * (1 + num_drafts), scheduler.max_batch_tokens)
         return cls(scheduler.max_batch_tokens, items, sampled, execution.decode_steps)
+
+
+def make_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
+    """The runner of `make_rank`."""
+    return make_rank(settings, ranks)[0]
+
+
+def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, LoadedModel]:
+    """A runner and the model in it. Several ranks call this at the same time. Raises what build_engine raises."""
+    speculation = settings.speculation
+    linear = settings.execution.linear
+    device = resolve_device(settings.model.device)
+    with memory_for(device, "the model", "model.path, model.dtype, execution.tensor_parallel"):
+        loaded = load_model(settings.model, ops=choose_ops(device), ranks=ranks, linear=linear)
+    runner = build_runner(
+        loaded,
+        settings.cache,
+        _load_draft(loaded, speculation, ranks, linear),
+        scheduler=settings.scheduler,
+        execution=settings.execution,
+        num_drafts=speculation.max_draft_tokens if speculation.method != "off" else 0,
+        ranks=ranks,
+    )
+    return runner, loaded
+
+
+def _load_draft(
+    target: LoadedModel, speculation: SpeculationSettings, ranks: RankGroup, linear: LinearName
+) -> LoadedModel | None:
+    """Each rank has the draft model whole, and its proposals from rank 0."""
+    if speculation.method != "draft":
+        return None
+    if speculation.draft_model is None:
+        raise UnsupportedModel("speculation with a draft model needs draft_model")
+    device = resolve_device(speculation.draft_model.device)
+    with memory_for(device, "the draft model", "speculation.draft_model"):
+        draft = load_model(speculation.draft_model, ops=choose_ops(device), linear=linear)
+    if draft.vocab_size != target.vocab_size:
+        raise UnsupportedModel(
+            f"the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size}"
+        )
+    return draft if ranks.size == 1 else replace(draft, model=SharedLogits(draft.model, ranks))
 
 
 def build_runner(

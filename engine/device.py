@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.host_memory import free_host_bytes
 from engine.settings import DeviceName, DTypeName
 
 FENCE_POLL_S = 20e-6
@@ -68,13 +67,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def free_memory_bytes(device: torch.device) -> int | None:
-    """What may still be allocated there; None where nobody says."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, _total = torch.cuda.mem_get_info(device)
-        return int(free)
-    return free_host_bytes()
+def free_gpu_bytes(device: torch.device) -> int | None:
+    """What may still be allocated on a GPU; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    free, _total = torch.cuda.mem_get_info(device)
+    return int(free)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -28,16 +28,15 @@ from engine.api import (
 )
 from engine.batch import ScheduledBatch
 from engine.copies import Copies
-from engine.counters import EngineCounters
 from engine.request_check import RequestLimits, check_request
 from engine.runner.protocol import Launch, Runner, RunnerLost
 from engine.scheduler import Scheduler
 from engine.settings import BooksCheck, SchedulerSettings
+from engine.stats import EngineCounters, StatsBoard
 from engine.step_thread import StepDriver, StepThread
 
 T = TypeVar("T")
 
-_STATS_PERIOD_S = 0.1
 _logger = logging.getLogger("kedge.engine")
 
 
@@ -84,8 +83,7 @@ class LocalEngine:
         self._facts = runner.facts
         self._about = runner.describe()
         self._limits = RequestLimits(self.vocab_size, self.max_context_len, cache.page_size, cache.num_pages)
-        self._stats = self._take_stats()
-        self._stats_due_s = 0.0
+        self._stats = StatsBoard(cache, scheduler, counters, self._facts, clock)
         self._crank_began_s: float | None = None  # None: it waits for a command
 
     @property
@@ -182,7 +180,7 @@ class LocalEngine:
         return self._call(operation)
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return self._stats.latest
 
     def describe(self) -> dict[str, str | int | float | bool]:
         return self._about
@@ -204,7 +202,7 @@ class LocalEngine:
         try:
             self._drain_inbox(block=wait and self.idle)
             self.step()
-            self._publish_stats(now=self.idle)
+            self._stats.publish(now=self.idle)
             self._crank_began_s = None
             if not self._stopping:
                 return True
@@ -333,41 +331,3 @@ class LocalEngine:
             deltas: Sequence[TokenDelta] = self._deltas
             self._sink(deltas)
             self._deltas = []  # kept until then: if the sink fails, the shutdown hands them out once more
-
-    def _publish_stats(self, *, now: bool) -> None:
-        time_s = self._clock()
-        if now or time_s >= self._stats_due_s:
-            self._stats = self._take_stats()
-            self._stats_due_s = time_s + _STATS_PERIOD_S
-
-    def _take_stats(self) -> EngineStats:
-        counters, tiers = self._counters, self._cache.tiers
-        host, disk = tiers.accounts()
-        return EngineStats(
-            pages=self._cache.books.accounts(),
-            window_pages=self._cache.books.window_accounts(),
-            host=host,
-            disk=disk,
-            page_size=self._cache.page_size,
-            page_size_bytes=self._facts.page_size_bytes,
-            window_len=self._facts.window_len,
-            window_page_size_bytes=self._facts.window_page_size_bytes,
-            sessions=self._cache.num_sessions,
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            kv_utilization=self._scheduler.kv_utilization,
-            steps=counters.steps,
-            retractions=counters.retractions,
-            demotions_to_host=tiers.num_to_host,
-            demotions_to_disk=tiers.num_to_disk,
-            demotions_to_log=tiers.num_to_log,
-            promotions_from_host=tiers.num_from_host,
-            promotions_from_disk=tiers.num_from_disk,
-            disk_failures=tiers.num_disk_failures,
-            evicted_pages=self._cache.num_evicted_pages,
-            generated_tokens=counters.generated_tokens,
-            prefill_tokens=counters.prefill_tokens,
-            cached_tokens=counters.cached_tokens,
-            draft_tokens=counters.draft_tokens,
-            accepted_draft_tokens=counters.accepted_draft_tokens,
-        )

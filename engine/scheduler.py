@@ -29,11 +29,11 @@ from engine.api import (
     TokenLogprob,
 )
 from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
-from engine.counters import EngineCounters
 from engine.items import ItemMaker
 from engine.request import LiveRequest, Status
 from engine.settings import SchedulerSettings
 from engine.speculative.proposers import NoProposer, Proposer
+from engine.stats import EngineCounters
 from engine.stops import StopCriteria
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.errors import AttentionUnavailable
-from engine.attention.interface import AttentionBackend, TableAttention
+from engine.attention.interface import AttentionBackend, AttentionUnavailable, TableAttention
 from engine.attention.table_torch import TorchTables
 from engine.attention.tables import ItemAttention
 from engine.attention.torch_backend import TorchAttention

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.errors import AttentionUnavailable
-from engine.attention.interface import AttentionStep, AttentionTables, LayerTraits
+from engine.attention.interface import AttentionStep, AttentionTables, AttentionUnavailable, LayerTraits
 from engine.runner.kv_pool import KVPool, PagedKV
 
 MODULES = ("vllm.vllm_flash_attn", "vllm_flash_attn")

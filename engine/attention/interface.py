@@ -17,6 +17,15 @@ from torch import Tensor
 from engine.runner.kv_pool import PagedKV
 
 
+class AttentionUnavailable(RuntimeError):
+    """The backend `name` cannot run here; `why` is half a sentence that says what is missing."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"attention {name!r} cannot run: {why}")
+        self.name = name
+        self.why = why
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionItem:
     """One request's share of a step: its last `query_len` of `kv_len` tokens are computed now.

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.attention.errors import AttentionUnavailable
-from engine.attention.interface import AttentionItem, AttentionStep, AttentionTables, LayerTraits
+from engine.attention.interface import (
+    AttentionItem,
+    AttentionStep,
+    AttentionTables,
+    AttentionUnavailable,
+    LayerTraits,
+)
 from engine.attention.torch_backend import TorchAttention
 from engine.runner.kv_pool import FP8, KVPool
 

@@ -15,8 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.errors import AttentionUnavailable
-from engine.attention.interface import AttentionStep, AttentionTables, KVTarget, LayerTraits
+from engine.attention.interface import (
+    AttentionStep,
+    AttentionTables,
+    AttentionUnavailable,
+    KVTarget,
+    LayerTraits,
+)
 from engine.attention.kv_writer import write_rows
 from engine.attention.tiles import AttentionTiles, TileShape, default_tiles
 from engine.device import compute_capability, num_multiprocessors

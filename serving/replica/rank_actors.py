@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.api import DeltaSink, Engine
 from engine.build import build_parallel_engine
-from engine.build_rank import make_runner
+from engine.build_runner import make_runner
 from engine.parallel.follow import run_rank
 from engine.parallel.protocol import RanksNotStarted, Ticket
 from engine.parallel.team import RankProcess

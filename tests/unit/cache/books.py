@@ -11,7 +11,7 @@ from cache.audit import PageAccounts, TierAccounts
 from cache.history import History
 from cache.journal import Owner
 from cache.pages import PageAllocator
-from cache.prefix_cache import RadixPrefixCache, token_array
+from cache.prefix_cache import PrefixCache, token_array
 from cache.radix_tree import TokenArray
 from cache.sequence_kv import SequenceKV
 from cache.session_cache import CacheMatch, Room, SessionAwareCache
@@ -46,7 +46,7 @@ class Books:
     """The pools, shared prefixes and session slots. `check` walks every page, lock and byte."""
 
     allocator: PageAllocator
-    prefixes: RadixPrefixCache
+    prefixes: PrefixCache
     sessions: SessionAwareCache
     page_size: int
     clock: ManualClock
@@ -69,7 +69,7 @@ class Books:
         window = None
         if window_len is not None:
             window = WindowPool(PageAllocator(num_window_pages or num_pages), page_size, window_len)
-        prefixes = RadixPrefixCache(allocator, page_size, enabled=shared, window=window)
+        prefixes = PrefixCache(allocator, page_size, enabled=shared, window=window)
         sizes = TierSizes(host_pages * PAGE_BYTES, disk_pages * PAGE_BYTES, PAGE_BYTES, WINDOW_PAGE_BYTES)
         clock = ManualClock()
         sessions = SessionAwareCache(prefixes, sizes, step_tokens, clock)

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from cache.faults import FaultKind, plant
 from cache.journal import Owner
 from cache.pages import BooksError
 from tests.unit.cache.books import Books, tokens_from
+from tests.unit.cache.planted_faults import FaultKind, plant
 
 KINDS: tuple[FaultKind, ...] = ("leak", "double free", "double count")
 LAST = r"last {operation} by session a, request r \d+\.\d s ago"

@@ -1,11 +1,11 @@
-"""RadixPrefixCache: shared prefixes are locked, never written, and every page has one owner."""
+"""PrefixCache: shared prefixes are locked, never written, and every page has one owner."""
 
 from __future__ import annotations
 
 import pytest
 
 from cache.pages import BooksError, PageAllocator
-from cache.prefix_cache import RadixPrefixCache
+from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import PageAccount, SequenceKV
 from tests.unit.cache.books import PAGE_SIZES, Books, joined, no_chain, tokens_from
 
@@ -19,7 +19,7 @@ def counts(books: Books) -> tuple[int, int, int]:
 
 def test_a_page_size_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        RadixPrefixCache(PageAllocator(4), 0)
+        PrefixCache(PageAllocator(4), 0)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cache.history import History
 from cache.pages import PageAllocator
-from cache.prefix_cache import RadixPrefixCache, token_array
+from cache.prefix_cache import PrefixCache, token_array
 from cache.sequence_kv import SequenceKV
 from cache.session_cache import SessionAwareCache
 from cache.tiers import TierSizes
@@ -25,12 +25,12 @@ from engine.api import (
 )
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.copies import Copies
-from engine.counters import EngineCounters
 from engine.runner.null import NullRunner, null_generate
 from engine.scheduler import Scheduler
 from engine.settings import SchedulerSettings, SpeculationMethod
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
+from engine.stats import EngineCounters
 from engine.stops import StopCriteria
 
 VOCAB = 97
@@ -136,7 +136,7 @@ class Driver:
         self.window = None
         if window_len is not None:
             self.window = WindowPool(PageAllocator(num_window_pages), page_size, window_len)
-        self.prefixes = RadixPrefixCache(self.allocator, page_size, enabled=prefix_cache, window=self.window)
+        self.prefixes = PrefixCache(self.allocator, page_size, enabled=prefix_cache, window=self.window)
         page_bytes = self.runner.facts.page_size_bytes
         sizes = TierSizes(host_pages * page_bytes, disk_pages * page_bytes, page_bytes)
         self.batches: list[ScheduledBatch] = []

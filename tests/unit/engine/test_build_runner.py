@@ -17,18 +17,33 @@ import torch
 from engine import build_runner as composition
 from engine.api import SamplingParams
 from engine.attention.choose import choose_attention
-from engine.attention.errors import AttentionUnavailable
+from engine.attention.interface import AttentionUnavailable
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.build_runner import StepLimits, build_runner, choose_picker, kv_identity, steps_beyond_graphs
+from engine.build_runner import (
+    StepLimits,
+    build_runner,
+    choose_picker,
+    kv_identity,
+    make_rank,
+    steps_beyond_graphs,
+)
 from engine.memory import MemoryShort
 from engine.models.loader import LoadedModel, load_model
+from engine.models.ops import TorchOps
 from engine.parallel.ranks import OneRank
 from engine.runner.device_runner import DeviceRunner
 from engine.runner.disk_folder import DiskUnavailable
 from engine.runner.kv_pool import PoolTooSmall, make_kv_pool
 from engine.runner.sample_table import pick_by_row
 from engine.runner.torch_runner import TorchRunner
-from engine.settings import CacheSettings, ExecutionSettings, ModelSettings, SchedulerSettings
+from engine.settings import (
+    CacheSettings,
+    EngineSettings,
+    ExecutionSettings,
+    ModelSettings,
+    SchedulerSettings,
+    SpeculationSettings,
+)
 from tests.unit.engine.tiny_llama import TINY_LLAMA
 
 PAGE_BYTES = 2 * 2 * 16 * 4 * 4
@@ -216,3 +231,22 @@ def test_a_given_size_asks_the_card_for_nothing(loaded: LoadedModel) -> None:
 
 def test_a_cpu_picks_by_row() -> None:
     assert choose_picker(torch.device("cpu")) is pick_by_row
+
+
+def test_the_draft_model_has_the_operators_of_its_device_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    model = ModelSettings(str(tmp_path), load_format="dummy", device="cpu")
+    chosen, given = TorchOps(), []
+
+    def load(settings: ModelSettings, **options: Any) -> Any:
+        given.append(options.get("ops"))
+        return load_model(settings, **options)
+
+    monkeypatch.setattr(composition, "choose_ops", lambda _device: chosen)
+    monkeypatch.setattr(composition, "load_model", load)
+    speculation = SpeculationSettings(method="draft", draft_model=model)
+    runner, _ = make_rank(EngineSettings(model, CacheSettings(4, 4), speculation=speculation), OneRank())
+    runner.close()
+    assert given == [chosen, chosen]

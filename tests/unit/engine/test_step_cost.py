@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from cache.distinct_tokens import DistinctTokens
 from cache.pages import PageAllocator
-from cache.prefix_cache import RadixPrefixCache
+from cache.prefix_cache import PrefixCache
 from cache.sequence_kv import SequenceKV
 from cache.session_cache import SessionAwareCache
 from engine.api import TokenDelta
 from engine.batch import ItemOutput, ModelOutput
-from engine.counters import EngineCounters
 from engine.scheduler import Scheduler
 from engine.settings import SchedulerSettings
+from engine.stats import EngineCounters
 from engine.stops import StopCriteria
 from tests.unit.engine.driver import Driver, Talk, greedy, request
 from tests.unit.engine.test_request import GuardedHistory
@@ -92,7 +92,7 @@ class Decoding:
 
     def __init__(self, num_streams: int, history_len: int = 40) -> None:
         num_pages = num_streams * (history_len // 16 + 20)
-        self.cache = SessionAwareCache(RadixPrefixCache(PageAllocator(num_pages), 16))
+        self.cache = SessionAwareCache(PrefixCache(PageAllocator(num_pages), 16))
         settings = SchedulerSettings(max_batch_tokens=10**6, chunk_size=10**6, max_running=num_streams)
         stops = StopCriteria(frozenset({2}), 10**6, 1000)
         self.scheduler = Scheduler(self.cache, stops, settings, EngineCounters())

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.interface import AttentionItem, AttentionTables, LayerTraits, TableAttention
-from engine.attention.reference import ReferenceAttention
 from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
+from tests.unit.engine.attention.reference import ReferenceAttention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

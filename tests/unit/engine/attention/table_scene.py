@@ -24,10 +24,10 @@ from engine.attention.interface import (
     LayerTraits,
     TableAttention,
 )
-from engine.attention.reference import ReferenceAttention
 from engine.attention.tables import tables_of
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
+from tests.unit.engine.attention.reference import ReferenceAttention
 
 WIDE, NARROW = 40, 19
 WINDOWS = (None, WIDE, None, NARROW)

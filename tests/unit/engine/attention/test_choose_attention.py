@@ -11,8 +11,8 @@ import torch
 
 from engine.attention import flash_backend
 from engine.attention.choose import choose_attention
-from engine.attention.errors import AttentionUnavailable
 from engine.attention.flash_backend import FlashFunction
+from engine.attention.interface import AttentionUnavailable
 from engine.attention.table_torch import TorchTables
 from engine.attention.tables import ItemAttention
 from engine.attention.torch_backend import TorchAttention

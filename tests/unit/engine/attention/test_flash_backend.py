@@ -14,9 +14,8 @@ from flash_standin import IN_VLLM, STANDALONE, Calls, stand_in
 from table_scene import Padding, TableScene
 
 from engine.attention import flash_backend
-from engine.attention.errors import AttentionUnavailable
 from engine.attention.flash_backend import FlashAttention, FlashFunction, find_flash, read_function
-from engine.attention.interface import AttentionTables, LayerTraits
+from engine.attention.interface import AttentionTables, AttentionUnavailable, LayerTraits
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings, KVDType
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from table_scene import Padding, TableScene
 
-from engine.attention.errors import AttentionUnavailable
-from engine.attention.interface import AttentionTables, LayerTraits
+from engine.attention.interface import AttentionTables, AttentionUnavailable, LayerTraits
 from engine.attention.table_torch import TorchTables
 from engine.runner.kv_pool import KVLayout, make_kv_pool
 from engine.settings import CacheSettings

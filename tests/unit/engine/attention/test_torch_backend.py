@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.interface import AttentionBackend, AttentionItem, LayerTraits
-from engine.attention.reference import ReferenceAttention
 from engine.attention.torch_backend import TorchAttention
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
+from tests.unit.engine.attention.reference import ReferenceAttention
 
 WIDE, NARROW = 24, 7
 WINDOWS = (None, WIDE, None, NARROW)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from engine.attention import triton_backend
-from engine.attention.errors import AttentionUnavailable
-from engine.attention.interface import AttentionBackend
+from engine.attention.interface import AttentionBackend, AttentionUnavailable
 from engine.attention.tables import ItemAttention
 from engine.attention.tiles import AttentionTiles, TileShape, default_tiles
 from engine.attention.torch_backend import TorchAttention

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.kv_writer import write_rows
-from engine.attention.reference import ReferenceAttention, ReferenceStep
 from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings
+from tests.unit.engine.attention.reference import ReferenceAttention, ReferenceStep
 from tests.unit.engine.attention.stage import DEVICE
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.api import Engine, GenerateRequest, TokenDelta
 from engine.build import build_engine, build_parallel_engine
-from engine.build_rank import make_runner
+from engine.build_runner import make_runner
 from engine.parallel.local_ranks import HOST, LocalRanks
 from engine.parallel.protocol import Timeouts
 from engine.settings import CacheSettings, EngineSettings, ExecutionSettings, ModelSettings, SchedulerSettings

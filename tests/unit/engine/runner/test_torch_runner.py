@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from engine.api import SamplingParams, TokenLogprob
-from engine.attention.reference import ReferenceAttention
 from engine.attention.torch_backend import TorchAttention
 from engine.batch import BatchItem, ItemOutput, SampleSpec, ScheduledBatch
 from engine.models.linear import LinearFactory, PlainLinear
@@ -18,6 +17,7 @@ from engine.models.loader import load_model
 from engine.runner.kv_pool import make_kv_pool
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, ModelSettings
+from tests.unit.engine.attention.reference import ReferenceAttention
 
 VOCAB = 90
 PAGES_EACH = 10

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.host_memory import free_host_bytes, host_memory_bytes
+from engine.memory import free_host_bytes, host_memory_bytes
 
 MIB = 2**20
 

@@ -1,4 +1,4 @@
-"""Damages the KV books on purpose, so that tests and drills can show that the audit finds it. Never for production."""
+"""Damages the KV books on purpose, so that tests can show that the audit finds it."""
 
 from __future__ import annotations
 
