@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from cache.tiers import PoolPages
 from engine.api import SamplingParams
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
 from engine.runner.null import EOS_TOKEN_ID, NullRunner, null_generate
@@ -100,3 +102,47 @@ def test_input_logprobs_cover_the_positions_asked_for() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, engine.runner.null; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("eos_probability", [0.0, 0.05])
+def test_without_poison_tokens_are_the_same_and_a_decode_reads_no_sequence(
+    eos_probability: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, rewinds into a sequence, sampled requests on shared pages, and copies to the host and back."""
+    rng = random.Random(3)
+    runner = make_runner(eos_probability=eos_probability, poison=False)
+    reads: list[int] = []
+    read = NullRunner._read
+
+    def counting(runner: NullRunner, item: BatchItem, end: int):  # type: ignore[no-untyped-def]
+        reads.append(end)
+        return read(runner, item, end)
+
+    monkeypatch.setattr(NullRunner, "_read", counting)
+    pages = [3, 1, 7, 5, 11, 9, 0, 2, 12, 14]
+    tokens = [rng.randrange(VOCAB) for _ in range(5)]
+    (picked,) = run_one(runner, make_item(tokens, 0, pages))
+    for _ in range(300):
+        seed = 4 if rng.random() < 0.1 else None
+        params = None if seed is None else SamplingParams(seed=seed)
+        if len(tokens) > 34 or rng.random() < 0.1:
+            keep = rng.randrange(1, len(tokens))
+            del tokens[keep:]
+            picked = rng.randrange(VOCAB)
+        if rng.random() < 0.05:
+            whole = PoolPages(np.array(pages, dtype=np.int32), np.array([], dtype=np.int32))
+            runner.save(1, whole)
+            runner.forget(pages)
+            runner.load(1, whole)
+            runner.drop(1)
+        start = len(tokens)
+        tokens += [picked] if rng.random() < 0.8 else [picked, 5, 6]
+        (picked,) = run_one(runner, make_item(tokens[start:], start, pages, seed=seed))
+        assert [picked] == null_generate(tokens, 1, VOCAB, eos_probability=eos_probability, params=params)
+    assert len(reads) < 200
+    reads.clear()
+    for _ in range(3):
+        start = len(tokens)
+        tokens.append(picked)
+        (picked,) = run_one(runner, make_item([tokens[-1]], start, pages))
+    assert len(reads) <= 1
