@@ -75,10 +75,9 @@ class ItemMaker:
         self._name_pages(item, kv)
         return True
 
-    def draft_len(self, work: DraftWork | None, before: int) -> int | None:
-        """How far the draft model's KV goes after a step; None if there is no draft model."""
-        if not self._mirrors_prompts:
-            return None
+    @staticmethod
+    def draft_len(work: DraftWork | None, before: int) -> int:
+        """How far the draft model's KV goes after a step."""
         return before if work is None else work.start + len(work.token_ids) + max(work.count - 1, 0)
 
     def _add_drafts(self, item: BatchItem, request: LiveRequest, count: int, budget: int) -> None:

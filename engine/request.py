@@ -151,7 +151,7 @@ class LiveRequest:
         """Its item is on its way, at `place` in the batch."""
         self.in_flight += 1
         self.place = place
-        self.launched_len = item.certain_len + num_steps - 1
+        self.launched_len = item.start + len(item.token_ids) - item.num_drafts + num_steps - 1
         kv = self.kv
         assert kv is not None
         item.known_pages, kv.told_pages = kv.told_pages, kv.num_pages
@@ -161,14 +161,18 @@ class LiveRequest:
             self.num_pending += num_steps
             self.total_len += num_steps
 
-    def answered(self, item: BatchItem, num_steps: int, committed_len: int) -> None:
-        """Its oldest item came back: KV is there of `committed_len` tokens."""
+    def answered(self, item: BatchItem, num_steps: int, num_tokens: int) -> int:
+        """Its oldest item came back, with so many tokens. Gives how many of all have KV now: the last has none."""
+        computed_len = item.start + len(item.token_ids) - item.num_drafts
+        if num_tokens > 1:
+            computed_len += num_tokens - 1
         self.in_flight -= 1
         if item.sample is not None:
             self.num_pending -= num_steps
             self.total_len -= num_steps
         if not self.in_flight:
-            self.launched_len = committed_len
+            self.launched_len = computed_len
+        return computed_len
 
     def end_run(self) -> None:
         """It lets go of its KV: what is in flight will not be looked at."""

@@ -61,6 +61,7 @@ class Scheduler:
         self._counters = counters
         self._proposer = proposer or NoProposer()
         self._maker = ItemMaker(cache, self._proposer, mirrors_prompts=mirrors_prompts)
+        self._mirrors_prompts = mirrors_prompts
         self._slides = cache.slides
         self._decode_steps = decode_steps
         self._admission = Admission(cache, settings)
@@ -214,18 +215,15 @@ class Scheduler:
         self._batches_in_flight -= 1
         deltas = []
         for item, result in zip(batch.items, output.items, strict=True):
-            request = self._runner_of(item)
-            if request is None:
+            request = self._live.get(item.request_id)
+            if request is None or request.run != item.run:
                 continue
             kv = request.kv
             assert kv is not None
-            committed_len = item.certain_len
-            if len(result.token_ids) > 1:
-                committed_len += len(result.token_ids) - 1
-            kv.commit(committed_len, self._maker.draft_len(item.draft, kv.draft_len))
-            request.answered(item, batch.num_steps, committed_len)
+            draft_len = self._maker.draft_len(item.draft, kv.draft_len) if self._mirrors_prompts else None
+            kv.commit(request.answered(item, batch.num_steps, len(result.token_ids)), draft_len)
             if request.next_input_logprob is not None:
-                request.next_input_logprob = _following_input_logprob(request, committed_len)
+                request.next_input_logprob = _following_input_logprob(request, kv.committed_len)
             if request.num_output == 0 and request.shares_prompt and item.certain_len == request.prompt_len:
                 self._cache.cache_unfinished(kv, request.tokens.array(request.prompt_len))
                 self._admission.begin_anew()
@@ -255,7 +253,7 @@ class Scheduler:
         self._counters.generated_tokens += len(token_ids)
         if result.num_proposed:
             self._count_drafts(request, result)
-        if finish is None:
+        if finish is None and (item.sample is None or request.spec.constraint is not None):
             finish = self._end_of_step(request, item)
         if finish is not None:
             return self._end(request, finish, token_ids, logprobs, result.input_logprobs)
@@ -266,7 +264,7 @@ class Scheduler:
     def _end_of_step(self, request: LiveRequest, item: BatchItem) -> Finish | None:
         """What ends a request that goes on by its tokens."""
         if item.sample is not None:
-            return None if request.spec.constraint is None else self._stops.allow(request)
+            return self._stops.allow(request)
         return Finish(FinishReason.LENGTH) if item.next_token is None else None  # it was to pick nothing
 
     def _count_drafts(self, request: LiveRequest, result: ItemOutput) -> None:
