@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from serving.front.api.openai_chat_schema import AnswerMessage, Delta
 from serving.front.api.openai_tools import ToolUse
 from serving.front.api.openai_tools_schema import CallDelta, CalledFunction, CalledTool, FunctionDelta
+from serving.front.api.reply_json import or_unset
 from serving.front.api.turn_streams import TurnResult
 from serving.text.tool_calls.formats import FORMATS
 from serving.text.tool_calls.parser import CallParser, Piece
@@ -46,7 +47,9 @@ class AnswerPart:
             self.calls.append(CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments)))
 
     def delta(self, role: Literal["assistant"] | None) -> Delta:
-        return Delta(role=role, content=self.content, tool_calls=self.calls or None)
+        return Delta(
+            role=or_unset(role), content=or_unset(self.content), tool_calls=or_unset(self.calls or None)
+        )
 
     def message(self) -> AnswerMessage:
         """Of a whole answer."""
@@ -58,7 +61,7 @@ class AnswerPart:
             for call in self.calls
         ]
         content = self.content if called else self.content or ""
-        return AnswerMessage(content=content, tool_calls=called or None)
+        return AnswerMessage(content=content, tool_calls=or_unset(called or None))
 
 
 class AnswerReader:

@@ -23,7 +23,6 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
-from serving.front.api.json_lists import filled, joined_items, list_items
 from serving.front.api.openai_answers import AnswerReader
 from serving.front.api.openai_chat_schema import (
     ChatBody,
@@ -50,6 +49,7 @@ from serving.front.api.openai_requests import (
 )
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.openai_tools import ToolUse, tool_use
+from serving.front.api.reply_json import filled, joined_items, list_items, reply_json
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -169,7 +169,7 @@ async def _reply(
     reply_id: str,
     model_id: str,
     results: Sequence[TurnResult],
-) -> str:
+) -> bytes:
     choices = []
     for index, (reader, result) in enumerate(zip(readers, results, strict=True)):
         choice = ChatChoice(
@@ -178,7 +178,7 @@ async def _reply(
             logprobs=NO_LOGPROBS if body.logprobs else None,
             **_stop_fields(body, reader, result),
         )
-        choices.append(await _with_logprobs(choice.model_dump_json(), result.logprobs))
+        choices.append(await _with_logprobs(reply_json(choice), result.logprobs))
     reply = ChatReply(
         id=reply_id,
         created=int(time.time()),
@@ -186,10 +186,10 @@ async def _reply(
         choices=[],
         usage=usage_of(results, len(results)),
     )
-    return filled(reply.model_dump_json(), "choices", joined_items(choices))
+    return filled(reply_json(reply), "choices", joined_items(choices))
 
 
-async def _with_logprobs(text: str, entries: Sequence[TextLogprob]) -> str:
+async def _with_logprobs(text: bytes, entries: Sequence[TextLogprob]) -> bytes:
     """JSON of a choice that has NO_LOGPROBS if there are entries."""
     return filled(text, "content", await list_items(entries, _chat_logprob)) if entries else text
 
@@ -204,7 +204,7 @@ class ChatEncoder:
         self._started: set[int] = set()
         self._usage = UsageCounter(body.n or 1)
 
-    async def chunk(self, index: int, event: TurnEvent) -> str:
+    async def chunk(self, index: int, event: TurnEvent) -> bytes:
         self._usage.note(index, event)
         role: Literal["assistant"] | None = None if index in self._started else "assistant"
         self._started.add(index)
@@ -215,14 +215,11 @@ class ChatEncoder:
             logprobs=NO_LOGPROBS if event.logprobs else None,
             **_stop_fields(self._body, reader, event),
         )
-        return await _with_logprobs(
-            ChatChunk(**self._head, choices=[choice]).model_dump_json(), event.logprobs
-        )
+        return await _with_logprobs(reply_json(ChatChunk(**self._head, choices=[choice])), event.logprobs)
 
-    def closing(self) -> Iterable[str]:
+    def closing(self) -> Iterable[bytes]:
         if self._body.wants_usage_chunk:
-            chunk = ChatChunk(**self._head, choices=[], usage=self._usage.usage())
-            yield chunk.model_dump_json()
+            yield reply_json(ChatChunk(**self._head, choices=[], usage=self._usage.usage()))
 
     def error(self, info: ErrorInfo) -> dict[str, Any]:
         return openai_error(info)

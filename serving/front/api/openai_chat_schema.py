@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from serving.front.api.fields import Count, NonEmptyText, TopLogprobs
-from serving.front.api.openai_replies import Reply, StopDetails, Usage
+from serving.front.api.openai_replies import StopDetails, Usage
 from serving.front.api.openai_requests import OpenAiBody
 from serving.front.api.openai_tools_schema import CallDelta, CalledTool, ToolCalls, ToolChoice, Tools
+from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import NotSupported, StrictBody
 
 MAX_MESSAGES = 4096
@@ -131,25 +133,25 @@ class ChatBody(OpenAiBody):
     web_search_options: NotSupported = None
 
 
-class ChatLogprobs(Reply):
-    """Its entries are written by themselves (json_lists.py)."""
+class ChatLogprobs(Reply, kw_only=True):
+    """Its entries are written by themselves (reply_json.py)."""
 
     content: list[dict[str, Any]]
 
 
-class AnswerMessage(Reply):
+class AnswerMessage(Reply, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
-    tool_calls: list[CalledTool] | None = Field(None, exclude_if=lambda calls: calls is None)
+    tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
-class ChatChoice(StopDetails):
+class ChatChoice(StopDetails, kw_only=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
 
 
-class ChatReply(Reply):
+class ChatReply(Reply, kw_only=True):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -158,22 +160,22 @@ class ChatReply(Reply):
     usage: Usage
 
 
-class Delta(Reply):
-    role: Literal["assistant"] | None = Field(None, exclude_if=lambda role: role is None)
-    content: str | None = Field(None, exclude_if=lambda content: content is None)
-    tool_calls: list[CallDelta] | None = Field(None, exclude_if=lambda calls: calls is None)
+class Delta(Reply, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
-class ChunkChoice(StopDetails):
+class ChunkChoice(StopDetails, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
 
 
-class ChatChunk(Reply):
+class ChatChunk(Reply, kw_only=True):
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None = Field(None, exclude_if=lambda usage: usage is None)
+    usage: Usage | UnsetType = UNSET

@@ -26,7 +26,6 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
-from serving.front.api.json_lists import filled, joined_items, list_items
 from serving.front.api.openai_completions_schema import (
     CompletionBody,
     CompletionChoice,
@@ -48,6 +47,7 @@ from serving.front.api.openai_requests import (
     session_turn,
 )
 from serving.front.api.openai_structured import held_answer
+from serving.front.api.reply_json import filled, joined_items, list_items, reply_json
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -180,25 +180,25 @@ class CompletionEncoder:
         self._started: set[int] = set()
         self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
 
-    async def chunk(self, index: int, event: TurnEvent) -> str:
+    async def chunk(self, index: int, event: TurnEvent) -> bytes:
         reply = CompletionReply(**self._head, choices=[self._choice(index, event)])
-        return await self._with_logprobs(reply.model_dump_json(), index, event)
+        return await self._with_logprobs(reply_json(reply), index, event)
 
-    def closing(self) -> Iterable[str]:
+    def closing(self) -> Iterable[bytes]:
         if self._body.wants_usage_chunk:
-            yield CompletionReply(**self._head, choices=[], usage=self._usage.usage()).model_dump_json()
+            yield reply_json(CompletionReply(**self._head, choices=[], usage=self._usage.usage()))
 
     def error(self, info: ErrorInfo) -> dict[str, Any]:
         return openai_error(info)
 
-    async def whole(self, results: Sequence[TurnResult]) -> str:
+    async def whole(self, results: Sequence[TurnResult]) -> bytes:
         """The reply to a request that is not streamed."""
         choices = [
-            await self._with_logprobs(self._choice(index, result).model_dump_json(), index, result)
+            await self._with_logprobs(reply_json(self._choice(index, result)), index, result)
             for index, result in enumerate(results)
         ]
         reply = CompletionReply(**self._head, choices=[], usage=self._usage.usage())
-        return filled(reply.model_dump_json(), "choices", joined_items(choices))
+        return filled(reply_json(reply), "choices", joined_items(choices))
 
     def _choice(self, index: int, news: TurnEvent | TurnResult) -> CompletionChoice:
         self._usage.note(index, news)
@@ -225,7 +225,7 @@ class CompletionEncoder:
     def _has_logprobs(self, news: TurnEvent | TurnResult) -> bool:
         return self._body.logprobs is not None and bool(news.input_logprobs or news.logprobs)
 
-    async def _with_logprobs(self, text: str, index: int, news: TurnEvent | TurnResult) -> str:
+    async def _with_logprobs(self, text: bytes, index: int, news: TurnEvent | TurnResult) -> bytes:
         """JSON of a choice that has NO_LOGPROBS if there are some."""
         if not self._has_logprobs(news):
             return text

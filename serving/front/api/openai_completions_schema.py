@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import Discriminator, Field, Tag
 
 from serving.front.api.fields import MAX_CALLS, CountOrZero, NonEmptyText, TokenIds, TopLogprobs
-from serving.front.api.openai_replies import Reply, StopDetails, Usage
+from serving.front.api.openai_replies import StopDetails, Usage
 from serving.front.api.openai_requests import OpenAiBody
+from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import NotSupported
 from serving.wire.turns import TextPrompt, TokenPrompt
 
@@ -48,20 +50,20 @@ class CompletionBody(OpenAiBody):
         return [TextPrompt(p) if isinstance(p, str) else TokenPrompt(tuple(p)) for p in many]
 
 
-class CompletionLogprobs(Reply):
+class CompletionLogprobs(Reply, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(StopDetails):
+class CompletionChoice(StopDetails, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
 
 
-class CompletionReply(Reply):
+class CompletionReply(Reply, kw_only=True):
     """A whole reply, or a chunk of a streamed one."""
 
     id: str
@@ -69,4 +71,4 @@ class CompletionReply(Reply):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = Field(None, exclude_if=lambda usage: usage is None)
+    usage: Usage | UnsetType = UNSET

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 
 from serving.front.api.errors import refusal
 from serving.front.api.fields import Service
-from serving.front.api.openai_replies import Reply
 from serving.wire.turns import ModelInfo
 
 
-class ModelCard(Reply):
+class ModelCard(BaseModel):
     """A served model; `max_model_len` (tokens) and `root` are vLLM's."""
 
     id: str
@@ -23,7 +23,7 @@ class ModelCard(Reply):
     max_model_len: int
 
 
-class ModelList(Reply):
+class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 

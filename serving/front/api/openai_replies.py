@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from msgspec import UNSET, UnsetType
 
+from serving.front.api.reply_json import Reply, or_unset
 from serving.front.api.turn_headers import turn_headers
 from serving.front.api.turn_streams import TurnResult
 from serving.wire.turns import TextLogprob, TurnEvent, TurnFinish
@@ -17,41 +18,31 @@ _LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""
 
 
-def _is_none(value: Any) -> bool:
-    return value is None
-
-
-class Reply(BaseModel):
-    """Base of reply bodies."""
-
-    model_config = ConfigDict(protected_namespaces=())
-
-
-class CachedTokens(Reply):
+class CachedTokens(Reply, kw_only=True):
     cached_tokens: int
 
 
-class PredictedTokens(Reply):
+class PredictedTokens(Reply, kw_only=True):
     """OpenAI's names for what was proposed ahead of the model: drafts that it agreed with, and that it did not."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-class Usage(Reply):
+class Usage(Reply, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: PredictedTokens | None = Field(None, exclude_if=_is_none)
+    completion_tokens_details: PredictedTokens | UnsetType = UNSET
 
 
-class StopDetails(Reply):
+class StopDetails(Reply, kw_only=True):
     """The end of a choice: vLLM's `stop_reason` says which of the request's stop strings or token ids it was."""
 
     finish_reason: str | None = None
-    stop_reason: int | str | None = Field(None, exclude_if=_is_none)
-    token_ids: tuple[int, ...] | None = Field(None, exclude_if=_is_none)
+    stop_reason: int | str | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class UsageCounter:
@@ -77,12 +68,12 @@ class UsageCounter:
         )
 
 
-def _predicted(totals: Iterable[TurnEvent | TurnResult]) -> PredictedTokens | None:
-    """None if nothing was proposed."""
+def _predicted(totals: Iterable[TurnEvent | TurnResult]) -> PredictedTokens | UnsetType:
+    """UNSET if nothing was proposed."""
     drafts = [(each.draft_tokens, each.accepted_draft_tokens) for each in totals]
     proposed, accepted = (sum(counts) for counts in zip(*drafts, strict=True)) if drafts else (0, 0)
     if proposed == 0:
-        return None
+        return UNSET
     return PredictedTokens(
         accepted_prediction_tokens=accepted, rejected_prediction_tokens=proposed - accepted
     )
@@ -108,8 +99,8 @@ def stop_fields(
     asked_for = isinstance(matched, str) or matched in (stop_token_ids or ())
     return {
         "finish_reason": None if finish is None else finish.reason,
-        "stop_reason": matched if asked_for else None,
-        "token_ids": tuple(token_ids) if with_token_ids else None,
+        "stop_reason": or_unset(matched if asked_for else None),
+        "token_ids": tuple(token_ids) if with_token_ids else UNSET,
     }
 
 
@@ -129,6 +120,6 @@ def top_pairs(entry: TextLogprob) -> list[tuple[bytes, float]]:
     ]
 
 
-def json_reply(text: str, results: Sequence[TurnResult]) -> Response:
+def json_reply(text: bytes, results: Sequence[TurnResult]) -> Response:
     """What a session's turn, of which a reply has one at most, says of itself is in the headers."""
     return Response(text, media_type="application/json", headers=turn_headers(results[0]))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
 from pydantic_core import from_json
 
 from serving.front.api.fields import JsonSchema, NonEmptyText
-from serving.front.api.openai_replies import Reply
+from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import StrictBody
 
 MAX_TOOLS = 512
@@ -101,30 +102,26 @@ ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast
 """Of one message."""
 
 
-class CalledFunction(Reply):
+class CalledFunction(Reply, kw_only=True):
     name: str
     arguments: str
 
 
-class CalledTool(Reply):
+class CalledTool(Reply, kw_only=True):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-def _is_none(value: Any) -> bool:
-    return value is None
-
-
-class FunctionDelta(Reply):
-    name: str | None = Field(default=None, exclude_if=_is_none)
+class FunctionDelta(Reply, kw_only=True):
+    name: str | UnsetType = UNSET
     arguments: str
 
 
-class CallDelta(Reply):
+class CallDelta(Reply, kw_only=True):
     """The first of a call has its id, type and name."""
 
     index: int
-    id: str | None = Field(default=None, exclude_if=_is_none)
-    type: Literal["function"] | None = Field(default=None, exclude_if=_is_none)
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
     function: FunctionDelta

@@ -22,8 +22,8 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
-from serving.front.api.json_lists import joined_items
 from serving.front.api.openai_replies import json_reply
+from serving.front.api.reply_json import joined_items
 from serving.front.api.session_replies import GenerateEncoder, whole_reply
 from serving.front.api.session_schema import AbortBody, CloseSessionBody, GenerateBody, OpenSessionBody
 from serving.front.api.sse import TurnEventStream
@@ -117,7 +117,7 @@ async def generate(
     replies = [
         await whole_reply(body, call, result) for call, result in zip(plan.calls, results, strict=True)
     ]
-    return json_reply(f"[{joined_items(replies)}]" if as_list else replies[0], results)
+    return json_reply(b"[%s]" % joined_items(replies) if as_list else replies[0], results)
 
 
 def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None, tenant: str) -> TurnPlan:

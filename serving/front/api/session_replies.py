@@ -10,8 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from serving.front.api.errors import session_error
-from serving.front.api.json_lists import filled, joined_items, list_items
 from serving.front.api.openai_replies import shown
+from serving.front.api.reply_json import filled, joined_items, list_items, or_unset, reply_json
 from serving.front.api.session_schema import GenerateBody, GenerateReply, LogprobEntry, MetaInfo
 from serving.front.api.turn_streams import TurnPlan, TurnResult
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish
@@ -25,11 +25,11 @@ NEW_SHARE_OF_LARGE = 1 / 16
 """With an event for every token, 4,000 tokens with twenty log-probabilities each would be 4 GB."""
 
 ID_BYTES = 6
-ItemsByField = Mapping[str, str]
+ItemsByField = Mapping[str, bytes]
 """JSON of the entries in each list of log-probabilities."""
 
 
-async def whole_reply(body: GenerateBody, call: TurnCall, result: TurnResult) -> str:
+async def whole_reply(body: GenerateBody, call: TurnCall, result: TurnResult) -> bytes:
     """The reply to one call that is not streamed, as JSON."""
     return _reply(call, result, await _logprob_items(body, result), None)
 
@@ -45,11 +45,11 @@ class GenerateEncoder:
         self._numbered = numbered
         self._incremental = incremental
         self._results = [TurnResult() for _ in plan.calls]
-        self._written: list[defaultdict[str, list[str]]] = [defaultdict(list) for _ in plan.calls]
+        self._written: list[defaultdict[str, list[bytes]]] = [defaultdict(list) for _ in plan.calls]
         """Of each call what its events so far have of log-probabilities: each entry is written once."""
         self._told = [_Told() for _ in plan.calls]
 
-    async def chunk(self, index: int, event: TurnEvent) -> str | None:
+    async def chunk(self, index: int, event: TurnEvent) -> bytes | None:
         new = await _logprob_items(self._body, event)
         result = self._results[index]
         result.add(replace(event, logprobs=(), input_logprobs=()))
@@ -63,7 +63,7 @@ class GenerateEncoder:
         number = index if self._numbered else None
         return _reply(self._calls[index], result, new, number)
 
-    def closing(self) -> Iterable[str]:
+    def closing(self) -> Iterable[bytes]:
         return ()
 
     def error(self, info: ErrorInfo) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class _Told:
         return True
 
 
-def _reply(call: TurnCall, result: TurnResult, logprobs: ItemsByField, number: int | None) -> str:
+def _reply(call: TurnCall, result: TurnResult, logprobs: ItemsByField, number: int | None) -> bytes:
     no_logprobs: dict[str, Any] = {name: [] for name in logprobs}
     finish = result.finish
     meta = MetaInfo(
@@ -103,12 +103,14 @@ def _reply(call: TurnCall, result: TurnResult, logprobs: ItemsByField, number: i
         cached_tokens=result.cached_tokens,
         finish_reason=None if finish is None else _finish_reason(finish, result.completion_tokens),
         e2e_latency=result.elapsed_s,
-        replayed=result.replayed,
+        replayed=or_unset(result.replayed or None),
         **_draft_fields(result),
         **no_logprobs,
     )
-    reply = GenerateReply(text=result.text, output_ids=result.token_ids, meta_info=meta, index=number)
-    text = reply.model_dump_json()
+    reply = GenerateReply(
+        text=result.text, output_ids=result.token_ids, meta_info=meta, index=or_unset(number)
+    )
+    text = reply_json(reply)
     for name, items in logprobs.items():
         text = filled(text, name, items)
     return text

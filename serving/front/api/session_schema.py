@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import from_json
 
@@ -35,7 +36,7 @@ from serving.front.api.fields import (
     engine_top_k,
     schema_constraint,
 )
-from serving.front.api.openai_replies import Reply
+from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ModelInfo, OutputConstraint
 
@@ -227,14 +228,10 @@ class AbortBody(StrictBody):
     abort_all: bool = False
 
 
-def _empty(value: Any) -> bool:
-    return not value
-
-
 LogprobEntry = tuple[float | None, int, str | None]
 
 
-class MetaInfo(Reply):
+class MetaInfo(Reply, kw_only=True):
     """`e2e_latency` in seconds; token counts as the protocol defines them.
 
     The `spec_` fields are there if tokens were proposed ahead of the model; the rate is accepted by proposed.
@@ -246,18 +243,18 @@ class MetaInfo(Reply):
     cached_tokens: int
     finish_reason: dict[str, Any] | None
     e2e_latency: float
-    output_token_logprobs: list[LogprobEntry] | None = Field(None, exclude_if=lambda v: v is None)
-    input_token_logprobs: list[LogprobEntry] | None = Field(None, exclude_if=lambda v: v is None)
-    output_top_logprobs: list[list[LogprobEntry] | None] | None = Field(None, exclude_if=lambda v: v is None)
-    input_top_logprobs: list[list[LogprobEntry] | None] | None = Field(None, exclude_if=lambda v: v is None)
-    spec_accept_token_num: int | None = Field(None, exclude_if=lambda v: v is None)
-    spec_draft_token_num: int | None = Field(None, exclude_if=lambda v: v is None)
-    spec_accept_rate: float | None = Field(None, exclude_if=lambda v: v is None)
-    replayed: bool = Field(False, exclude_if=_empty)
+    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
+    input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
+    output_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
+    input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
+    spec_accept_token_num: int | UnsetType = UNSET
+    spec_draft_token_num: int | UnsetType = UNSET
+    spec_accept_rate: float | UnsetType = UNSET
+    replayed: bool | UnsetType = UNSET
 
 
-class GenerateReply(Reply):
+class GenerateReply(Reply, kw_only=True):
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
-    index: int | None = Field(None, exclude_if=lambda v: v is None)
+    index: int | UnsetType = UNSET

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from fastapi.sse import EventSourceResponse, format_sse_event
+from fastapi.sse import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from serving.front.api.errors import ClientGone
@@ -18,6 +18,7 @@ from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent, TurnService
 
 KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"[DONE]"
 SEND_PATIENCE_S = 60.0
 """A client that takes nothing for so long is gone, as far as its turn is concerned. It may have kilobytes of an answer
 on their way to it that it has not read."""
@@ -28,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkEncoder(Protocol):
-    """How a protocol writes a stream: JSON texts, each of which becomes one event."""
+    """How a protocol writes a stream: JSON texts of one line, each of which becomes one event."""
 
-    async def chunk(self, index: int, event: TurnEvent) -> str | None:
+    async def chunk(self, index: int, event: TurnEvent) -> bytes | None:
         """None: a later one tells it, too."""
 
-    def closing(self) -> Iterable[str]:
+    def closing(self) -> Iterable[bytes]:
         """What follows the last turn's end."""
 
     def error(self, info: ErrorInfo) -> dict[str, Any]:
@@ -57,6 +58,7 @@ class TurnEventStream(EventSourceResponse):
         self._started = False
         self._sending = asyncio.Lock()
         self._sent_s = 0.0
+        self._sending_since_s: float | None = None
         super().__init__((), headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,12 +70,16 @@ class TurnEventStream(EventSourceResponse):
                 raise
 
     async def _reply(self, send: Send, keep_alive_s: float) -> None:
-        comments = asyncio.create_task(self._keep_alive(send, keep_alive_s))
         try:
-            await self._write_turns(send)
-        finally:
-            comments.cancel()
-            await asyncio.gather(comments, return_exceptions=True)
+            async with asyncio.timeout(None) as patience:
+                watch = asyncio.create_task(self._watch(send, keep_alive_s, patience))
+                try:
+                    await self._write_turns(send)
+                finally:
+                    watch.cancel()
+                    await asyncio.gather(watch, return_exceptions=True)
+        except TimeoutError:
+            raise ClientGone from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_turns(self, send: Send) -> None:
@@ -82,14 +88,14 @@ class TurnEventStream(EventSourceResponse):
         try:
             async with open_turns(self._service, self._plan) as events:
                 async for index, event in events:
-                    text = await encoder.chunk(index, event)
-                    if text is None:
+                    data = await encoder.chunk(index, event)
+                    if data is None:
                         continue
                     if not self._started:
                         self.headers.update(turn_headers(event))
-                    await self._write(send, format_sse_event(data_str=text))
-            for text in encoder.closing():
-                await self._write(send, format_sse_event(data_str=text))
+                    await self._write(send, _as_event(data))
+            for data in encoder.closing():
+                await self._write(send, _as_event(data))
         except ClientGone:
             raise
         except Exception as error:
@@ -97,31 +103,45 @@ class TurnEventStream(EventSourceResponse):
                 raise
             if not isinstance(error, ServiceError):
                 logger.exception("a stream broke off")
-            await self._write(send, format_sse_event(data_str=json.dumps(encoder.error(error_info(error)))))
-        await self._write(send, format_sse_event(data_str="[DONE]"))
+            await self._write(send, _as_event(json.dumps(encoder.error(error_info(error))).encode()))
+        await self._write(send, _as_event(DONE))
 
-    async def _keep_alive(self, send: Send, keep_alive_s: float) -> None:
-        """A comment whenever nothing has been sent for so long."""
+    async def _watch(self, send: Send, keep_alive_s: float, patience: asyncio.Timeout) -> None:
+        """Sends a comment whenever nothing has been sent for `keep_alive_s`. Lets `patience` run out once the client
+        has taken nothing for SEND_PATIENCE_S. One task looks at the clock for all that is sent."""
         loop = asyncio.get_running_loop()
         self._sent_s = loop.time()
         while True:
-            silent_s = loop.time() - self._sent_s
-            if silent_s >= keep_alive_s:
-                await self._write(send, KEEP_ALIVE)
+            now_s = loop.time()
+            stuck_s = 0.0 if self._sending_since_s is None else now_s - self._sending_since_s
+            silent_s = now_s - self._sent_s
+            if stuck_s >= SEND_PATIENCE_S:
+                break
+            if self._sending_since_s is not None:
+                await asyncio.sleep(min(keep_alive_s, SEND_PATIENCE_S - stuck_s))
+            elif silent_s < keep_alive_s:
+                await asyncio.sleep(min(keep_alive_s - silent_s, SEND_PATIENCE_S))
             else:
-                await asyncio.sleep(keep_alive_s - silent_s)
+                try:
+                    async with asyncio.timeout(SEND_PATIENCE_S):
+                        await self._write(send, KEEP_ALIVE)
+                except TimeoutError:
+                    break
+        patience.reschedule(loop.time())
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """For events and comments, of which none gets into another. Raises ClientGone."""
+        """For events and comments, of which none gets into another."""
         async with self._sending:
-            try:
-                async with asyncio.timeout(SEND_PATIENCE_S):
-                    if not self._started:
-                        self._started = True
-                        await send(
-                            {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                        )
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-            except TimeoutError:
-                raise ClientGone from None
-            self._sent_s = asyncio.get_running_loop().time()
+            loop = asyncio.get_running_loop()
+            self._sending_since_s = loop.time()
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._sending_since_s = None
+            self._sent_s = loop.time()
+
+
+def _as_event(data: bytes) -> bytes:
+    """A server-sent event whose data is one line, as all JSON is that we write."""
+    return b"data: %s\n\n" % data

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.front.api import json_lists, session_replies
-from serving.front.api.json_lists import filled, joined_items, list_items
+from serving.front.api import reply_json, session_replies
+from serving.front.api.reply_json import filled, joined_items, list_items
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import client_of, local_service
 
@@ -71,7 +71,7 @@ async def test_an_answer_is_the_same_however_little_is_written_at_a_time(
         client_of(create_http_app(lambda: service)) as client,
     ):
         at_once = await told(client, path, stream=False)
-        monkeypatch.setattr(json_lists, "ENTRIES_AT_ONCE", 3)
+        monkeypatch.setattr(reply_json, "ENTRIES_AT_ONCE", 3)
         assert await told(client, path, stream=False) == at_once
         assert "logprob" in json.dumps(at_once)
 
@@ -114,7 +114,7 @@ async def test_events_that_tell_everything_so_far_are_fewer_once_they_are_large(
 
 async def test_others_are_served_while_a_large_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 128 choices held the front end's event loop for 0.3 s."""
-    monkeypatch.setattr(json_lists, "ENTRIES_AT_ONCE", 10)
+    monkeypatch.setattr(reply_json, "ENTRIES_AT_ONCE", 10)
     most_between = since = 0
 
     def shape(entry: int) -> int:
@@ -132,11 +132,11 @@ async def test_others_are_served_while_a_large_answer_is_written(monkeypatch: py
     running = asyncio.create_task(others())
     choices = [await list_items(range(number), shape) for number in (95, 1, 1, 1)]
     running.cancel()
-    assert json.loads(f"[{choices[0]}]") == list(range(95))
+    assert json.loads(b"[%s]" % choices[0]) == list(range(95))
     assert most_between == 10
 
 
 def test_items_are_filled_in_by_name_whatever_strings_say() -> None:
-    text = json.dumps({"text": '"top":[]', "top": [], "other": []}, separators=(",", ":"))
-    assert json.loads(filled(text, "top", '"top",1')) == {"text": '"top":[]', "top": ["top", 1], "other": []}
-    assert joined_items(["1,2", "", "3"]) == "1,2,3"
+    text = json.dumps({"text": '"top":[]', "top": [], "other": []}, separators=(",", ":")).encode()
+    assert json.loads(filled(text, "top", b'"top",1')) == {"text": '"top":[]', "top": ["top", 1], "other": []}
+    assert joined_items([b"1,2", b"", b"3"]) == b"1,2,3"

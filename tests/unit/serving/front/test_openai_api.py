@@ -14,6 +14,7 @@ import pytest
 
 from engine.runner.null import null_generate
 from serving.front.api.openai_replies import stop_fields
+from serving.front.api.reply_json import or_unset
 from serving.wire.turns import ChatPrompt, TurnFinish
 from tests.unit.serving.local_service import MODEL, local_client, shown_text, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
@@ -172,7 +173,7 @@ def test_stop_reason_is_what_the_request_named(
 ) -> None:
     """As with vLLM: the model's own end has none."""
     fields = stop_fields(TurnFinish("stop", matched), (), stop_token_ids=asked, with_token_ids=False)
-    assert fields["stop_reason"] == reason
+    assert fields["stop_reason"] == or_unset(reason)
 
 
 async def test_choices_run_side_by_side(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from engine.api import Finish, FinishReason, TokenDelta, TokenLogprob
 from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
 from serving.front.api.openai_replies import UsageCounter
+from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
 from serving.replica.live_turn import LiveTurn, TurnTeller
 from serving.replica.mailbox import Mailbox
@@ -116,7 +117,7 @@ def test_usage_counts_drafts_over_all_choices(proposed: tuple[int, int], accepte
     counter = UsageCounter(2)
     for index in range(2):
         counter.note(index, TurnEvent(draft_tokens=proposed[index], accepted_draft_tokens=accepted[index]))
-    usage = json.loads(counter.usage().model_dump_json())
+    usage = json.loads(reply_json(counter.usage()))
     if sum(proposed) == 0:
         assert "completion_tokens_details" not in usage
         return

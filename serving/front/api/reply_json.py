@@ -1,0 +1,57 @@
+"""Replies as JSON. A reply is a struct, written in one go; long lists are written some entries at a time and put in:
+all log-probabilities of a large answer take seconds, in which the event loop would serve nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+T = TypeVar("T")
+
+ENTRIES_AT_ONCE = 64
+"""Log-probabilities with twenty others each take some milliseconds."""
+
+_ENCODER = msgspec.json.Encoder()
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """Base of what replies are made of. A field that is UNSET is left out; one that is None is null."""
+
+
+def reply_json(reply: Reply) -> bytes:
+    """An infinite or undefined number is null."""
+    return _ENCODER.encode(reply)
+
+
+def or_unset(value: T | None) -> T | UnsetType:
+    """For a field that is left out where there is nothing to say."""
+    return UNSET if value is None else value
+
+
+async def list_items(entries: Sequence[T], shape: Callable[[T], Any]) -> bytes:
+    """JSON of the shaped entries, with commas between them and no brackets. Other tasks run meanwhile."""
+    texts: list[bytes] = []
+    for start in range(0, len(entries), ENTRIES_AT_ONCE):
+        await asyncio.sleep(0)  # first, too: an answer may have many short lists
+        some = [shape(entry) for entry in entries[start : start + ENTRIES_AT_ONCE]]
+        texts.append(_ENCODER.encode(some)[1:-1])
+    return joined_items(texts)
+
+
+def joined_items(texts: Iterable[bytes]) -> bytes:
+    """The items of several such texts, in order. Those of an empty list are none."""
+    return b",".join(filter(None, texts))
+
+
+def filled(text: bytes, name: str, items: bytes) -> bytes:
+    """JSON with these items in the empty list that it has under that name.
+
+    There must be one. No string of the JSON looks like it: quotes in strings are escaped.
+    """
+    before, empty, after = text.partition(b'"%s":[]' % name.encode())
+    assert empty, name
+    return b'%s"%s":[%s]%s' % (before, name.encode(), items, after)
