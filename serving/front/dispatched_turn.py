@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from serving.front.told_so_far import ToldSoFar
+from serving.front.turn_progress import TurnProgress
 from serving.wire.turns import TurnCall
 
 ABORT_TIMEOUT_S = 2.0
@@ -20,12 +20,12 @@ class TurnAborted(Exception):
 class DispatchedTurn:
     """Owned by its dispatch, from the client's call to the last event. Used on the ingress's event loop only.
 
-    `told` is what of it the client has been told.
+    `progress` is what of it the client has been sent.
     """
 
     def __init__(self, call: TurnCall) -> None:
         self.call = call
-        self.told = ToldSoFar()
+        self.progress = TurnProgress()
         self.aborted = False
         self._search: asyncio.Timeout | None = None
 

@@ -22,7 +22,7 @@ from serving.front.replica_gone import Loss, ReplicaGone
 from serving.front.replica_link import Connection, ConnectionEvents, LinkTimes, ReplicaLink
 from serving.wire.calls import Answer, AnyCall, Describe, RunTurn, UnreadableMessage, result_of
 from serving.wire.controller_calls import ControllerCalls
-from serving.wire.turn_events import UnreadEvents
+from serving.wire.turn_events import merge_events
 from serving.wire.turns import TurnCall, TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class TurnEvents:
     them together."""
 
     def __init__(self) -> None:
-        self._unread = UnreadEvents()
+        self._unread: list[TurnEvent] = []
         self._gone: ReplicaGone | None = None
         self._arrived = asyncio.Event()
         self.ended = False
@@ -209,7 +209,7 @@ class TurnEvents:
             self.ended = True
         else:
             assert isinstance(item, TurnEvent)
-            self._unread.add(item)
+            self._unread.append(item)
             self.ended = item.finish is not None or item.error is not None
         self._arrived.set()
 
@@ -225,4 +225,5 @@ class TurnEvents:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
-        return self._unread.take()
+        unread, self._unread = self._unread, []
+        return merge_events(unread)

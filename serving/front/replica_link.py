@@ -21,7 +21,7 @@ from serving.wire.calls import (
     AnyCall,
     Request,
     UnreadableMessage,
-    decode_news,
+    decode_replies,
     encode_request,
 )
 from serving.wire.channel import Channel, ChannelLost
@@ -90,7 +90,7 @@ class ReplicaLink:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._waiting: dict[int, Deliver] = {}
-        self._news: deque[tuple[int, Answer | TurnEvent]] = deque()
+        self._replies: deque[tuple[int, Answer | TurnEvent]] = deque()
         self._handing_out = False
         self._heard_s = self._sent_s = self._loop.time()
         self._broken_s: float | None = self._loop.time()
@@ -154,7 +154,7 @@ class ReplicaLink:
         try:
             message = self._channel.take(header, body)
             if message is not None:
-                self._news.extend(decode_news(message))
+                self._replies.extend(decode_replies(message))
                 if not self._handing_out:
                     self._hand_out()
         except (ChannelLost, UnreadableMessage) as error:
@@ -163,9 +163,9 @@ class ReplicaLink:
 
     def _hand_out(self) -> None:
         """Some of what has come, in order; the rest once others have had the event loop."""
-        for _ in range(min(CALLS_AT_ONCE, len(self._news))):
-            self._deliver(*self._news.popleft())
-        self._handing_out = bool(self._news)
+        for _ in range(min(CALLS_AT_ONCE, len(self._replies))):
+            self._deliver(*self._replies.popleft())
+        self._handing_out = bool(self._replies)
         if self._handing_out:
             self._loop.call_soon(self._hand_out)
 

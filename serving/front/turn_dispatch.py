@@ -253,7 +253,7 @@ class TurnDispatcher:
         """The whole turn, at however many replicas. `stack` holds the stream of the present one."""
         for takeovers_left in range(MOST_TAKEOVERS, -1, -1):
             if attempt is None:
-                yield turn.told.aborted()
+                yield turn.progress.aborted()
                 return
             failure = BROKEN_OFF
             event: TurnEvent | None = attempt.first
@@ -262,9 +262,9 @@ class TurnDispatcher:
                     if event.error is not None and event.error.code in RETRIED_CODES:
                         failure = event.error
                         break
-                    news = turn.told.news(event)
-                    if news is not None:
-                        yield news
+                    unsent = turn.progress.unsent(event)
+                    if unsent is not None:
+                        yield unsent
                     if event.finish is not None or event.error is not None:
                         return
                     event = await anext(attempt.rest, None)
@@ -287,7 +287,7 @@ class TurnDispatcher:
         call = turn.call
         if call.session is not None:
             self.forget(call.session.session_id)
-        resumed = replace(_for_living_session(call), resumed=turn.told.begin_again())
+        resumed = replace(_for_living_session(call), resumed=turn.progress.begin_again())
         try:
             attempt = await self._start(turn, resumed, stack)
         except ServiceError as error:

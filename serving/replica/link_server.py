@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol
@@ -17,14 +16,14 @@ from serving.background import BackgroundTasks
 from serving.wire.calls import (
     Answer,
     AnyCall,
-    News,
+    Replies,
     Request,
     UnreadableMessage,
     decode_request,
-    encode_news,
+    encode_replies,
 )
 from serving.wire.channel import Channel, ChannelLost, begins, lost_header
-from serving.wire.turn_events import UnreadEvents, event_weight, split_event
+from serving.wire.turn_events import event_weight, merge_events, split_event
 from serving.wire.turns import TurnEvent
 
 logger = logging.getLogger(__name__)
@@ -109,36 +108,28 @@ class LinkServer:
             task.cancel()
 
 
-class Unsent:
-    """What is to go out for one call: events, joined as far as they may be, or its answer."""
+Unsent = list[Answer | TurnEvent]
+"""What is to go out for one call: events, or its answer."""
 
-    def __init__(self) -> None:
-        self._items: deque[UnreadEvents | Answer] = deque()
 
-    def __bool__(self) -> bool:
-        return bool(self._items)
-
-    @property
-    def next_weight(self) -> int:
-        """Of what `take` would give."""
-        first = self._items[0]
-        return first.weight if isinstance(first, UnreadEvents) else 0
-
-    def add(self, item: Answer | TurnEvent) -> None:
-        if isinstance(item, Answer):
-            self._items.append(item)
-            return
-        for piece in split_event(item, EVENT_WEIGHT):
-            last = self._items[-1] if self._items else None
-            if isinstance(last, UnreadEvents) and last.weight + event_weight(piece) <= EVENT_WEIGHT:
-                last.add(piece)
-            else:
-                self._items.append(UnreadEvents(piece))
-
-    def take(self) -> Answer | TurnEvent:
-        """The next message's share."""
-        first = self._items.popleft()
-        return first.take() if isinstance(first, UnreadEvents) else first
+def next_reply(unsent: Unsent, room: int) -> Answer | TurnEvent | None:
+    """Removes what leaves next: the answer, or events, joined as far as they may be. None if it weighs over `room`."""
+    first = unsent[0]
+    if isinstance(first, Answer):
+        return unsent.pop(0)
+    if len(unsent) == 1:
+        return unsent.pop() if event_weight(first) <= room else None
+    events: list[TurnEvent] = []
+    weight = 0
+    for item in unsent:
+        if isinstance(item, Answer) or (events and weight + event_weight(item) > EVENT_WEIGHT):
+            break
+        events.append(item)
+        weight += event_weight(item)
+    if weight > room:
+        return None
+    del unsent[: len(events)]
+    return merge_events(events)
 
 
 class PeerLink:
@@ -184,8 +175,11 @@ class PeerLink:
         """What goes out for a call; it leaves with what others say before the event loop is free again."""
         unsent = self._unsent.get(number)
         if unsent is None:
-            unsent = self._unsent[number] = Unsent()
-        unsent.add(item)
+            unsent = self._unsent[number] = []
+        if isinstance(item, Answer) or event_weight(item) <= EVENT_WEIGHT:
+            unsent.append(item)
+        else:
+            unsent.extend(split_event(item, EVENT_WEIGHT))
         self._flush_soon()
 
     def _take(self, request: Request) -> None:
@@ -206,17 +200,20 @@ class PeerLink:
         self._flushing = False
         if self._channel.unread >= MESSAGES_AHEAD or self._channel.unread_bytes >= BYTES_AHEAD:
             return  # what it says next opens the window, or brings it here again
-        news: News = []
+        replies: Replies = []
         room = MESSAGE_WEIGHT
-        for number, unsent in list(self._unsent.items()):
-            if unsent.next_weight <= room:
-                room -= unsent.next_weight
-                news.append((number, unsent.take()))
-                if not unsent:
-                    del self._unsent[number]
-        if news:
-            self._channel.send(encode_news(news))
-        if self._unsent:
+        left: dict[int, Unsent] = {}
+        for number, unsent in self._unsent.items():
+            reply = next_reply(unsent, room)
+            if reply is not None:
+                replies.append((number, reply))
+                room -= 0 if isinstance(reply, Answer) else event_weight(reply)
+            if unsent:
+                left[number] = unsent
+        self._unsent = left
+        if replies:
+            self._channel.send(encode_replies(replies))
+        if left:
             self._flush_soon()
 
     def _transmit(self, header: bytes, body: bytes) -> None:

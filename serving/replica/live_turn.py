@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from controllers.session import Turn
-from engine.api import EngineError, Finish, FinishReason, TokenDelta
+from engine.api import EngineError, Finish, FinishReason, TokenDelta, TokenLogprob
 from serving.text.text import OutputText, TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turn_events import end_behind
-from serving.wire.turns import ResumedTurn, TurnCall, TurnEvent, TurnFinish
+from serving.wire.turns import ResumedTurn, TextLogprob, TurnCall, TurnEvent, TurnFinish
 
 NOTHING = ResumedTurn(())
 
@@ -23,7 +23,7 @@ class LiveTurn:
     `turn` is None outside a session. `emit` takes its events while somebody listens. `finish` is set once the engine
     has sent its final delta, and `ended` with it; `settled` once the turn has been committed or rolled back (or will
     be, by a task of its own). `resumed` is what the engine's first delta tells again: no time is counted for it, and
-    the log-probabilities in it are added to what is told.
+    the log-probabilities in it are added to what is sent.
     """
 
     call: TurnCall
@@ -35,7 +35,7 @@ class LiveTurn:
     started_s: float
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     output_tokens: list[int] = field(default_factory=list)
-    told: list[TurnEvent] = field(default_factory=list)
+    events: list[TurnEvent] = field(default_factory=list)
     resumed: ResumedTurn = NOTHING
     last_token_s: float | None = None
     finish: Finish | None = None
@@ -48,12 +48,12 @@ class LiveTurn:
     def final_event(self) -> TurnEvent:
         """The event that ends a turn which did not fail; totals are those of the last delta."""
         assert self.finish is not None
-        last = self.told[-1] if self.told else TurnEvent(prompt_tokens=len(self.new_tokens))
+        last = self.events[-1] if self.events else TurnEvent(prompt_tokens=len(self.new_tokens))
         finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
         return end_behind(last, finish)
 
 
-class TurnTeller:
+class EventMaker:
     """Turns deltas into events, and counts what users feel."""
 
     def __init__(self, text: TextProcessor, metrics: ReplicaMetrics, clock: Callable[[], float]) -> None:
@@ -62,16 +62,16 @@ class TurnTeller:
         self._clock = clock
 
     def take(self, live: LiveTurn, delta: TokenDelta) -> None:
-        """Emits what the delta says, if that is anything. Notes the finish, if it is there, whatever goes wrong."""
+        """Emits what is new, if anything is. Notes the finish, if it is there, whatever goes wrong."""
         try:
             self._time(live, len(delta.token_ids) - len(live.resumed.token_ids))
             event = self._event(live, delta)
-            live.told.append(event)
+            live.events.append(event)
             if event.token_ids or event.text or event.input_logprobs:
                 live.emit(event)
         except Exception as error:
             live.end(
-                Finish(FinishReason.ERROR, error=EngineError(f"its output could not be told ({error!r})"))
+                Finish(FinishReason.ERROR, error=EngineError(f"its output could not be read ({error!r})"))
             )
             raise
         if delta.finish is not None:
@@ -87,14 +87,19 @@ class TurnTeller:
             prompt_tokens=delta.prompt_tokens,
             cached_tokens=delta.cached_tokens,
             completion_tokens=delta.completion_tokens,
-            logprobs=known.logprobs + self._text.text_logprobs(delta.logprobs),
-            input_logprobs=known.input_logprobs + self._text.text_logprobs(delta.input_logprobs),
+            logprobs=self._with_texts(known.logprobs, delta.logprobs),
+            input_logprobs=self._with_texts(known.input_logprobs, delta.input_logprobs),
             draft_tokens=delta.draft_tokens,
             accepted_draft_tokens=delta.accepted_draft_tokens,
             turn_index=None if live.turn is None else live.turn.turn_index,
             open_key=None if live.turn is None else live.turn.open_key,
             tokenizer=self._text.tokenizer_hash,
         )
+
+    def _with_texts(
+        self, known: tuple[TextLogprob, ...], logprobs: Sequence[TokenLogprob]
+    ) -> tuple[TextLogprob, ...]:
+        return known + self._text.text_logprobs(logprobs) if logprobs else known
 
     def _time(self, live: LiveTurn, count: int) -> None:
         if count <= 0:

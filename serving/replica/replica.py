@@ -31,7 +31,7 @@ from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.link_server import TICK_S, Emit, LinkServer, PeerConnections, TakeFrame
-from serving.replica.live_turn import TurnTeller
+from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.peer_sockets import PeerSockets
 from serving.replica.session_host import SessionHost
@@ -157,7 +157,7 @@ class LLMReplica:
                 self._controller, self._metrics, patience_s=args.controller.commit_patience_s
             ),
             builder=RequestBuilder(self._engine, self._text),
-            teller=TurnTeller(self._text, self._metrics, place.clock),
+            event_maker=EventMaker(self._text, self._metrics, place.clock),
             mailbox=mailbox,
             load=TenantLoad(args.tenants.max_turns_in_flight, args.tenants.max_queued_tokens),
             metrics=self._metrics,

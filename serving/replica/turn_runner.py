@@ -28,7 +28,7 @@ from controllers.session import Replay, SessionController, Turn
 from controllers.session_keys import named
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint, TokenDelta
 from serving.background import BackgroundTasks
-from serving.replica.live_turn import NOTHING, LiveTurn, TurnTeller
+from serving.replica.live_turn import NOTHING, EventMaker, LiveTurn
 from serving.replica.mailbox import Mailbox
 from serving.replica.overlaps import OVERLAP_PATIENCE_S, Overlaps
 from serving.replica.replay import decode_result, encode_result
@@ -64,7 +64,7 @@ class TurnRunner:
         host: SessionHost,
         commits: TurnCommits,
         builder: RequestBuilder,
-        teller: TurnTeller,
+        event_maker: EventMaker,
         mailbox: Mailbox,
         load: TenantLoad,
         metrics: ReplicaMetrics,
@@ -76,7 +76,7 @@ class TurnRunner:
         self._host = host
         self._commits = commits
         self._builder = builder
-        self._teller = teller
+        self._event_maker = event_maker
         self._mailbox = mailbox
         self._load = load
         self._metrics = metrics
@@ -89,7 +89,7 @@ class TurnRunner:
         self._overlaps = Overlaps()
 
     async def run(self, call: TurnCall, epoch: int | None, tell: Emit) -> TurnEvent:
-        """Tells news as they come; returns the last event, which has a finish or an error."""
+        """Emits events as they come; returns the last event, which has a finish or an error."""
         with self._overlaps.client() as left:
             return await self._run(call, epoch, tell, left)
 
@@ -228,7 +228,7 @@ class TurnRunner:
         return live
 
     def _take(self, live: LiveTurn, delta: TokenDelta) -> None:
-        self._teller.take(live, delta)
+        self._event_maker.take(live, delta)
         if live.output_tokens:
             self._load.computed(live.request_id)
 
@@ -301,7 +301,7 @@ class TurnRunner:
         if turn is not None:
             result = b""
             if turn.idempotency_key is not None:
-                result = encode_result(merge_events(live.told, final))
+                result = encode_result(merge_events([*live.events, final]))
             try:
                 record = self._sessions.prepare_commit(turn, live.new_tokens, live.output_tokens, result)
             except ControllerError as error:

@@ -121,7 +121,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     error: ErrorInfo | None = None
 
 
-News = list[tuple[int, Answer | TurnEvent]]
+Replies = list[tuple[int, Answer | TurnEvent]]
 """From a replica: by number of the call, and in order."""
 
 
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _REQUESTS = msgspec.msgpack.Decoder(Request)
-_NEWS = msgspec.msgpack.Decoder(News)
+_NEWS = msgspec.msgpack.Decoder(Replies)
 _ANSWERS = {call: msgspec.msgpack.Decoder(answer) for call, answer in ANSWERS.items()}
 
 
@@ -150,11 +150,11 @@ def decode_request(body: bytes) -> Request:
     return _decoded(_REQUESTS, body)
 
 
-def encode_news(news: News) -> bytes:
+def encode_replies(news: Replies) -> bytes:
     return _ENCODER.encode(news)
 
 
-def decode_news(body: bytes) -> News:
+def decode_replies(body: bytes) -> Replies:
     """Raises UnreadableMessage."""
     return _decoded(_NEWS, body)
 

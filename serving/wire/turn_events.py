@@ -1,52 +1,30 @@
-"""Events of a turn joined to fewer, cut to smaller ones, and ended. What they tell stays the same."""
+"""Events of a turn joined to fewer, cut to smaller ones, and ended. What is in them stays the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
 from serving.wire.turns import TurnEvent, TurnFinish
 
 
-def merge_events(events: list[TurnEvent], last: TurnEvent) -> TurnEvent:
-    """One event that tells what all of them told; totals and the finish are those of `last`."""
-    every = [*events, last]
+def merge_events(events: Sequence[TurnEvent]) -> TurnEvent:
+    """One event in place of one or more; totals and the finish are those of the last."""
+    last = events[-1]
+    if len(events) == 1:
+        return last
     return replace(
         last,
-        text="".join(event.text for event in every),
-        token_ids=tuple(token for event in every for token in event.token_ids),
-        logprobs=tuple(entry for event in every for entry in event.logprobs),
-        input_logprobs=tuple(entry for event in every for entry in event.input_logprobs),
+        text="".join([event.text for event in events]),
+        token_ids=tuple([token for event in events for token in event.token_ids]),
+        logprobs=tuple([entry for event in events for entry in event.logprobs]),
+        input_logprobs=tuple([entry for event in events for entry in event.input_logprobs]),
     )
 
 
-class UnreadEvents:
-    """Events that are to be read as one. They are joined when they are taken, at a cost that is theirs, and not as each
-    arrives. `weight` is that of all of them."""
-
-    def __init__(self, event: TurnEvent | None = None) -> None:
-        self._events: list[TurnEvent] = []
-        self.weight = 0
-        if event is not None:
-            self.add(event)
-
-    def __bool__(self) -> bool:
-        return bool(self._events)
-
-    def add(self, event: TurnEvent) -> None:
-        self._events.append(event)
-        self.weight += event_weight(event)
-
-    def take(self) -> TurnEvent:
-        """All of them as one; none is left. There must be one."""
-        *earlier, last = self._events
-        self._events, self.weight = [], 0
-        return merge_events(earlier, last) if earlier else last
-
-
 def end_behind(last: TurnEvent, finish: TurnFinish) -> TurnEvent:
-    """An event that tells the end alone; totals are those of `last`."""
+    """An event that brings the end alone; totals are those of `last`."""
     return replace(last, text="", token_ids=(), logprobs=(), input_logprobs=(), finish=finish)
 
 

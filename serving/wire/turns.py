@@ -144,7 +144,7 @@ class TurnFinish(msgspec.Struct, frozen=True):
 
 
 class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
-    """News of a turn: new text and token ids since the last event, totals so far; the last has finish or error.
+    """What is new of a turn: text and token ids since the last event, totals so far; the last has finish or error.
 
     `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
     `turn_index` says which of its session's turns it is, `open_key` of which session of that name; None outside a

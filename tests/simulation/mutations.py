@@ -26,7 +26,7 @@ from controllers.errors import StoreError
 from controllers.ownership import OwnershipLedger
 from controllers.records import SessionRecord, StoredResult, TurnRecord
 from controllers.session import SessionController, Turn
-from serving.front.told_so_far import ToldSoFar
+from serving.front.turn_progress import TurnProgress
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_runner import TurnRunner
@@ -198,14 +198,14 @@ def _keys_are_remembered_before_the_log() -> Patches:
 
 def _takeovers_tell_again() -> Patches:
     """After a takeover the client is told the turn from its beginning."""
-    real = ToldSoFar.begin_again
+    real = TurnProgress.begin_again
 
-    def begin_again(self: ToldSoFar) -> ResumedTurn:
+    def begin_again(self: TurnProgress) -> ResumedTurn:
         resumed = real(self)
         self._again = {}
         return resumed
 
-    return [patch.object(ToldSoFar, "begin_again", begin_again)]
+    return [patch.object(TurnProgress, "begin_again", begin_again)]
 
 
 def _takeovers_go_on_anywhere() -> Patches:

@@ -72,20 +72,20 @@ class AnswerReader:
         self._parser = None if tools is None or not tools.reads else CallParser(FORMATS[tools.format_name])
         self._has_calls = False
 
-    def read(self, news: TurnEvent | TurnResult) -> AnswerPart:
+    def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
         """Of the choice's next event, or of all of it."""
         if self._parser is None:
-            return AnswerPart(news.text)
-        pieces = self._parser.push(news.text) + (self._parser.flush() if news.finish is not None else [])
-        part, scope = AnswerPart(), _scope(self._call, news.turn_index)
+            return AnswerPart(output.text)
+        pieces = self._parser.push(output.text) + (self._parser.flush() if output.finish is not None else [])
+        part, scope = AnswerPart(), _scope(self._call, output.turn_index)
         for piece in pieces:
             part.add(piece, scope)
         self._has_calls = self._has_calls or bool(part.calls)
         return part
 
-    def finish(self, news: TurnEvent | TurnResult) -> TurnFinish | None:
+    def finish(self, output: TurnEvent | TurnResult) -> TurnFinish | None:
         """How the choice ended, once that has been read."""
-        finish = news.finish
+        finish = output.finish
         if finish is None or finish.reason != "stop" or not self._has_calls:
             return finish
         return replace(finish, reason="tool_calls")

@@ -154,10 +154,10 @@ def _token_choice(text: bytes, logprob: float) -> dict[str, Any]:
     return {"token": shown(text), "logprob": logprob, "bytes": list(text)}
 
 
-def _stop_fields(body: ChatBody, reader: AnswerReader, news: TurnEvent | TurnResult) -> dict[str, Any]:
+def _stop_fields(body: ChatBody, reader: AnswerReader, output: TurnEvent | TurnResult) -> dict[str, Any]:
     return stop_fields(
-        reader.finish(news),
-        news.token_ids,
+        reader.finish(output),
+        output.token_ids,
         stop_token_ids=body.stop_token_ids,
         with_token_ids=bool(body.return_token_ids),
     )

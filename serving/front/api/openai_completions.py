@@ -200,36 +200,36 @@ class CompletionEncoder:
         reply = CompletionReply(**self._head, choices=[], usage=self._usage.usage())
         return filled(reply_json(reply), "choices", joined_items(choices))
 
-    def _choice(self, index: int, news: TurnEvent | TurnResult) -> CompletionChoice:
-        self._usage.note(index, news)
-        text = news.text
+    def _choice(self, index: int, output: TurnEvent | TurnResult) -> CompletionChoice:
+        self._usage.note(index, output)
+        text = output.text
         if self._body.echo and index not in self._started:
-            text = self._echoed(index, news) + text
+            text = self._echoed(index, output) + text
         self._started.add(index)
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=NO_LOGPROBS if self._has_logprobs(news) else None,
+            logprobs=NO_LOGPROBS if self._has_logprobs(output) else None,
             **stop_fields(
-                news.finish,
-                news.token_ids,
+                output.finish,
+                output.token_ids,
                 stop_token_ids=self._body.stop_token_ids,
                 with_token_ids=bool(self._body.return_token_ids),
             ),
         )
 
-    def _echoed(self, index: int, news: TurnEvent | TurnResult) -> str:
+    def _echoed(self, index: int, output: TurnEvent | TurnResult) -> str:
         prompt = self._prompts[index // self._num_choices]
-        return prompt.text if isinstance(prompt, TextPrompt) else _text_of(news.input_logprobs)
+        return prompt.text if isinstance(prompt, TextPrompt) else _text_of(output.input_logprobs)
 
-    def _has_logprobs(self, news: TurnEvent | TurnResult) -> bool:
-        return self._body.logprobs is not None and bool(news.input_logprobs or news.logprobs)
+    def _has_logprobs(self, output: TurnEvent | TurnResult) -> bool:
+        return self._body.logprobs is not None and bool(output.input_logprobs or output.logprobs)
 
-    async def _with_logprobs(self, text: bytes, index: int, news: TurnEvent | TurnResult) -> bytes:
+    async def _with_logprobs(self, text: bytes, index: int, output: TurnEvent | TurnResult) -> bytes:
         """JSON of a choice that has NO_LOGPROBS if there are some."""
-        if not self._has_logprobs(news):
+        if not self._has_logprobs(output):
             return text
-        entries, place = (*news.input_logprobs, *news.logprobs), self._places[index]
+        entries, place = (*output.input_logprobs, *output.logprobs), self._places[index]
         lists: dict[str, Callable[[TextLogprob], Any]] = {
             "tokens": lambda entry: shown(entry.text),
             "token_logprobs": _token_logprob,

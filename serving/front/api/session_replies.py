@@ -47,7 +47,7 @@ class GenerateEncoder:
         self._results = [TurnResult() for _ in plan.calls]
         self._written: list[defaultdict[str, list[bytes]]] = [defaultdict(list) for _ in plan.calls]
         """Of each call what its events so far have of log-probabilities: each entry is written once."""
-        self._told = [_Told() for _ in plan.calls]
+        self._told = [_Sent() for _ in plan.calls]
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes | None:
         new = await _logprob_items(self._body, event)
@@ -57,7 +57,7 @@ class GenerateEncoder:
             result = dataclasses.replace(result, text=event.text, token_ids=list(event.token_ids))
         else:
             self._add(index, new)
-            if not self._told[index].may_tell(event, new):
+            if not self._told[index].may_send(event, new):
                 return None
             new = {name: joined_items(texts) for name, texts in self._written[index].items()}
         number = index if self._numbered else None
@@ -74,22 +74,22 @@ class GenerateEncoder:
             self._written[index][name].append(items)
 
 
-class _Told:
+class _Sent:
     """How large the events of a call are, about: what there is to tell, and what of it the last one had."""
 
     def __init__(self) -> None:
         self._size_bytes = 0
-        self._told_bytes = 0
+        self._sent_bytes = 0
 
-    def may_tell(self, event: TurnEvent, logprobs: ItemsByField) -> bool:
+    def may_send(self, event: TurnEvent, logprobs: ItemsByField) -> bool:
         """Whether this event is to be sent."""
         ids_bytes = ID_BYTES * len(event.token_ids)
         self._size_bytes += len(event.text) + ids_bytes + sum(map(len, logprobs.values()))
         share = NEW_SHARE_OF_LARGE if self._size_bytes > LARGE_EVENT_BYTES else NEW_SHARE
-        new_bytes = self._size_bytes - self._told_bytes
+        new_bytes = self._size_bytes - self._sent_bytes
         if event.finish is None and new_bytes < share * self._size_bytes:
             return False
-        self._told_bytes = self._size_bytes
+        self._sent_bytes = self._size_bytes
         return True
 
 
@@ -136,7 +136,7 @@ def _draft_fields(result: TurnResult) -> dict[str, Any]:
     }
 
 
-async def _logprob_items(body: GenerateBody, news: TurnEvent | TurnResult) -> ItemsByField:
+async def _logprob_items(body: GenerateBody, output: TurnEvent | TurnResult) -> ItemsByField:
     if not body.return_logprob:
         return {}
     with_text = bool(body.return_text_in_logprobs)
@@ -151,10 +151,10 @@ async def _logprob_items(body: GenerateBody, news: TurnEvent | TurnResult) -> It
         ] or None
 
     fields = {
-        "output_token_logprobs": await list_items(news.logprobs, entry_of),
-        "input_token_logprobs": await list_items(news.input_logprobs, entry_of),
+        "output_token_logprobs": await list_items(output.logprobs, entry_of),
+        "input_token_logprobs": await list_items(output.input_logprobs, entry_of),
     }
     if body.top_logprobs_num:
-        fields["output_top_logprobs"] = await list_items(news.logprobs, top_of)
-        fields["input_top_logprobs"] = await list_items(news.input_logprobs, top_of)
+        fields["output_top_logprobs"] = await list_items(output.logprobs, top_of)
+        fields["input_top_logprobs"] = await list_items(output.input_logprobs, top_of)
     return fields

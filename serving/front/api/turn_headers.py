@@ -9,11 +9,11 @@ TURN_INDEX = "x-session-turn"
 REPLAYED = "idempotent-replayed"
 
 
-def turn_headers(news: TurnEvent | TurnResult) -> dict[str, str]:
+def turn_headers(output: TurnEvent | TurnResult) -> dict[str, str]:
     """Known from a turn's first event on: which of its session's turns it is, and whether it ran before."""
     headers = {}
-    if news.turn_index is not None:
-        headers[TURN_INDEX] = str(news.turn_index)
-    if news.replayed:
+    if output.turn_index is not None:
+        headers[TURN_INDEX] = str(output.turn_index)
+    if output.replayed:
         headers[REPLAYED] = "true"
     return headers

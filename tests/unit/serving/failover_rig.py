@@ -126,8 +126,7 @@ class Failover:
     async def turn(self, call: TurnCall) -> TurnEvent:
         """The whole turn as one event."""
         async with aclosing(self.events(call)) as stream:
-            *ahead, last = [event async for event in stream]
-        return merge_events(ahead, last)
+            return merge_events([event async for event in stream])
 
     def committed(self, session_id: str) -> tuple[int, int]:
         """Turns and tokens in the ledger."""

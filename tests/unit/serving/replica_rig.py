@@ -27,7 +27,7 @@ from engine.settings import CacheSettings, SchedulerSettings, SpeculationSetting
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import TurnEvents
 from serving.replica.hand_over_pace import HandOverPace
-from serving.replica.live_turn import TurnTeller
+from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
@@ -175,7 +175,7 @@ class Rig:
             host=self.host,
             commits=TurnCommits(calls, self.metrics, patience_s=commit_patience_s),
             builder=RequestBuilder(self.engine, text),
-            teller=TurnTeller(text, self.metrics, time.perf_counter),
+            event_maker=EventMaker(text, self.metrics, time.perf_counter),
             mailbox=self.mailbox,
             load=load or TenantLoad(),
             metrics=self.metrics,

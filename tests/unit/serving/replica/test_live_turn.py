@@ -16,7 +16,7 @@ from engine.settings import SpeculationSettings
 from serving.front.api.openai_replies import UsageCounter
 from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
-from serving.replica.live_turn import LiveTurn, TurnTeller
+from serving.replica.live_turn import EventMaker, LiveTurn
 from serving.replica.mailbox import Mailbox
 from serving.replica.replay import MOST_LOGPROBS, decode_result, encode_result
 from serving.watch.metrics import ReplicaMetrics
@@ -35,13 +35,13 @@ def delta(index: int, *, finish: Finish | None = None, tokens: tuple[int, ...] =
     return TokenDelta("r", tokens, 5, 2, index + 1, logprobs, finish=finish, draft_tokens=2 * index)
 
 
-class Told:
+class Rig:
     """A turn, and the events that it has emitted."""
 
     def __init__(self) -> None:
         text = small_text()
         seconds = iter(range(1000))
-        self.teller = TurnTeller(text, ReplicaMetrics("a", stats), lambda: float(next(seconds)))
+        self.event_maker = EventMaker(text, ReplicaMetrics("a", stats), lambda: float(next(seconds)))
         self.events: list[TurnEvent] = []
         self.live = LiveTurn(call([1]), "r", None, [1], self.events.append, text.output_text(), 0.0)
 
@@ -49,39 +49,39 @@ class Told:
         """What they say, as one event."""
         del self.events[:]
         for each in deltas:
-            self.teller.take(self.live, each)
-        return merge_events(self.events[:-1], self.events[-1])
+            self.event_maker.take(self.live, each)
+        return merge_events(self.events)
 
 
 def test_each_delta_is_an_event() -> None:
-    told = Told()
-    event = told.take(*[delta(index) for index in range(5)])
-    assert event.token_ids == tuple(range(300, 305)) == tuple(told.live.output_tokens)
+    rig = Rig()
+    event = rig.take(*[delta(index) for index in range(5)])
+    assert event.token_ids == tuple(range(300, 305)) == tuple(rig.live.output_tokens)
     assert [entry.token.token_id for entry in event.logprobs] == list(event.token_ids)
     assert (event.completion_tokens, event.draft_tokens) == (5, 8)
-    assert told.live.finish is None
+    assert rig.live.finish is None
 
 
 def test_one_that_ends_the_turn_and_one_that_says_nothing() -> None:
-    told = Told()
-    event = told.take(delta(0), delta(1, finish=LENGTH))
+    rig = Rig()
+    event = rig.take(delta(0), delta(1, finish=LENGTH))
     assert (event.token_ids, event.finish) == ((300, 301), None)
-    final = told.live.final_event()
+    final = rig.live.final_event()
     assert (final.token_ids, final.completion_tokens, final.draft_tokens) == ((), 2, 2)
-    told = Told()
-    told.teller.take(told.live, TokenDelta("r", (), 5, 2, 0, finish=LENGTH))
-    assert told.events == []
-    assert (told.live.finish, told.live.ended.is_set()) == (LENGTH, True)
+    rig = Rig()
+    rig.event_maker.take(rig.live, TokenDelta("r", (), 5, 2, 0, finish=LENGTH))
+    assert rig.events == []
+    assert (rig.live.finish, rig.live.ended.is_set()) == (LENGTH, True)
 
 
 def test_a_turn_whose_output_cannot_be_told_ends_in_an_error() -> None:
     """It is taken on the way from the engine: no other's deltas may be lost with it, and it must not wait for ever."""
-    told = Told()
-    told.live.output = None  # type: ignore[assignment]
+    rig = Rig()
+    rig.live.output = None  # type: ignore[assignment]
     with pytest.raises(AttributeError):
-        told.teller.take(told.live, delta(0))
-    assert told.live.finish is not None
-    assert told.live.finish.reason is FinishReason.ERROR
+        rig.event_maker.take(rig.live, delta(0))
+    assert rig.live.finish is not None
+    assert rig.live.finish.reason is FinishReason.ERROR
 
 
 async def test_a_delta_that_cannot_be_taken_keeps_no_other_from_being_taken() -> None:
@@ -98,16 +98,16 @@ async def test_a_delta_that_cannot_be_taken_keeps_no_other_from_being_taken() ->
 
 
 def test_what_is_told_again_takes_no_time_and_has_its_log_probabilities() -> None:
-    told = Told()
+    rig = Rig()
     known = tuple(TextLogprob(TokenLogprob(token, -2.0), b"x") for token in (300, 301))
-    told.live.resumed, told.live.last_token_s = ResumedTurn((300, 301), known, known[:1]), told.live.started_s
-    event = told.take(TokenDelta("r", (300, 301), 5, 2, 2), delta(2))
+    rig.live.resumed, rig.live.last_token_s = ResumedTurn((300, 301), known, known[:1]), rig.live.started_s
+    event = rig.take(TokenDelta("r", (300, 301), 5, 2, 2), delta(2))
     assert [entry.token.logprob for entry in event.logprobs] == [-2.0, -2.0, -1.0]
     assert event.input_logprobs == known[:1]
-    assert told.live.output_tokens == [300, 301, 302]
-    event = told.take(delta(3))
+    assert rig.live.output_tokens == [300, 301, 302]
+    event = rig.take(delta(3))
     assert len(event.logprobs) == 1
-    text = told.teller._metrics.render()
+    text = rig.event_maker._metrics.render()
     assert 'kedge_ttft_seconds_count{replica="a"} 0.0' in text
     assert 'kedge_inter_token_seconds_count{replica="a"} 2.0' in text
 
@@ -144,12 +144,14 @@ def test_too_many_log_probabilities_are_not_logged() -> None:
     beside = tuple((token_id, -1.5) for token_id in range(20))
     entry = TextLogprob(TokenLogprob(7, -0.5, beside), b"seven", (b"\xff",) * 20)
     most = MOST_LOGPROBS // 21
-    told = TurnEvent(
+    whole = TurnEvent(
         text="a", token_ids=(7,), finish=TurnFinish("stop"), logprobs=(entry,), input_logprobs=(entry,) * most
     )
-    fitting = replace(told, input_logprobs=(entry,) * (most - 1))
+    fitting = replace(whole, input_logprobs=(entry,) * (most - 1))
     assert decode_result(encode_result(fitting)) == replace(fitting, replayed=True)
-    assert decode_result(encode_result(told)) == replace(told, logprobs=(), input_logprobs=(), replayed=True)
+    assert decode_result(encode_result(whole)) == replace(
+        whole, logprobs=(), input_logprobs=(), replayed=True
+    )
 
 
 async def test_drafts_reach_both_protocols(tmp_path: Path) -> None:

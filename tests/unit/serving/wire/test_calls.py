@@ -29,9 +29,9 @@ from serving.wire.calls import (
     RunTurn,
     UnreadableMessage,
     answer_of,
-    decode_news,
+    decode_replies,
     decode_request,
-    encode_news,
+    encode_replies,
     encode_request,
     result_of,
 )
@@ -139,12 +139,12 @@ def test_read_only_mappings_travel() -> None:
 
 def test_events_arrive_as_they_were() -> None:
     news = [(4, EVENT), (5, answer_of(7)), (4, TurnEvent(text="b"))]
-    assert decode_news(encode_news(news)) == news
+    assert decode_replies(encode_replies(news)) == news
 
 
 @pytest.mark.parametrize(("call", "result"), RESULTS, ids=lambda value: type(value).__name__)
 def test_answers_arrive_as_they_were(call: AnyCall, result: Any) -> None:
-    ((_, answer),) = decode_news(encode_news([(0, answer_of(result))]))
+    ((_, answer),) = decode_replies(encode_replies([(0, answer_of(result))]))
     assert isinstance(answer, Answer)
     assert result_of(call, answer) == result
 
@@ -155,9 +155,9 @@ def test_an_error_is_raised_where_it_arrives() -> None:
     assert caught.value.info == ErrorInfo(503, "gone", "m")
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\x01\x02\x03", encode_news([(1, EVENT)])[:-1]])
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\x01\x02\x03", encode_replies([(1, EVENT)])[:-1]])
 def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
-    for decode in (decode_request, decode_news):
+    for decode in (decode_request, decode_replies):
         with pytest.raises(UnreadableMessage):
             decode(body)
 

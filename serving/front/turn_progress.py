@@ -1,4 +1,4 @@
-"""What a client has been told of its turn: another replica can go on behind it, and nothing is told twice."""
+"""How much of its turn a client has been sent: another replica can go on behind it, and nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from serving.wire.turn_events import end_behind
 from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
 
 
-class ToldSoFar:
-    """Owned by whoever passes a turn's events on. Each attempt at the turn tells it from its beginning."""
+class TurnProgress:
+    """Owned by whoever passes a turn's events on. Each attempt at the turn sends it from its beginning."""
 
     def __init__(self) -> None:
         self._text_len = 0
@@ -22,16 +22,16 @@ class ToldSoFar:
         self._open_key: str | None = None
         self._tokenizer: str | None = None
         self._replayed: bool | None = None
-        """None until something has been told."""
+        """None until something has been sent."""
         self._again: dict[str, int] = {}
-        """How much this attempt will still tell once more, by the field of TurnEvent that tells it."""
+        """How much this attempt will still send once more, by the field of TurnEvent that has it."""
         self._last = TurnEvent()
 
-    def news(self, event: TurnEvent) -> TurnEvent | None:
-        """What of the attempt's next event the client has not been told; None if that is nothing."""
+    def unsent(self, event: TurnEvent) -> TurnEvent | None:
+        """What of the attempt's next event the client has not been sent; None if that is nothing."""
         if self._again:
             event = self._cut(event)
-            if not _says_something(event):
+            if _is_empty(event):
                 return None
         if self._replayed is None:
             self._replayed = event.replayed
@@ -50,13 +50,13 @@ class ToldSoFar:
         return event
 
     def aborted(self) -> TurnEvent:
-        """The end of a turn that was aborted while nobody had it: the totals are those told last."""
+        """The end of a turn that was aborted while nobody had it: the totals are those sent last."""
         return end_behind(self._last, TurnFinish("abort"))
 
     def begin_again(self) -> ResumedTurn:
         """Another attempt follows, at a replica that is handed this.
 
-        Log-probabilities may travel ahead of their tokens: then they name tokens that are as good as told. Without
+        Log-probabilities may travel ahead of their tokens: then they name tokens that are as good as sent. Without
         any token the attempt begins anew, and computes those of the input once more.
         """
         self._again = {
@@ -77,14 +77,14 @@ class ToldSoFar:
         )
 
     def _cut(self, event: TurnEvent) -> TurnEvent:
-        news: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
         for part, known in self._again.items():
             whole = getattr(event, part)
-            news[part] = whole[known:]
+            rest[part] = whole[known:]
             self._again[part] = max(0, known - len(whole))
-        return replace(event, **news)
+        return replace(event, **rest)
 
 
-def _says_something(event: TurnEvent) -> bool:
+def _is_empty(event: TurnEvent) -> bool:
     parts = (event.text, event.token_ids, event.logprobs, event.input_logprobs, event.finish, event.error)
-    return any(map(bool, parts))
+    return not any(parts)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import TokenLogprob
-from serving.front.told_so_far import ToldSoFar
+from serving.front.turn_progress import TurnProgress
 from serving.wire.turn_events import merge_events, split_event
 from serving.wire.turns import ErrorInfo, ResumedTurn, TextLogprob, TurnEvent, TurnFinish
 
@@ -43,49 +43,48 @@ def parts(rng: random.Random, *, logprobs: bool, finish: TurnFinish) -> list[Tur
 
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_each_part_is_told_once(seed: int, logprobs: bool) -> None:
+def test_each_part_is_sent_once(seed: int, logprobs: bool) -> None:
     rng = random.Random(seed)
-    told, heard = ToldSoFar(), []
+    progress, sent = TurnProgress(), []
     end = TurnFinish("length")
     for _ in range(rng.randint(1, 3)):
         attempt = parts(rng, logprobs=logprobs, finish=end)
         for event in attempt[: rng.randrange(len(attempt))]:
-            news = told.news(replace(event, turn_index=4))
-            heard += [] if news is None else [news]
-        resumed = told.begin_again()
-        if heard:
+            unsent = progress.unsent(replace(event, turn_index=4))
+            sent += [] if unsent is None else [unsent]
+        resumed = progress.begin_again()
+        if sent:
             assert resumed.turn_index == 4
         known = resumed.token_ids
         assert known == tuple(range(100, 100 + len(known)))
         # Log-probabilities that a client has seen are of tokens that will be said.
         assert [each.token.token_id for each in resumed.logprobs] == (list(known) if logprobs else [])
         assert len(resumed.input_logprobs) == (INPUTS if logprobs and known else 0)
-    heard += filter(None, map(told.news, parts(rng, logprobs=logprobs, finish=end)))
-    *ahead, last = heard
-    *first, first_end = parts(rng, logprobs=logprobs, finish=end)
-    assert replace(merge_events(ahead, last), turn_index=None) == merge_events(first, first_end)
+    sent += filter(None, map(progress.unsent, parts(rng, logprobs=logprobs, finish=end)))
+    whole = parts(rng, logprobs=logprobs, finish=end)
+    assert replace(merge_events(sent), turn_index=None) == merge_events(whole)
 
 
 def test_what_says_nothing_new_is_not_passed_on() -> None:
-    told = ToldSoFar()
+    progress = TurnProgress()
     event = TurnEvent(text="ab", token_ids=(1, 2), turn_index=0)
-    assert told.news(event) is event
-    assert told.begin_again() == ResumedTurn((1, 2), turn_index=0)
-    assert told.news(TurnEvent(text="a", token_ids=(1,))) is None
-    assert told.news(TurnEvent(text="b", token_ids=(2, 3), completion_tokens=3)) == TurnEvent(
+    assert progress.unsent(event) is event
+    assert progress.begin_again() == ResumedTurn((1, 2), turn_index=0)
+    assert progress.unsent(TurnEvent(text="a", token_ids=(1,))) is None
+    assert progress.unsent(TurnEvent(text="b", token_ids=(2, 3), completion_tokens=3)) == TurnEvent(
         token_ids=(3,), completion_tokens=3
     )
     error = TurnEvent(error=ErrorInfo(500, "x", "y"))
-    assert told.news(error) == error
+    assert progress.unsent(error) == error
 
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_only_who_asked_twice_gets_a_replay(replayed: bool) -> None:
     """A turn of this call that the log ends is no replay; an answer that came from the log all along is one."""
-    told = ToldSoFar()
-    told.news(TurnEvent(text="a", token_ids=(1,), turn_index=3, replayed=replayed))
-    told.begin_again()
-    end = told.news(
+    progress = TurnProgress()
+    progress.unsent(TurnEvent(text="a", token_ids=(1,), turn_index=3, replayed=replayed))
+    progress.begin_again()
+    end = progress.unsent(
         TurnEvent(text="a", token_ids=(1,), finish=TurnFinish("stop"), turn_index=3, replayed=True)
     )
     assert end is not None
