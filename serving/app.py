@@ -12,7 +12,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
-from engine.build import build_engine
+from engine.api import DeltaSink, Engine
+from engine.settings import EngineSettings
 from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
@@ -46,8 +47,14 @@ def build(values: dict[str, Any]) -> Application:
     # Each ingress reads its own environment. Where this one is the same, the fault shows before anything starts.
     KeyRing(os.environ)
     if args.execution.tensor_parallel == 1:
-        return compose(args, build_engine)
+        return compose(args, _build_engine)
     return compose(args, ParallelEngineFactory(args.replicas.num_cpus, args.replicas.num_gpus))
+
+
+def _build_engine(settings: EngineSettings, sink: DeltaSink) -> Engine:
+    from engine.build import build_engine  # where the engine runs: it imports torch, which takes seconds
+
+    return build_engine(settings, sink)
 
 
 def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
@@ -16,13 +16,12 @@ from ray.util import get_current_placement_group, get_node_ip_address
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.api import DeltaSink, Engine
-from engine.build import build_parallel_engine
-from engine.build_runner import make_runner
-from engine.parallel.follow import run_rank
 from engine.parallel.protocol import RanksNotStarted, Ticket
-from engine.parallel.team import RankProcess
 from engine.settings import EngineSettings
 from serving.settings.config import AppArgs
+
+if TYPE_CHECKING:
+    from engine.parallel.team import RankProcess
 
 PLACEMENT_STRATEGY = "STRICT_PACK"
 """Ranks exchange results twice a layer: on one node."""
@@ -48,6 +47,8 @@ class ParallelEngineFactory:
         self._num_gpus = num_gpus
 
     def __call__(self, settings: EngineSettings, sink: DeltaSink) -> Engine:
+        from engine.build import build_parallel_engine  # imports torch, which takes seconds
+
         def start(tickets: Sequence[Ticket]) -> Sequence[RankProcess]:
             return start_ranks(tickets, settings, self._num_cpus, self._num_gpus)
 
@@ -58,6 +59,9 @@ class RankActor:
     """The process of a rank. Its one call lasts as long as it serves."""
 
     def run(self, ticket: Ticket, settings: EngineSettings) -> None:
+        from engine.build_runner import make_runner
+        from engine.parallel.follow import run_rank
+
         run_rank(ticket, settings, make_runner)
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
 
 from engine.api import InvalidRequest
 from serving.text.system_messages import DEVELOPER, SYSTEM, Messages, placed, standing_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ANSWER = "KedgeStandInAnswer"
 _STAND_IN: Messages = (

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_HELD_TOKENS = 8
@@ -54,6 +53,8 @@ class TokenBytes:
         self.longest = max(map(len, self._bytes), default=1)
 
     def _table(self) -> list[bytes]:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes seconds
+
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         table = [b""] * (max(vocab.values(), default=-1) + 1)
         byte_of = {char: byte for byte, char in bytes_to_unicode().items()}

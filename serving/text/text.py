@@ -6,10 +6,9 @@ Everything that a turn costs here depends on the turn alone, never on the sessio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
 
 from controllers.records import ModelFingerprint
 from engine.api import (
@@ -25,9 +24,11 @@ from serving.text.control_tokens import ControlTokens
 from serving.text.detokenizer import Detokenizer, NoText, TokenBytes
 from serving.text.fingerprint import template_hash, tokenizer_hash
 from serving.text.stop_strings import StopMatcher
-from serving.text.tokenizer_files import load_tokenizer
 from serving.text.tool_calls.formats import FormatName, ToolCallsSetting, format_of
 from serving.wire.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, TokenPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class TextProcessor:
@@ -60,6 +61,8 @@ class TextProcessor:
     @classmethod
     def load(cls, path: str, *, vocab_size: int, max_context_len: int) -> TextProcessor:
         """From a Hugging Face directory (which may lack a tokenizer) or a hub id."""
+        from serving.text.tokenizer_files import load_tokenizer  # imports transformers, which takes seconds
+
         return cls(load_tokenizer(path), vocab_size=vocab_size, max_context_len=max_context_len)
 
     @property

@@ -24,26 +24,11 @@ def two_ingresses(document: dict[str, Any]) -> None:
     document["applications"][0]["args"]["ingress"]["count"] = 2
 
 
-def haproxy_environment(served: ServedCluster) -> dict[str, str]:
-    """Files and ports that no other cluster on this machine has, beside what `kedge serve --proxy haproxy` sets."""
-    files = served.directory / "ha"
-    return {
-        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-    }
-
-
 @pytest.fixture(scope="module")
 def fronted() -> Iterator[ServedCluster]:
     served = ServedCluster(ROOT / "configs" / "cluster.yaml", two_ingresses)
-    served.environment = haproxy_environment(served)
+    stats_port = str(free_port())
+    served.environment = {"RAY_SERVE_HAPROXY_NBTHREAD": "2", "RAY_SERVE_HAPROXY_STATS_PORT": stats_port}
     served.options = ["--proxy", "haproxy"]
     served.start()
     try:
@@ -145,7 +130,7 @@ def test_errors_keep_their_shape(client: httpx.Client) -> None:
 
 
 def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(fronted: ServedCluster) -> None:
-    (config,) = (fronted.directory / "ha").glob("*/haproxy.cfg")
+    (config,) = fronted.directory.glob("kedge-haproxy-*/*/haproxy.cfg")
     limits = dict(re.findall(r"timeout (server|client|tunnel|http-request) (\w+)", config.read_text()))
     assert limits == {"client": "3600s", "http-request": "10s"}  # the latter ends when the request has come
 
