@@ -101,7 +101,6 @@ class ServedCluster:
             os.environ
             | {
                 "RAY_TMPDIR": str(self.directory),
-                "TMPDIR": str(self.directory),  # HAProxy's files
                 "RAY_AUTH_TOKEN": self.token,  # that tokens are on is Ray's doing
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",

@@ -27,8 +27,11 @@ def two_ingresses(document: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def fronted() -> Iterator[ServedCluster]:
     served = ServedCluster(ROOT / "configs" / "cluster.yaml", two_ingresses)
-    stats_port = str(free_port())
-    served.environment = {"RAY_SERVE_HAPROXY_NBTHREAD": "2", "RAY_SERVE_HAPROXY_STATS_PORT": stats_port}
+    served.environment = {
+        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(served.directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+    }
     served.options = ["--proxy", "haproxy"]
     served.start()
     try:
@@ -130,7 +133,7 @@ def test_errors_keep_their_shape(client: httpx.Client) -> None:
 
 
 def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(fronted: ServedCluster) -> None:
-    (config,) = fronted.directory.glob("kedge-haproxy-*/*/haproxy.cfg")
+    (config,) = fronted.directory.glob("*/haproxy.cfg")
     limits = dict(re.findall(r"timeout (server|client|tunnel|http-request) (\w+)", config.read_text()))
     assert limits == {"client": "3600s", "http-request": "10s"}  # the latter ends when the request has come
 

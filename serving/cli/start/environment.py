@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-import tempfile
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +19,9 @@ PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
 }
 """Ray's own choices. Where somebody else listens there, any free port will do: nobody needs to know these."""
+
+TEMPORARY = Path("/tmp")
+"""Wherever TMPDIR is: the paths of HAProxy's sockets have 97 characters at most, and 70 of them are Ray's."""
 
 
 class Proxy(StrEnum):
@@ -50,7 +52,7 @@ def serve_environment(environ: Mapping[str, str], executables: Path, proxy: Prox
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         }
         wanted |= {name: str(_free_port(port)) for name, port in PORTS.items() if name not in environ}
-        wanted |= _files(_own_folder())
+        wanted |= _files(own_folder(TEMPORARY))
     return wanted | dict(environ) | chosen
 
 
@@ -65,9 +67,10 @@ def _files(folder: Path) -> dict[str, str]:
     }
 
 
-def _own_folder() -> Path:
-    """For this user alone: Ray's is one for all users of the machine, and belongs to the first who serves."""
-    folder = Path(tempfile.gettempdir()) / f"kedge-haproxy-{os.getuid()}"
+def own_folder(parent: Path) -> Path:
+    """For this user alone: Ray's is one for all users of the machine, and belongs to the first who serves. Raises
+    StartError."""
+    folder = parent / f"kedge-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         state = folder.lstat()

@@ -17,6 +17,7 @@ from gcs_server import LOOPBACK, OWN, GcsServer
 
 from serving.cli.start import environment
 from serving.cli.start.environment import PORTS
+from serving.cli.start.errors import StartError
 
 CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
 TIMEOUT_S = 60.0
@@ -46,7 +47,6 @@ class Kedge:
         self.executables = directory / "bin"
         self.temporary = directory / "tmp"
         self.executables.mkdir()
-        self.temporary.mkdir()
         serve_run = self.executables / "serve"
         serve_run.write_text(SERVE_RUN.format(python=sys.executable))
         serve_run.chmod(0o755)
@@ -55,7 +55,7 @@ class Kedge:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         done = subprocess.run(
             [sys.executable, "-c", KEDGE, str(self.executables / "python"), "serve", str(config), *options],
-            env=inherited | {name: str(self.temporary) for name in ("RAY_TMPDIR", "TMPDIR")} | variables,
+            env=inherited | {"RAY_TMPDIR": str(self.temporary)} | variables,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
@@ -127,7 +127,7 @@ def test_haproxy_is_set_up(kedge: Kedge, options: tuple[str, ...]) -> None:
     """It is the default: what is fastest needs no flag."""
     started = kedge.serve(*options, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="1")
     found = {name: value for name, value in started.environment.items() if name.startswith("RAY_SERVE_")}
-    files = kedge.temporary / f"kedge-haproxy-{os.getuid()}"
+    files = Path(f"/tmp/kedge-{os.getuid()}")
     assert files.stat().st_mode & 0o777 == 0o700
     assert all(found.pop(name).isdecimal() for name in PORTS)
     assert found == {
@@ -171,12 +171,12 @@ def test_a_port_that_is_taken_is_not_haproxys(kedge: Kedge) -> None:
     assert started.environment["RAY_SERVE_HAPROXY_STATS_PORT"] == "8444"
 
 
-@pytest.mark.usefixtures("haproxy")
-def test_haproxys_files_are_not_put_where_others_write(kedge: Kedge) -> None:
-    files = kedge.temporary / f"kedge-haproxy-{os.getuid()}"
-    files.mkdir()
-    files.chmod(0o777)
-    assert str(files) in refused(kedge.serve())
+def test_haproxys_files_are_not_put_where_others_write(tmp_path: Path) -> None:
+    folder = environment.own_folder(tmp_path)
+    assert environment.own_folder(tmp_path) == folder
+    folder.chmod(0o777)
+    with pytest.raises(StartError, match=str(folder)):
+        environment.own_folder(tmp_path)
 
 
 def test_another_proxy_is_refused(kedge: Kedge) -> None:
