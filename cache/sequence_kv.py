@@ -43,7 +43,7 @@ class SequenceKV:
 
     `pages` is a view of the page table, read-only by convention and valid until the sequence next changes; `contiguous`
     says that they are one ascending run. Both are made when the table changes, since every step asks for them. The
-    first `told_pages` entries are as whoever computes the KV was last told: the holder's note, which changes cut.
+    first `sent_pages` entries are as whoever computes the KV was last sent them: the holder's note, which changes cut.
 
     `chain` has the tokens whose KV this is, and their hashes. While the sequence rests these are all committed ones;
     while a request has it they are those at its begin, or fewer, and the others are the request's (`name`).
@@ -51,7 +51,7 @@ class SequenceKV:
 
     __slots__ = ("_breaks", "_buffer", "account", "allocated_len", "chain", "committed_len", "contiguous", "draft_len",
                  "namespace", "node", "num_pages", "owner", "page_size", "pages", "protected_len",
-                 "told_pages", "window")  # fmt: skip
+                 "sent_pages", "window")  # fmt: skip
 
     def __init__(
         self, chain: TokenChain, account: PageAccount, namespace: str = "", *, windowed: bool = False
@@ -64,7 +64,7 @@ class SequenceKV:
         self.owner: Owner = NOBODY
         self._buffer = np.empty(_INITIAL_CAPACITY, dtype=np.int32)
         self._breaks = 0
-        self.told_pages = 0
+        self.sent_pages = 0
         self._set_num_pages(0)
         self.allocated_len = 0
         self.committed_len = 0
@@ -162,7 +162,7 @@ class SequenceKV:
         self._buffer[start_page : start_page + len(pages)] = pages
         self._breaks = self._breaks_in(1, self.num_pages)
         self.contiguous = self._breaks == 0
-        self.told_pages = min(self.told_pages, start_page)
+        self.sent_pages = min(self.sent_pages, start_page)
 
     def move_to(self, account: PageAccount) -> None:
         """The holder changes: private pages are counted in its account from now on."""
@@ -179,7 +179,7 @@ class SequenceKV:
         if self._breaks:
             self._breaks -= self._breaks_in(keep, self.num_pages)
         self._set_num_pages(keep)
-        self.told_pages = min(self.told_pages, keep)
+        self.sent_pages = min(self.sent_pages, keep)
         self.allocated_len = min(self.allocated_len, target_len)
         self.committed_len = min(self.committed_len, target_len)
         self.draft_len = min(self.draft_len, target_len)

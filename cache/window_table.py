@@ -14,11 +14,11 @@ class WindowTable:
     """Entry i is the window page of tokens i * page_size and on, or GONE; as many entries as the full table has.
 
     Live entries are those from `first` on, without the gap [gap_start, gap_end): what a turn has slid past behind
-    the pages that its rollback needs. Lengths are in pages. Only cache/window.py changes a table. `told_pages` is as in
+    the pages that its rollback needs. Lengths are in pages. Only cache/window.py changes a table. `sent_pages` is as in
     SequenceKV.
     """
 
-    __slots__ = ("_buffer", "first", "gap_end", "gap_start", "num_pages", "told_pages")
+    __slots__ = ("_buffer", "first", "gap_end", "gap_start", "num_pages", "sent_pages")
 
     def __init__(self) -> None:
         self._buffer = np.empty(_INITIAL_CAPACITY, dtype=np.int32)
@@ -26,7 +26,7 @@ class WindowTable:
         self.first = 0
         self.gap_start = 0
         self.gap_end = 0
-        self.told_pages = 0
+        self.sent_pages = 0
 
     @property
     def pages(self) -> PageArray:
@@ -71,12 +71,12 @@ class WindowTable:
 
     def replace(self, index: int, page: int) -> None:
         self._buffer[index] = page
-        self.told_pages = min(self.told_pages, index)
+        self.sent_pages = min(self.sent_pages, index)
 
     def forget(self, start: int, end: int) -> None:
         """Entries start .. end-1 are gone; the caller has settled their pages and adjusts the limits."""
         self._buffer[start:end] = GONE
-        self.told_pages = min(self.told_pages, start)
+        self.sent_pages = min(self.sent_pages, start)
 
     def cut(self, num_pages: int) -> None:
         """Only the first `num_pages` entries stay; every limit is capped, or pages would be freed twice."""
@@ -84,4 +84,4 @@ class WindowTable:
         self.first = min(self.first, self.num_pages)
         self.gap_start = min(self.gap_start, self.num_pages)
         self.gap_end = min(self.gap_end, self.num_pages)
-        self.told_pages = min(self.told_pages, self.num_pages)
+        self.sent_pages = min(self.sent_pages, self.num_pages)

@@ -49,9 +49,9 @@ class Copies:
     def _ended(self, key: int, copy: Future[None]) -> None:
         """On whatever thread copied."""
         with suppress(EngineStopped):
-            self._post(partial(self._tell, key, copy.exception()))
+            self._post(partial(self._report, key, copy.exception()))
 
-    def _tell(self, key: int, error: BaseException | None) -> None:
+    def _report(self, key: int, error: BaseException | None) -> None:
         """A disk that fails may do so at every session: it is logged once, then only counted."""
         failures = self._tiers.num_disk_failures
         self._tiers.copy_done(key, failed=error is not None)

@@ -62,7 +62,7 @@ def check_free(device: torch.device, size_bytes: int, what: str, setting: str) -
     """Before an allocation: the kernel grants a CPU more than it has, and kills whoever uses it. Raises MemoryShort."""
     free_bytes = free_memory_bytes(device)
     if free_bytes is not None and size_bytes > free_bytes:
-        raise MemoryShort(f"{what} takes {_mib(size_bytes)}; {_told(device, free_bytes)} ({setting})")
+        raise MemoryShort(f"{what} takes {_mib(size_bytes)}; {_free_memory(device, free_bytes)} ({setting})")
 
 
 def check_host(size_bytes: int, what: str, setting: str) -> None:
@@ -80,11 +80,11 @@ def memory_for(device: torch.device, what: str, settings: str) -> Iterator[None]
     try:
         yield
     except torch.OutOfMemoryError as error:
-        told = _told(device, free_memory_bytes(device) or 0)
-        raise MemoryShort(f"there is no memory for {what}; {told} ({settings}): {error}") from error
+        free = _free_memory(device, free_memory_bytes(device) or 0)
+        raise MemoryShort(f"there is no memory for {what}; {free} ({settings}): {error}") from error
 
 
-def _told(device: torch.device, free_bytes: int) -> str:
+def _free_memory(device: torch.device, free_bytes: int) -> str:
     return f"{device_name(device)} has {_mib(free_bytes)} free"
 
 

@@ -140,9 +140,9 @@ class LiveRequest:
         self.run = run
         self.launched_len = self.kv.committed_len
         self.status = Status.RUNNING
-        self.kv.told_pages = 0
+        self.kv.sent_pages = 0
         if self.kv.window is not None:
-            self.kv.window.told_pages = 0
+            self.kv.window.sent_pages = 0
         if self.sample is not None and self.spec.sampling.penalizes:
             self.seen = self._see(self.kv)
             self.sample = replace(self.sample, seen=self.seen)
@@ -154,9 +154,9 @@ class LiveRequest:
         self.launched_len = item.start + len(item.token_ids) - item.num_drafts + num_steps - 1
         kv = self.kv
         assert kv is not None
-        item.known_pages, kv.told_pages = kv.told_pages, kv.num_pages
+        item.known_pages, kv.sent_pages = kv.sent_pages, kv.num_pages
         if kv.window is not None:
-            item.known_window_pages, kv.window.told_pages = kv.window.told_pages, kv.window.num_pages
+            item.known_window_pages, kv.window.sent_pages = kv.window.sent_pages, kv.window.num_pages
         if item.sample is not None:
             self.num_pending += num_steps
             self.total_len += num_steps
@@ -202,14 +202,14 @@ class LiveRequest:
         others = np.asarray(self.tokens.slice(known_len, self.prompt_len), dtype=np.int64)
         return SeenTokens(np.concatenate((kv.chain.distinct(), others), dtype=np.int64), output)
 
-    def news(
+    def delta(
         self,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...] = (),
         input_logprobs: tuple[TokenLogprob, ...] = (),
         finish: Finish | None = None,
     ) -> TokenDelta:
-        """What its client is told next; `finish` makes it the last."""
+        """What is new of it; `finish` makes it the last."""
         return TokenDelta(
             self.request_id,
             token_ids,

@@ -127,7 +127,7 @@ class Scheduler:
     def abandon_all(self, error: EngineError) -> list[TokenDelta]:
         """Answers every live request when the engine ends. The books, perhaps broken, are not touched."""
         finish = Finish(FinishReason.ERROR, message=error.message, error=error)
-        deltas = [request.news((), finish=finish) for request in self._live.values()]
+        deltas = [request.delta((), finish=finish) for request in self._live.values()]
         self._live.clear()
         self._sessions_in_turn.clear()
         self._waiting.clear()
@@ -235,12 +235,12 @@ class Scheduler:
         return deltas
 
     def _begin(self, request: LiveRequest) -> TokenDelta | None:
-        """Tells again what the request begins with, which may be its end already."""
+        """Sends again what the request begins with, which may be its end already."""
         finish = self._stops.begin(request)
-        told = tuple(request.spec.resumed_tokens[: request.num_output])
+        known = tuple(request.spec.resumed_tokens[: request.num_output])
         if finish is not None:
-            return self._end(request, finish, told)
-        return request.news(told) if told else None
+            return self._end(request, finish, known)
+        return request.delta(known) if known else None
 
     def _accept(self, request: LiveRequest, item: BatchItem, result: ItemOutput) -> TokenDelta | None:
         token_ids, logprobs, finish = result.token_ids, result.logprobs, None
@@ -259,7 +259,7 @@ class Scheduler:
             return self._end(request, finish, token_ids, logprobs, result.input_logprobs)
         if not token_ids and not result.input_logprobs:
             return None
-        return request.news(token_ids, logprobs, result.input_logprobs)
+        return request.delta(token_ids, logprobs, result.input_logprobs)
 
     def _end_of_step(self, request: LiveRequest, item: BatchItem) -> Finish | None:
         """What ends a request that goes on by its tokens."""
@@ -399,7 +399,7 @@ class Scheduler:
         if session_id is not None:
             self._sessions_in_turn.discard(session_id)
             self._cache.unexpect(session_id)
-        return request.news(token_ids, logprobs, input_logprobs, finish)
+        return request.delta(token_ids, logprobs, input_logprobs, finish)
 
 
 def _refusal(spec: GenerateRequest, error: EngineError) -> TokenDelta:

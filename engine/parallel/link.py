@@ -78,7 +78,7 @@ def say_hello(link: Link, token: bytes, rank: int) -> None:
     link.send(_HELLO.pack(rank) + token)
 
 
-def hear_hello(connected: socket.socket, tokens: Sequence[bytes], timeout_s: float) -> int | None:
+def receive_hello(connected: socket.socket, tokens: Sequence[bytes], timeout_s: float) -> int | None:
     """The rank that connected, by the token of its place; None for strangers. Reads no more than a hello."""
     connected.settimeout(timeout_s)
     length = _HELLO.size + len(tokens[0])

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from engine.parallel.link import Link, hear_hello
+from engine.parallel.link import Link, receive_hello
 from engine.parallel.process_ranks import ProcessRanks, join_ranks, make_store
 from engine.parallel.protocol import (
     CLOSE,
@@ -272,9 +272,9 @@ def _accept(
             connected, _ = server.accept()
         except TimeoutError:
             continue
-        rank_heard = hear_hello(connected, tokens, HELLO_S)
-        if rank_heard is None or rank_heard in links:
+        rank_received = receive_hello(connected, tokens, HELLO_S)
+        if rank_received is None or rank_received in links:
             connected.close()
             continue
-        links[rank_heard] = Link(connected, timeouts.step_s)
+        links[rank_received] = Link(connected, timeouts.step_s)
     return [links[rank] for rank in range(1, len(tokens))]

@@ -93,16 +93,16 @@ class BatchDecoder:
             request_id,
             token_ids,
             start,
-            table.told(*pages),
+            table.update(*pages),
             contiguous,
-            None if sample is None else _told_sample(sample, before_sample),
+            None if sample is None else _read_sample(sample, before_sample),
             run,
             pending_from,
             num_drafts=num_drafts,
             known_pages=pages[0],
         )
         if window_pages is not None:
-            item.window_pages, item.known_window_pages = window_table.told(*window_pages), window_pages[0]
+            item.window_pages, item.known_window_pages = window_table.update(*window_pages), window_pages[0]
         if rarities is not None:
             item.input_logprobs_from, item.next_token, item.top_input_logprobs, draft = rarities
             item.draft = None if draft is None else DraftWork(*draft)
@@ -115,7 +115,7 @@ class _Table:
     def __init__(self) -> None:
         self._entries = np.empty(0, dtype=np.int32)
 
-    def told(self, first: int, changed: bytes) -> NDArray[np.int32]:
+    def update(self, first: int, changed: bytes) -> NDArray[np.int32]:
         """The entries from `first` on; those before stay."""
         entries = np.frombuffer(changed, dtype=np.int32)
         end = first + len(entries)
@@ -165,12 +165,12 @@ def _seen(seen: SeenTokens | None) -> Wire | None:
     return None if seen is None else (seen.prompt.tobytes(), [*seen.output])
 
 
-def _told_sample(wired: Wire, before: SampleSpec | None) -> SampleSpec:
+def _read_sample(wired: Wire, before: SampleSpec | None) -> SampleSpec:
     """Of one run `seen` is one object here, too: the runner keeps what it made of it."""
     if len(wired) > 1 and wired[0] is not None:
         params, logprobs, top_logprobs, allowed, seen = wired
         told = None if seen is None else SeenTokens(np.frombuffer(seen[0], dtype=np.int64), seen[1])
-        return SampleSpec(_told_params(params), told, logprobs, top_logprobs, allowed)
+        return SampleSpec(_read_params(params), told, logprobs, top_logprobs, allowed)
     assert before is not None
     new_output = wired[-1]
     if before.seen is not None:
@@ -188,7 +188,7 @@ def _params(params: SamplingParams) -> Wire:
     return tuple(values[name] for name in _PARAMS)
 
 
-def _told_params(wired: Wire) -> SamplingParams:
+def _read_params(wired: Wire) -> SamplingParams:
     values = dict(zip(_PARAMS, wired, strict=True))
     values["logit_bias"] = MappingProxyType(values["logit_bias"])
     values["stop_token_ids"] = frozenset(values["stop_token_ids"])

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from engine.parallel.link import Link, hear_hello, say_hello
+from engine.parallel.link import Link, receive_hello, say_hello
 from tests.unit.engine.parallel.thread_follower import linked_pair
 
 TOKENS = [bytes([rank]) * 32 for rank in range(3)]
@@ -77,6 +77,6 @@ def test_only_ranks_with_their_own_token_are_let_in(
         client.sendall(said)
     else:
         say_hello(Link(client, 1.0), *said)
-    assert hear_hello(connected, TOKENS, 0.2) == rank
+    assert receive_hello(connected, TOKENS, 0.2) == rank
     client.close()
     connected.close()
