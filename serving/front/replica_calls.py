@@ -208,7 +208,8 @@ class TurnEvents:
             self._gone = item
             self.ended = True
         else:
-            assert isinstance(item, TurnEvent)
+            if isinstance(item, Answer):  # to a call that the replica does not know
+                item = TurnEvent(error=item.error)
             self._unread.append(item)
             self.ended = item.finish is not None or item.error is not None
         self._arrived.set()

@@ -18,6 +18,7 @@ from serving.wire.calls import (
     AnyCall,
     Replies,
     Request,
+    UnknownCall,
     UnreadableMessage,
     decode_request,
     encode_replies,
@@ -25,6 +26,7 @@ from serving.wire.calls import (
 from serving.wire.channel import Channel, ChannelLost, begins, lost_header
 from serving.wire.turn_events import event_weight, merge_events, split_event
 from serving.wire.turns import TurnEvent
+from serving.wire.versions import UNKNOWN_CALL
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +169,10 @@ class PeerLink:
         self._heard_s, self._unreachable_s = self._loop.time(), None
         message = self._channel.take(header, body)
         if message is not None:
-            self._take(decode_request(message))
+            try:
+                self._take(decode_request(message))
+            except UnknownCall as unknown:
+                self.put(unknown.number, Answer(error=UNKNOWN_CALL))
         if self._unsent:
             self._flush_soon()
 

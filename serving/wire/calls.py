@@ -129,6 +129,20 @@ class UnreadableMessage(Exception):
     """The bytes are no message of a version that this one understands."""
 
 
+class UnknownCall(Exception):
+    """A request of another version, with a call that this one does not know."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"call {number}")
+        self.number = number
+
+
+class _Numbered(msgspec.Struct, array_like=True):
+    """What of a request every version can read."""
+
+    number: int
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, MappingProxyType):
         return dict(value)
@@ -137,6 +151,7 @@ def _plain(value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _REQUESTS = msgspec.msgpack.Decoder(Request)
+_NUMBERS = msgspec.msgpack.Decoder(_Numbered)
 _NEWS = msgspec.msgpack.Decoder(Replies)
 _ANSWERS = {call: msgspec.msgpack.Decoder(answer) for call, answer in ANSWERS.items()}
 
@@ -146,8 +161,11 @@ def encode_request(request: Request) -> bytes:
 
 
 def decode_request(body: bytes) -> Request:
-    """Raises UnreadableMessage."""
-    return _decoded(_REQUESTS, body)
+    """Raises UnknownCall and UnreadableMessage."""
+    try:
+        return _REQUESTS.decode(body)
+    except msgspec.MsgspecError as error:
+        raise UnknownCall(_decoded(_NUMBERS, body).number) from error
 
 
 def encode_replies(news: Replies) -> bytes:

@@ -12,6 +12,13 @@ from serving.wire.turns import ErrorInfo
 VERSION_MISMATCH = "version_mismatch"
 
 
+UNKNOWN_CALL = ErrorInfo(
+    503,
+    VERSION_MISMATCH,
+    "This replica is of another version than the front end, and does not know this call. Deploy both anew.",
+)
+
+
 def mismatch(theirs: int, whose: str) -> ErrorInfo | None:
     """What to tell a caller who speaks version `theirs`; None if it is understood here."""
     if abs(theirs - WIRE_VERSION) <= 1:

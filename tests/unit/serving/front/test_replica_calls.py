@@ -15,8 +15,9 @@ from serving.front.replica_calls import ANY_REPLICA
 from serving.front.replica_gone import Loss, ReplicaGone
 from serving.front.replica_link import LinkTimes
 from serving.replica.link_server import Emit
-from serving.wire.calls import Abort, AnyCall, Audit, Flush, RunTurn, answer_of
+from serving.wire.calls import Abort, AnyCall, Audit, Call, Flush, RunTurn, answer_of
 from serving.wire.turns import ErrorInfo, ServiceError, TokenPrompt, TurnCall, TurnEvent, TurnFinish
+from serving.wire.versions import UNKNOWN_CALL
 from tests.unit.serving.link_rig import ELSEWHERE, NODE, running_link
 
 REFUSAL = ErrorInfo(409, "session_busy", "busy")
@@ -76,6 +77,22 @@ async def test_calls_are_answered(answers: Answers, node: str) -> None:
         with pytest.raises(ServiceError) as caught:
             await rig.calls.call("r", Flush())
         assert caught.value.info == REFUSAL
+
+
+class CallOfAnotherVersion(Call, frozen=True, tag="of_another_version"):
+    """As a later front end may send."""
+
+
+async def test_a_call_that_a_replica_does_not_know_is_refused_and_nothing_else(answers: Answers) -> None:
+    """The link was lost, and with it the turns of that front end."""
+    answers.held.clear()
+    async with running_link(answers.serve) as rig, rig.calls.turn("r", turn(), None) as events:
+        await anext(events)
+        with pytest.raises(ServiceError) as caught:
+            await rig.calls.call("r", CallOfAnotherVersion())  # type: ignore[arg-type]
+        assert caught.value.info == UNKNOWN_CALL
+        answers.held.set()
+        assert (await rest_of(events))[-1].finish == END.finish
 
 
 async def events_of(calls: object, call: TurnCall) -> tuple[list[int], TurnEvent]:

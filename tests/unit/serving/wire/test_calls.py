@@ -155,7 +155,7 @@ def test_an_error_is_raised_where_it_arrives() -> None:
     assert caught.value.info == ErrorInfo(503, "gone", "m")
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\x01\x02\x03", encode_replies([(1, EVENT)])[:-1]])
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\xc0\x02\x03", encode_replies([(1, EVENT)])[:-1]])
 def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
     for decode in (decode_request, decode_replies):
         with pytest.raises(UnreadableMessage):
