@@ -70,12 +70,19 @@ def stream_of(request_id: str, session: Conversation | None = None, length: int 
     return body if session is None else body | {"session_params": {"id": session.session_id}}
 
 
-def test_every_scrape_shows_every_ingress_and_no_counter_goes_back(client: httpx.Client) -> None:
+def test_every_scrape_shows_every_ingress_and_no_counter_goes_back(
+    cluster: ServedCluster, client: httpx.Client
+) -> None:
+    def short_session(_: int) -> None:
+        with cluster.client() as http:  # of several calls at once no ingress gets all
+            session = Conversation.open(http)
+            session.turn(PROMPT, 1)
+            session.close()
+
     before, num_scrapes = lookups(client), 0
     while num_scrapes < 12 or not all(before.values()):
-        session = Conversation.open(client)
-        session.turn(PROMPT, 1)
-        session.close()
+        with ThreadPoolExecutor(NUM_CALLS) as pool:
+            list(pool.map(short_session, range(NUM_CALLS)))
         after = lookups(client)
         assert after.keys() == before.keys()
         assert all(after[name] >= before[name] for name in before), (before, after)
