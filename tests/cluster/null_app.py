@@ -27,15 +27,16 @@ PACE = "pace"
 
 
 class PacedRunner(NullRunner):
-    """Every step takes `step_s`, and does not end while `hangs` says so. STEP_S is about as long as a small model's."""
+    """Every step takes `step_s` (0: no time), and does not end while `hangs` says so. STEP_S is about as long as a small model's."""
 
-    def __init__(self, hangs: Callable[[], bool], step_s: float, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, hangs: Callable[[], bool], step_s: float, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._hangs = hangs
         self._step_s = step_s
 
     def execute(self, batch: Any) -> Any:
-        time.sleep(self._step_s)
+        if self._step_s:
+            time.sleep(self._step_s)
         while self._hangs():
             time.sleep(STEP_S)
         return super().execute(batch)
@@ -55,7 +56,13 @@ def null_engine(
 ) -> Engine:
     pages = settings.cache.num_pages or 2048
     runner = PacedRunner(
-        hangs, step_s, pages, settings.cache.page_size, vocab_size_of(settings.model.path), CONTEXT_LEN
+        hangs,
+        step_s,
+        pages,
+        settings.cache.page_size,
+        vocab_size_of(settings.model.path),
+        CONTEXT_LEN,
+        poison=settings.cache.books != "off",  # a step then costs what it costs the engine, and no more
     )
     return assemble_engine(
         runner, settings.cache, settings.scheduler, settings.speculation, frozenset({EOS_TOKEN_ID}), sink
