@@ -27,8 +27,8 @@ PACE = "pace"
 
 
 class PacedRunner(NullRunner):
-    """Every step takes `step_s`, which may be 0, and does not end while `hangs` says so. STEP_S is about as long as a small
-    model's."""
+    """Every step takes `step_s`, which may be 0, and does not end while `hangs` says so. STEP_S is about as long as a
+    small model's."""
 
     def __init__(self, hangs: Callable[[], bool], step_s: float, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
