@@ -13,8 +13,8 @@ from dataclasses import replace
 from controllers.admission import admit_session, admit_timeout, admit_to_tenant
 from controllers.attended_clock import AttendedClock
 from controllers.cluster_stats import ClusterStats
+from controllers.commits import Commits
 from controllers.errors import (
-    ControllerError,
     NoReplica,
     SessionExists,
     SessionNotFound,
@@ -32,7 +32,6 @@ from controllers.records import (
     ReplicaStatus,
     SessionRecord,
     SessionStatus,
-    TurnRecord,
 )
 from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.retention import expires_at_s
@@ -73,6 +72,7 @@ class Cluster:
         self._attended = attended = AttendedClock(timer)
         self._ledger = OwnershipLedger(clock, attended, store.load_all_entries())
         self._claims = SessionClaims(self._ledger, store, self._stats)
+        self.commits = Commits(self._ledger, self._claims, store, self._stats)
         self._replicas = ReplicaDirectory(attended, settings.replica_timeout_s, settings.heartbeat_interval_s)
         self._rebalancing = self._rebalancing_by(settings)
         self._started_s = attended()
@@ -240,25 +240,6 @@ class Cluster:
         self._rebalancing.moved(replica_id, taker, kv_tokens)
         self._stats.count("rebalanced")
         return True
-
-    def commit_turn(self, record: TurnRecord) -> None:
-        """Appends a turn to the session's log. Repeating the last commit is fine.
-
-        Raises SessionNotFound, StaleEpoch and IdempotencyConflict; nothing is changed then.
-        """
-        try:
-            entry = self._claims.fence(record.session_id, record.epoch)
-            with self._claims.changing(record.session_id), self._stats.timed("commit"):
-                self._store.append_turn(record)
-        except StoreError:
-            self._stats.count("commits_failed")
-            raise
-        except ControllerError:
-            self._stats.count("turns_refused")
-            raise
-        if entry.turns == record.turn_index:
-            self._stats.count("turns_committed")
-        self._ledger.committed(record.session_id, tokens=record.end_len, turns=record.turn_index + 1)
 
     def close_session(
         self,

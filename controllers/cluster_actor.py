@@ -1,9 +1,10 @@
 """The cluster controller as a detached, named Ray actor. The only file of this package that imports Ray.
 
 The actor dies with nothing lost: a restarted one rebuilds the ledger from the session log, and replicas make
-themselves known again with their next heartbeat. Methods run one at a time on the actor's event loop (none
-awaits), so each is atomic. A method may run twice if the actor dies just before it answers; `open_key`, `fork_key`, the
-turn index and the epoch make the repetition harmless.
+themselves known again with their next heartbeat. Methods run one at a time on the actor's event loop. None awaits, but
+those that commit turns: these wait for the next group of turns, which is fenced and written in one step. So each is
+atomic, a commit at the moment at which its group is written. A method may run twice if the actor dies just before it
+answers; `open_key`, `fork_key`, the turn index and the epoch make the repetition harmless.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ray.actor import ActorHandle
 from controllers.attended_clock import TICK_S
 from controllers.cluster import Cluster
 from controllers.deployments import Deployments
+from controllers.errors import ControllerError
 from controllers.open_store import open_store
 from controllers.records import (
     Assignment,
@@ -72,6 +74,7 @@ class ClusterController:
         self._deployments = Deployments(store, log, settings)
         self._cluster = Cluster(self._deployments.settings, store, clock=clock, timer=timer)
         self._cluster.tick()
+        self._commits = self._cluster.commits.in_groups()
         self._ticks: asyncio.Task[None] | None = None
         count = len(self._cluster.sessions())
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
@@ -133,7 +136,14 @@ class ClusterController:
         return self._cluster.offer_session(session_id, epoch, replica_id)
 
     async def commit_turn(self, record: TurnRecord) -> None:
-        self._cluster.commit_turn(record)
+        """What replicas of wire version 1 call instead of `commit_turns`."""
+        (refusal,) = await self._commits.commit([record])
+        if refusal is not None:
+            raise refusal
+
+    async def commit_turns(self, records: Sequence[TurnRecord]) -> Sequence[ControllerError | None]:
+        """Each turn's outcome, see Commits.commit."""
+        return await self._commits.commit(records)
 
     async def close_session(
         self,

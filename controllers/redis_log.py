@@ -53,8 +53,9 @@ return {number, layout}
 """
 
 _CHANGE = """
--- KEYS[1]: the writers. ARGV: the caller's cluster, its number, its nonce; how many guards there are, then the key and
--- the text of each; then each command: how many words it has, and the words. 0: fenced, 1: done, 2: a guard failed.
+-- KEYS[1]: the writers. ARGV: the caller's cluster, its number, its nonce; then each change: how many guards it has,
+-- the key and the text of each, how many commands it has, and of each command how many words, and the words.
+-- 0: fenced. Else of each change 1: done, 2: a guard failed.
 local stored = redis.call('HGET', KEYS[1], ARGV[1])
 local mine = ARGV[2] .. ':' .. ARGV[3]
 if stored ~= mine then
@@ -62,17 +63,25 @@ if stored ~= mine then
     if not stored or tonumber(string.match(stored, '^%d+')) >= tonumber(ARGV[2]) then return 0 end
     redis.call('HSET', KEYS[1], ARGV[1], mine)
 end
-local at = 5
-for _ = 1, tonumber(ARGV[4]) do
-    if (redis.call('GET', ARGV[at]) or '') ~= ARGV[at + 1] then return 2 end
-    at = at + 2
-end
+local at = 4
+local outcomes = {}
 while at <= #ARGV do
-    local size = tonumber(ARGV[at])
-    redis.call(unpack(ARGV, at + 1, at + size))
-    at = at + size + 1
+    local outcome = 1
+    local guards = tonumber(ARGV[at])
+    for guard = at + 1, at + 2 * guards, 2 do
+        if (redis.call('GET', ARGV[guard]) or '') ~= ARGV[guard + 1] then outcome = 2 end
+    end
+    at = at + 2 * guards + 1
+    local commands = tonumber(ARGV[at])
+    at = at + 1
+    for _ = 1, commands do
+        local size = tonumber(ARGV[at])
+        if outcome == 1 then redis.call(unpack(ARGV, at + 1, at + size)) end
+        at = at + size + 1
+    end
+    outcomes[#outcomes + 1] = outcome
 end
-return 1
+return outcomes
 """
 
 Word = str | bytes | int | float
@@ -132,23 +141,30 @@ class RedisLog:
             return list(pipeline.execute())
 
     def change(self, commands: Sequence[Command], guards: Guards | None = None) -> bool:
-        """All of them at once, in one round trip, or none. False, and none, if a guard does not hold any more.
+        """All of the commands at once, in one round trip, or none. False, and none, if a guard does not hold any more.
 
         A change whose answer was lost is repeated: its guards fail then, though it was made. Raises StoreError if
         another controller of this cluster has taken the log over, or too few replicas of Redis have the change in time:
         it is made then, but may be lost with the master.
         """
-        guards = guards or {}
-        words: list[Word] = [self.cluster, self._number, self._nonce, len(guards)]
-        for key, text in guards.items():
-            words += [key, text or b""]
-        for command in commands:
-            words += [len(command), *command]
+        (made,) = self.change_each([(commands, guards or {})])
+        return made
+
+    def change_each(self, changes: Sequence[tuple[Sequence[Command], Guards]]) -> list[bool]:
+        """Several changes, one after the other, in one round trip: each by itself is made or not, see `change`."""
+        words: list[Word] = [self.cluster, self._number, self._nonce]
+        for commands, guards in changes:
+            words.append(len(guards))
+            for key, text in guards.items():
+                words += [key, text or b""]
+            words.append(len(commands))
+            for command in commands:
+                words += [len(command), *command]
         with self._asked():
-            outcome = self._run(_CHANGE, [self.key("writers")], words)
-            if not outcome:
+            outcomes = self._run(_CHANGE, [self.key("writers")], words)
+            if not outcomes:
                 raise self.error("another controller of this cluster has taken it over, or it was emptied")
-            return bool(outcome == 1)
+            return [outcome == 1 for outcome in outcomes]
 
     def confirm(self) -> None:
         """Makes sure that what the log has is at as many replicas of Redis as the settings say, or raises StoreError:

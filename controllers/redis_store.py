@@ -2,7 +2,7 @@
 
 Of each session there are
 
-- `session`, a string: all but its tokens and results, as JSON (`_Session`);
+- `session`, a string: all but its tokens and results, as JSON (redis_session.py);
 - its tokens, see redis_histories.py;
 - `results`, a hash: what turns with an idempotency key answered, by their index.
 
@@ -16,12 +16,13 @@ tokens, texts or answers of sessions is not encrypted: names, and `epoch_floor`.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
-from controllers.errors import SessionTakenOver, StoreError
+from controllers.errors import ControllerError, SessionTakenOver, StoreError
 from controllers.log_cipher import LogCipher
 from controllers.log_rules import (
     adds_turn,
@@ -36,7 +37,6 @@ from controllers.log_rules import (
 from controllers.records import (
     KEPT_RESULTS,
     LedgerEntry,
-    ModelFingerprint,
     SessionRecord,
     StoredResult,
     TurnRecord,
@@ -44,6 +44,7 @@ from controllers.records import (
 from controllers.redis_connection import Connect, connect_redis
 from controllers.redis_histories import RedisHistories
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
+from controllers.redis_session import StoredSession
 from controllers.session_keys import id_in, named, session_key, tenant_in
 from controllers.settings import RedisLogSettings
 from controllers.store import LogNews
@@ -61,38 +62,6 @@ DEPLOYMENT_KEPT_S = 30 * 24 * 3600
 
 MOST_TRIES = 5
 """Of a change in whose way others came: an answer that was lost is one, a session that is taken over another."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Session:
-    """`writer` is the cluster that claimed it last; empty: none did. `last` identifies the last turn, its tokens aside.
-    `kept` are the turns whose results are, oldest first: index, idempotency key, digest. Layout 1 has neither `model`
-    nor `writer`."""
-
-    entry: LedgerEntry
-    tools: str | None = None
-    last: list[int | str | None] | None = None
-    kept: tuple[tuple[int, str, str | None], ...] = ()
-    model: ModelFingerprint | None = None
-    writer: str = ""
-
-    @classmethod
-    def parse(cls, text: bytes) -> _Session:
-        fields = json.loads(text)
-        kept = tuple((index, key, digest) for index, key, digest in fields.pop("kept"))
-        model = fields.pop("model", None)
-        return cls(
-            LedgerEntry(**fields.pop("entry")),
-            kept=kept,
-            model=None if model is None else ModelFingerprint(**model),
-            **fields,
-        )
-
-    def text(self) -> bytes:
-        fields = asdict(self)
-        if self.entry.closes_after is None:  # versions without it read all other sessions
-            del fields["entry"]["closes_after"]
-        return json.dumps(fields).encode()
 
 
 class RedisSessionStore:
@@ -136,7 +105,7 @@ class RedisSessionStore:
         return self._add(child)[1]
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
-        def assigned(session: _Session) -> tuple[list[Command], Guards]:
+        def assigned(session: StoredSession) -> tuple[list[Command], Guards]:
             if not changes_owner(session.entry, replica_id, epoch):
                 return [], {}
             entry = replace(session.entry, replica_id=replica_id, epoch=epoch, last_used_s=self._clock())
@@ -144,15 +113,19 @@ class RedisSessionStore:
 
         self._change(session_id, assigned)
 
-    def append_turn(self, record: TurnRecord) -> None:
-        assert len(record.tokens) % TOKEN_BYTES == 0
-
-        def appended(session: _Session) -> tuple[list[Command], Guards]:
-            if not adds_turn(session.entry, record, lambda: self._is_last(session, record)):
-                return [], {}
-            return self._appended(session, record)
-
-        self._change(record.session_id, appended)
+    def append_turns(self, records: Sequence[TurnRecord]) -> list[ControllerError | None]:
+        """Two round trips for all of them, but for those of one session, which are told one after the other."""
+        outcomes: dict[int, ControllerError | None] = {}
+        for turns in _once_each(records):
+            left = turns
+            try:
+                for _ in range(MOST_TRIES):
+                    left = self._append(left, outcomes)
+                busy = {at: self._busy(record.session_id) for at, record in left.items()}
+            except StoreError as error:
+                busy = dict.fromkeys(left.keys() - outcomes.keys(), error)
+            outcomes.update(busy)
+        return [outcomes[at] for at in range(len(records))]
 
     def load(self, session_id: str) -> SessionRecord:
         found, results, former, turns = self._log.read(
@@ -274,7 +247,7 @@ class RedisSessionStore:
     def _results(self, session_id: str) -> str:
         return self._log.key("results", session_id)
 
-    def _any(self, session_id: str) -> tuple[_Session, bytes]:
+    def _any(self, session_id: str) -> tuple[StoredSession, bytes]:
         """The session, whoever writes it, and the text that it has in the log."""
         (found,) = self._log.read(("GET", self._key(session_id)))
         if found is None:
@@ -283,11 +256,11 @@ class RedisSessionStore:
             raise not_found(session_id)
         return self._parsed(session_id, found), found
 
-    def _own(self, session_id: str) -> tuple[_Session, bytes]:
+    def _own(self, session_id: str) -> tuple[StoredSession, bytes]:
         (found,) = self._log.read(("GET", self._key(session_id)))
         return self._checked(session_id, found), found
 
-    def _checked(self, session_id: str, found: bytes | None) -> _Session:
+    def _checked(self, session_id: str, found: bytes | None) -> StoredSession:
         """Raises SessionNotFound and SessionTakenOver."""
         if found is None:
             raise not_found(session_id)
@@ -296,7 +269,9 @@ class RedisSessionStore:
             raise SessionTakenOver(f"{named(session_id)} has been taken over by another cluster")
         return session
 
-    def _change(self, session_id: str, changed: Callable[[_Session], tuple[list[Command], Guards]]) -> None:
+    def _change(
+        self, session_id: str, changed: Callable[[StoredSession], tuple[list[Command], Guards]]
+    ) -> None:
         """Does what `changed` makes of the session, which is nothing if that is done already."""
         for _ in range(MOST_TRIES):
             session, text = self._own(session_id)
@@ -329,7 +304,7 @@ class RedisSessionStore:
                 raise exists(session_id)
             record = replace(record, epoch=max(record.epoch, int(floor or 0) + 1))
             entry = replace(LedgerEntry.of(record, self._clock()), tokens=tokens)
-            session = _Session(entry, record.tools, model=record.model, writer=self._log.cluster)
+            session = StoredSession(entry, record.tools, model=record.model, writer=self._log.cluster)
             added = self._text(session)
             change = [
                 self._histories.opened(session_id),
@@ -341,7 +316,35 @@ class RedisSessionStore:
                 return record, entry
         raise self._busy(record.session_id)
 
-    def _appended(self, session: _Session, record: TurnRecord) -> tuple[list[Command], Guards]:
+    def _append(
+        self, turns: dict[int, TurnRecord], outcomes: dict[int, ControllerError | None]
+    ) -> dict[int, TurnRecord]:
+        """Appends turns of as many sessions; gives those back in whose way others came. Raises StoreError where nobody
+        knows of those without an outcome."""
+        if not turns:
+            return turns
+        texts = self._log.read(*(("GET", self._key(record.session_id)) for record in turns.values()))
+        changes: dict[int, tuple[list[Command], Guards]] = {}
+        repeated: dict[int, ControllerError | None] = {}
+        for (at, record), text in zip(turns.items(), texts, strict=True):
+            try:
+                session = self._checked(record.session_id, text)
+                if adds_turn(session.entry, record, partial(self._is_last, session, record)):
+                    commands, guards = self._appended(session, record)
+                    changes[at] = commands, {**guards, self._key(record.session_id): text}
+                else:
+                    repeated[at] = None
+            except ControllerError as refusal:
+                outcomes[at] = refusal
+        made = self._log.change_each(list(changes.values())) if changes else []
+        if repeated:
+            self._log.confirm()
+        outcomes.update(repeated)
+        outcomes.update({at: None for at, done in zip(changes, made, strict=True) if done})
+        return {at: turns[at] for at, done in zip(changes, made, strict=True) if not done}
+
+    def _appended(self, session: StoredSession, record: TurnRecord) -> tuple[list[Command], Guards]:
+        assert len(record.tokens) % TOKEN_BYTES == 0
         commands, guards = self._histories.appended(session.entry, record)
         entry = replace(
             session.entry,
@@ -362,7 +365,7 @@ class RedisSessionStore:
             commands += [("HDEL", results, index) for index, _, _ in kept[:-KEPT_RESULTS]]
         return [*commands, self._set(session)], guards
 
-    def _sessions(self, session_ids: list[str]) -> Iterator[_Session]:
+    def _sessions(self, session_ids: list[str]) -> Iterator[StoredSession]:
         """Those of them that have not been closed meanwhile."""
         for start in range(0, len(session_ids), ENTRIES_AT_ONCE):
             some = session_ids[start : start + ENTRIES_AT_ONCE]
@@ -404,17 +407,17 @@ class RedisSessionStore:
         gone = {writer for writer, lives in zip(writers, alive, strict=True) if not lives}
         return tuple(session.entry for session in others if session.writer in gone)
 
-    def _parsed(self, session_id: str, stored: bytes | None) -> _Session:
+    def _parsed(self, session_id: str, stored: bytes | None) -> StoredSession:
         text = self._cipher.decrypt(stored or b"", _session_place(session_id))
         try:
-            return _Session.parse(text)
+            return StoredSession.parse(text)
         except (ValueError, TypeError, KeyError) as error:
             raise self._log.error("a session cannot be read", repr(error)) from error
 
-    def _text(self, session: _Session) -> bytes:
+    def _text(self, session: StoredSession) -> bytes:
         return self._cipher.encrypt(session.text(), _session_place(session.entry.session_id))
 
-    def _set(self, session: _Session) -> Command:
+    def _set(self, session: StoredSession) -> Command:
         return ("SET", self._key(session.entry.session_id), self._text(session))
 
     def _result(self, session_id: str, results: dict[bytes, bytes], index: int) -> bytes:
@@ -423,11 +426,24 @@ class RedisSessionStore:
         except KeyError:
             raise self._log.error(f"what turn {index} answered is missing") from None
 
-    def _is_last(self, session: _Session, record: TurnRecord) -> bool:
+    def _is_last(self, session: StoredSession, record: TurnRecord) -> bool:
         """True if the last turn is just this record, results aside: they are no part of the history."""
         if session.last != identity(record):
             return False
         return self._histories.read(session.entry)[record.start_len * TOKEN_BYTES :] == record.tokens
+
+
+def _once_each(records: Sequence[TurnRecord]) -> list[dict[int, TurnRecord]]:
+    """The turns by their place, in parts that have no session twice: what one changes another of it is derived from."""
+    parts: list[dict[int, TurnRecord]] = []
+    seen: Counter[str] = Counter()
+    for at, record in enumerate(records):
+        nth = seen[record.session_id]
+        seen[record.session_id] += 1
+        if nth == len(parts):
+            parts.append({})
+        parts[nth][at] = record
+    return parts
 
 
 def _key_of(entry: LedgerEntry) -> str:

@@ -10,15 +10,16 @@ What is deleted is overwritten. The write-ahead log still has it until `purge`.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from controllers.errors import StoreError
+from controllers.errors import ControllerError, StoreError
 from controllers.log_cipher import LogCipher
 from controllers.log_rules import (
     adds_turn,
@@ -42,6 +43,8 @@ from controllers.sqlite_histories import SqliteHistories
 from controllers.sqlite_schema import open_session_log
 from controllers.store import LogNews
 from controllers.tokens import TOKEN_BYTES
+
+logger = logging.getLogger(__name__)
 
 _ENTRY_FIELDS = (
     "session_id",
@@ -107,33 +110,10 @@ class SqliteSessionStore:
                 (replica_id, epoch, self._clock(), session_id),
             )
 
-    def append_turn(self, record: TurnRecord) -> None:
-        assert len(record.tokens) % TOKEN_BYTES == 0
+    def append_turns(self, records: Sequence[TurnRecord]) -> list[ControllerError | None]:
+        """One transaction, so one flush of the disk."""
         with self._transaction() as db:
-            entry = _entry(db, record.session_id)
-            if not adds_turn(entry, record, lambda: self._is_last_turn(db, entry, record)):
-                return
-            self._histories.append(db, entry, record)
-            if record.start_len < entry.tokens:
-                self._purged = False
-            if record.idempotency_key is not None:
-                self._insert_result(db, record)
-            tools, model = _tools_and_model(db, record.session_id)
-            if record.start_len == 0:
-                tools = record.tools
-            last_turn = self._cipher.encrypt(json.dumps(identity(record)).encode(), _last_place(entry))
-            db.execute(
-                "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?, tools = ?, model = ?,"
-                " last_turn = ? WHERE session_id = ?",
-                (
-                    record.end_len,
-                    self._clock(),
-                    tools,
-                    _model_text(made_by(model, record)),
-                    last_turn,
-                    record.session_id,
-                ),
-            )
+            return [self._outcome(db, record) for record in records]
 
     def load(self, session_id: str) -> SessionRecord:
         with self._transaction() as db:
@@ -219,6 +199,51 @@ class SqliteSessionStore:
     def disconnect(self) -> None:
         self._connection.close()
 
+    def _outcome(self, db: sqlite3.Connection, record: TurnRecord) -> ControllerError | None:
+        """A turn that cannot be added is taken back alone. Raises what concerns them all, as a full disk."""
+        db.execute("SAVEPOINT turn")
+        try:
+            self._append(db, record)
+        except sqlite3.OperationalError:
+            raise
+        except Exception as error:
+            db.execute("ROLLBACK TO turn")
+            if isinstance(error, ControllerError):
+                return error
+            logger.exception("session %s: its turn cannot be written", record.session_id)
+            return self._error(error)
+        finally:
+            if db.in_transaction:
+                db.execute("RELEASE turn")
+        return None
+
+    def _append(self, db: sqlite3.Connection, record: TurnRecord) -> None:
+        assert len(record.tokens) % TOKEN_BYTES == 0
+        entry = _entry(db, record.session_id)
+        if not adds_turn(entry, record, lambda: self._is_last_turn(db, entry, record)):
+            return
+        self._histories.append(db, entry, record)
+        if record.start_len < entry.tokens:
+            self._purged = False
+        if record.idempotency_key is not None:
+            self._insert_result(db, record)
+        tools, model = _tools_and_model(db, record.session_id)
+        if record.start_len == 0:
+            tools = record.tools
+        last_turn = self._cipher.encrypt(json.dumps(identity(record)).encode(), _last_place(entry))
+        db.execute(
+            "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?, tools = ?, model = ?,"
+            " last_turn = ? WHERE session_id = ?",
+            (
+                record.end_len,
+                self._clock(),
+                tools,
+                _model_text(made_by(model, record)),
+                last_turn,
+                record.session_id,
+            ),
+        )
+
     def _insert_session(
         self, db: sqlite3.Connection, record: SessionRecord, tokens: int = 0
     ) -> SessionRecord:
@@ -287,7 +312,7 @@ class SqliteSessionStore:
         result = self._cipher.decrypt(result, _result_place(session_id, index))
         return StoredResult(key, index, result, None if digest is None else digest.decode())
 
-    def _error(self, exc: sqlite3.Error) -> StoreError:
+    def _error(self, exc: Exception) -> StoreError:
         return StoreError("session log: it cannot be read or written", detail=f"{self._path}: {exc}")
 
     @contextmanager

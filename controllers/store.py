@@ -6,9 +6,11 @@ one writer, the cluster that opened or claimed it last. A log in a file has one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from controllers.errors import ControllerError
 from controllers.records import LedgerEntry, SessionRecord, TurnRecord
 
 
@@ -25,7 +27,8 @@ class SessionStore(Protocol):
     """Sessions and their committed turns. Every method raises StoreError if it cannot read or write the log, and all
     that change or load a session SessionTakenOver if another cluster has claimed it.
 
-    Each change is atomic and, once the method has returned, survives the death of the process.
+    Each change is atomic (of several turns each by itself) and, once the method has returned, survives the death of the
+    process.
     """
 
     def open(self, record: SessionRecord) -> SessionRecord:
@@ -47,11 +50,13 @@ class SessionStore(Protocol):
         Raises SessionNotFound and StaleEpoch.
         """
 
-    def append_turn(self, record: TurnRecord) -> None:
-        """Appends a committed turn; repeating the last one is fine. `start_len` below the length is a rewind.
+    def append_turns(self, records: Sequence[TurnRecord]) -> Sequence[ControllerError | None]:
+        """Appends committed turns, as if one came after the other, and gives the outcome of each; one that is refused
+        changes nothing. Repeating the last turn of a session is fine. `start_len` below the length is a rewind.
 
-        Raises SessionNotFound; StaleEpoch if the epoch is not the stored one, the turn is not the next one or
-        starts past the history's end; IdempotencyConflict if a recent turn had the same key.
+        Outcomes are SessionNotFound and SessionTakenOver; StaleEpoch if the epoch is not the stored one, the turn is
+        not the next one or starts past the history's end; IdempotencyConflict if a recent turn had the same key; and
+        StoreError where nobody knows whether the log has it. Raises StoreError where nobody knows that of any.
         """
 
     def load(self, session_id: str) -> SessionRecord:

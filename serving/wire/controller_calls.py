@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
 from controllers.cluster_actor import get_or_create_controller, version_of
+from controllers.commit_groups import CommitGroups, Outcome
 from controllers.errors import ControllerError, NoAnswer, SettingsRefused
 from controllers.records import (
     Assignment,
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 CONTROLLER_TIMEOUT_S = 15.0
 NAMESPACE = "kedge"
 RETRY_PAUSE_S = 0.2
+GROUP_PATIENCE_S = 0.5
+"""So long a call with turns that gets no answer keeps the next turns waiting. The controller may be starting again, and
+then all go as soon as it is there."""
 
 
 class ControllerCalls:
@@ -55,6 +59,7 @@ class ControllerCalls:
         self._is_current = deployment is None
         self._timeout_s = timeout_s
         self._deployment = deployment
+        self._commits = CommitGroups(self._commit_turns, patience_s=GROUP_PATIENCE_S)
 
     async def announce(self) -> None:
         """Lets the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
@@ -106,7 +111,11 @@ class ControllerCalls:
         return bool(await self._call("offer_session", session_id, epoch, replica_id))
 
     async def commit_turn(self, record: TurnRecord) -> None:
-        await self._call("commit_turn", record)
+        """What comes while a call with turns is under way goes with the next: a call costs the controller several times
+        what a turn does."""
+        (refusal,) = await self._commits.commit([record])
+        if refusal is not None:
+            raise refusal
 
     async def close_session(
         self,
@@ -131,6 +140,9 @@ class ControllerCalls:
 
     async def stats(self) -> dict[str, float]:
         return cast(dict[str, float], await self._call("stats"))
+
+    async def _commit_turns(self, records: Sequence[TurnRecord]) -> Sequence[Outcome]:
+        return cast(Sequence[Outcome], await self._call("commit_turns", records))
 
     async def _call(self, method: str, *args: Any) -> Any:
         last: list[RayActorError] = []

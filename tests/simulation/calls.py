@@ -20,7 +20,7 @@ from tests.simulation.network import Network, Party, copied
 REPEATED = frozenset(
     f"actor.{method}"
     for method in (
-        "commit_turn",
+        "commit_turns",
         "offer_session",
         "report_unreachable",
         "deregister_replica",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import MappingProxyType
@@ -85,15 +85,19 @@ def _repetitions_are_new_turns() -> Patches:
     def adds_turn(entry: LedgerEntry, record: TurnRecord, _is_last: Callable[[], bool]) -> bool:
         return record.epoch == entry.epoch
 
-    real = controllers.sqlite_store.SqliteSessionStore.append_turn
+    real = controllers.sqlite_store.SqliteSessionStore.append_turns
 
-    def append_turn(self: Any, record: TurnRecord) -> None:
-        turns = self.find(record.session_id).turns
-        real(self, replace(record, turn_index=turns, idempotency_key=f"{record.idempotency_key}-{turns}"))
+    def append_turns(self: Any, records: Sequence[TurnRecord]) -> Any:
+        outcomes: list[Any] = []
+        for record in records:
+            turns = self.find(record.session_id).turns
+            key = f"{record.idempotency_key}-{turns}"
+            outcomes += real(self, [replace(record, turn_index=turns, idempotency_key=key)])
+        return outcomes
 
     return [
         patch.object(controllers.sqlite_store, "adds_turn", adds_turn),
-        patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turn", append_turn),
+        patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turns", append_turns),
     ]
 
 

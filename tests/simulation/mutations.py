@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -22,9 +22,10 @@ import controllers.session
 import controllers.sqlite_store
 from cache.history import History
 from controllers.cluster import Cluster
+from controllers.commits import Commits
 from controllers.errors import StoreError
 from controllers.ownership import OwnershipLedger
-from controllers.records import SessionRecord, StoredResult, TurnRecord
+from controllers.records import LedgerEntry, SessionRecord, StoredResult, TurnRecord
 from controllers.session import SessionController, Turn
 from serving.front.turn_progress import TurnProgress
 from serving.replica.session_host import SessionHost
@@ -97,27 +98,30 @@ def _ledger_fences_nothing() -> Patches:
     def fence(self: OwnershipLedger, session_id: str, _epoch: int, _replica_id: str | None = None) -> Any:
         return self.get(session_id)
 
-    real = controllers.sqlite_store.SqliteSessionStore.append_turn
+    real = controllers.sqlite_store.SqliteSessionStore.append_turns
 
-    def append_turn(self: Any, record: TurnRecord) -> None:
-        entry = self.find(record.session_id)
-        if (record.epoch, record.turn_index) != (entry.epoch, entry.turns):
-            record = replace(record, epoch=entry.epoch, turn_index=entry.turns)
-        real(self, record)
+    def append_turns(self: Any, records: Sequence[TurnRecord]) -> Any:
+        return [outcome for record in records for outcome in real(self, [_next_turn(record, self.find)])]
 
     return [
         patch.object(OwnershipLedger, "fence", fence),
-        patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turn", append_turn),
-        patch.object(Cluster, "commit_turn", _commit_turn_anywhere(Cluster.commit_turn)),
+        patch.object(controllers.sqlite_store.SqliteSessionStore, "append_turns", append_turns),
+        patch.object(Commits, "commit", _commit_anywhere(Commits.commit)),
     ]
 
 
-def _commit_turn_anywhere(real: Callable[..., None]) -> Callable[..., None]:
-    def commit_turn(self: Cluster, record: TurnRecord) -> None:
-        entry = self._ledger.get(record.session_id)
-        real(self, replace(record, epoch=entry.epoch, turn_index=entry.turns))
+def _commit_anywhere(real: Callable[..., Any]) -> Callable[..., Any]:
+    def commit(self: Commits, records: Sequence[TurnRecord]) -> Any:
+        return [
+            outcome for record in records for outcome in real(self, [_next_turn(record, self._ledger.get)])
+        ]
 
-    return commit_turn
+    return commit
+
+
+def _next_turn(record: TurnRecord, find: Callable[[str], LedgerEntry]) -> TurnRecord:
+    entry = find(record.session_id)
+    return replace(record, epoch=entry.epoch, turn_index=entry.turns)
 
 
 def _log_fences_nothing() -> Patches:

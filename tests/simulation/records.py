@@ -5,11 +5,11 @@ Stands around the real store, lets every call through, and can play that the log
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from controllers.errors import StoreError
+from controllers.errors import ControllerError, StoreError
 from controllers.records import LedgerEntry, SessionRecord, TurnRecord
 from controllers.store import SessionStore
 from controllers.tokens import decode_tokens
@@ -95,23 +95,12 @@ class RecordedStore:
         self._begin(life, forked.replica_id, parent_id)
         return forked
 
-    def append_turn(self, record: TurnRecord) -> None:
-        self._change(self._store.append_turn, record)
-        life = self.living[record.session_id]
-        if record.turn_index < len(life.turns):
-            return  # told again
-        tokens, history = decode_tokens(record.tokens), life.history()
-        turn = Committed(
-            session_id=record.session_id,
-            turn_index=record.turn_index,
-            rewound=record.start_len < len(history),
-            before=history[: record.start_len],
-            input=tuple(tokens[: record.input_len]),
-            output=tuple(tokens[record.input_len :]),
-        )
-        life.turns.append(turn)
-        for listener in self.listeners:
-            listener.committed(life, turn)
+    def append_turns(self, records: Sequence[TurnRecord]) -> Sequence[ControllerError | None]:
+        outcomes: Sequence[ControllerError | None] = self._change(self._store.append_turns, records)
+        for record, refusal in zip(records, outcomes, strict=True):
+            if refusal is None:
+                self._taken(record)
+        return outcomes
 
     def close(self, session_id: str) -> bool:
         known: bool = self._change(self._store.close, session_id)
@@ -142,6 +131,23 @@ class RecordedStore:
             return method(*args)
 
         return read
+
+    def _taken(self, record: TurnRecord) -> None:
+        life = self.living[record.session_id]
+        if record.turn_index < len(life.turns):
+            return  # told again
+        tokens, history = decode_tokens(record.tokens), life.history()
+        turn = Committed(
+            session_id=record.session_id,
+            turn_index=record.turn_index,
+            rewound=record.start_len < len(history),
+            before=history[: record.start_len],
+            input=tuple(tokens[: record.input_len]),
+            output=tuple(tokens[record.input_len :]),
+        )
+        life.turns.append(turn)
+        for listener in self.listeners:
+            listener.committed(life, turn)
 
     def _change(self, change: Callable[..., Any], *args: Any) -> Any:
         self._refuse_if_away()

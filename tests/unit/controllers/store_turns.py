@@ -1,9 +1,11 @@
-"""A session and its turns, for tests of the session log."""
+"""A session and its turns, for tests of the session log and of the controller's logic."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from controllers.cluster import Cluster
+from controllers.commit_groups import Outcome
 from controllers.records import SessionRecord, TurnRecord
 from controllers.store import SessionStore
 from controllers.tokens import decode_tokens, encode_tokens
@@ -19,3 +21,20 @@ def turn_of(index: int, start_len: int, tokens: list[int], **changes: object) ->
 
 def history_of(store: SessionStore, session_id: str = "s") -> list[int]:
     return decode_tokens(store.load(session_id).history)
+
+
+def append_turn(store: SessionStore, record: TurnRecord) -> None:
+    """One turn alone. Raises what the log refuses it with."""
+    (refusal,) = store.append_turns([record])
+    _raise(refusal)
+
+
+def commit_turn(cluster: Cluster, record: TurnRecord) -> None:
+    """One turn alone. Raises what the controller refuses it with."""
+    (refusal,) = cluster.commits.commit([record])
+    _raise(refusal)
+
+
+def _raise(refusal: Outcome) -> None:
+    if refusal is not None:
+        raise refusal

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
-from store_turns import SESSION, turn_of
+from store_turns import SESSION, append_turn, commit_turn, turn_of
 
 from controllers.cluster import Cluster
 from controllers.errors import SessionClosing, SessionNotFound, StaleEpoch
@@ -178,7 +178,7 @@ def test_it_ends_though_owner_and_controller_have_died(world: World) -> None:
 
 def test_the_turn_that_it_waits_for_is_committed_all_the_same(world: World) -> None:
     owner = closing(world)
-    world.cluster.commit_turn(turn_of(0, 0, [1, 2], epoch=owner.epoch))
+    commit_turn(world.cluster, turn_of(0, 0, [1, 2], epoch=owner.epoch))
     assert world.store.load("s").closes_after == "k"
     assert world.cluster.close_session("s", None, owner.epoch)
 
@@ -205,7 +205,7 @@ def test_a_log_keeps_it_and_gives_it_to_no_fork(place: Place) -> None:
     assert store.find("s").closes_after is None
     for _ in range(2):
         store.close_after("s", "k")
-    store.append_turn(turn_of(0, 0, [1, 2, 3], epoch=opened.epoch))
+    append_turn(store, turn_of(0, 0, [1, 2, 3], epoch=opened.epoch))
     store.assign("s", "b", opened.epoch + 1)
     child = store.fork("s", 2, replace(SESSION, session_id="child"))
     assert child.closes_after is None

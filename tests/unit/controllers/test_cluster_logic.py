@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
+from store_turns import commit_turn
 
 from controllers.cluster import Cluster
 from controllers.errors import (
@@ -155,8 +156,8 @@ def test_an_id_is_each_tenants_own(world: World) -> None:
 
 def test_commits_reach_log_and_ledger(world: World) -> None:
     opened = _open(world)
-    world.cluster.commit_turn(_turn(opened, 0, 0, [1, 2, 3]))
-    world.cluster.commit_turn(_turn(opened, 0, 0, [1, 2, 3]))
+    commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2, 3]))
+    commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2, 3]))
     record = world.cluster.load_session("s", 1, opened.replica_id)
     assert decode_tokens(record.history) == [1, 2, 3]
     (entry,) = world.cluster.sessions()
@@ -175,16 +176,16 @@ def test_load_is_fenced(world: World) -> None:
 
 def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
     opened = _open(world)
-    world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
+    commit_turn(world.cluster, _turn(opened, 0, 0, [1]))
     assert world.cluster.report_unreachable(opened.replica_id, True)
     moved = world.cluster.resolve("s", False, "")
     assert (moved.epoch, moved.fresh) == (2, True)
     assert moved.replica_id != opened.replica_id
     with pytest.raises(StaleEpoch):
-        world.cluster.commit_turn(_turn(opened, 1, 1, [2]))
+        commit_turn(world.cluster, _turn(opened, 1, 1, [2]))
     record = world.cluster.load_session("s", 2, moved.replica_id)
     assert decode_tokens(record.history) == [1]
-    world.cluster.commit_turn(_turn(moved, 1, 1, [3]))
+    commit_turn(world.cluster, _turn(moved, 1, 1, [3]))
     assert world.cluster.stats()["transfers_total"] == 1
     assert world.cluster.stats()["turns_refused_total"] == 1
 
@@ -300,13 +301,13 @@ def test_a_pause_of_the_controller_is_held_against_nobody(world: World) -> None:
 
 def test_a_restart_keeps_ownership(world: World) -> None:
     opened = _open(world)
-    world.cluster.commit_turn(_turn(opened, 0, 0, [1, 2]))
+    commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2]))
     before = world.cluster.sessions()
     cluster = world.restart()
     assert cluster.sessions() == before
     assert cluster.resolve("s", False, "") == Assignment("s", opened.replica_id, 1, fresh=False)
-    cluster.commit_turn(_turn(opened, 0, 0, [1, 2]))
-    cluster.commit_turn(_turn(opened, 1, 2, [3]))
+    commit_turn(cluster, _turn(opened, 0, 0, [1, 2]))
+    commit_turn(cluster, _turn(opened, 1, 2, [3]))
 
 
 def test_after_a_restart_owners_that_stay_away_are_replaced(world: World) -> None:
@@ -325,7 +326,7 @@ def test_close(world: World) -> None:
     assert world.cluster.close_session("s", epoch=1)
     assert not world.cluster.close_session("s")
     with pytest.raises(SessionNotFound):
-        world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
+        commit_turn(world.cluster, _turn(opened, 0, 0, [1]))
 
 
 def test_a_turn_of_a_closed_session_cannot_commit_into_its_namesake(world: World) -> None:
@@ -335,7 +336,7 @@ def test_a_turn_of_a_closed_session_cannot_commit_into_its_namesake(world: World
     world.beat("a", "b")
     assert _open(world).epoch == 2
     with pytest.raises(StaleEpoch):
-        world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
+        commit_turn(world.cluster, _turn(opened, 0, 0, [1]))
 
 
 def test_heartbeats_name_sessions_that_are_closed(world: World) -> None:
@@ -433,7 +434,7 @@ def test_a_failing_log_changes_no_ledger(world: World) -> None:
     before = world.cluster.sessions()
     world.store.disconnect()
     for operation in (
-        lambda: world.cluster.commit_turn(_turn(opened, 0, 0, [1])),
+        lambda: commit_turn(world.cluster, _turn(opened, 0, 0, [1])),
         lambda: _open(world, "new"),
         lambda: world.cluster.close_session("s"),
     ):
@@ -457,7 +458,7 @@ def test_a_commit_that_found_no_log_was_not_refused(world: World) -> None:
     opened = _open(world)
     world.store.disconnect()
     with pytest.raises(StoreError):
-        world.cluster.commit_turn(_turn(opened, 0, 0, [1]))
+        commit_turn(world.cluster, _turn(opened, 0, 0, [1]))
     figures = world.cluster.stats()
     assert (figures["turns_refused_total"], figures["commits_failed_total"]) == (0, 1)
 
@@ -465,8 +466,8 @@ def test_a_commit_that_found_no_log_was_not_refused(world: World) -> None:
 def test_figures(world: World) -> None:
     opened = _open(world)
     with pytest.raises(ControllerError):
-        world.cluster.commit_turn(_turn(opened, 5, 0, [1]))
-    world.cluster.commit_turn(_turn(opened, 0, 0, [1, 2]))
+        commit_turn(world.cluster, _turn(opened, 5, 0, [1]))
+    commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2]))
     world.cluster.heartbeat(ReplicaStatus(opened.replica_id, 1, 1), [SessionStatus("s", 1, 2, 1, 0.0, True)])
     figures = world.cluster.stats()
     assert (figures["sessions_in_turn"], figures["sessions_idle"], figures["sessions_unowned"]) == (1, 0, 0)

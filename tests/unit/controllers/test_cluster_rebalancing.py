@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
+from store_turns import commit_turn
 
 from controllers.cluster import Cluster
 from controllers.errors import SessionNotFound, StaleEpoch, StoreError
@@ -29,7 +30,7 @@ class World:
         self.cluster = Cluster(settings, self.store, clock, clock)
         self.beat("a")
         self.cluster.open_session("s", "", None, None)
-        self.cluster.commit_turn(TurnRecord("s", 1, 0, 0, encode_tokens([1, 2]), 1, "key", b"result"))
+        commit_turn(self.cluster, TurnRecord("s", 1, 0, 0, encode_tokens([1, 2]), 1, "key", b"result"))
 
     def beat(
         self, replica_id: str, running: int = 0, waiting: int = 0, draining: bool = False
@@ -80,7 +81,7 @@ def test_the_former_owner_is_refused_and_told_to_drop_it(world: World) -> None:
     world.crowd()
     assert world.cluster.offer_session("s", 1, "a")
     with pytest.raises(StaleEpoch):
-        world.cluster.commit_turn(TurnRecord("s", 1, 1, 2, encode_tokens([3]), 1))
+        commit_turn(world.cluster, TurnRecord("s", 1, 1, 2, encode_tokens([3]), 1))
     with pytest.raises(StaleEpoch):
         world.cluster.load_session("s", 1, "a")
     status = ReplicaStatus("a", 1000, 1000)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
+from store_turns import append_turn, commit_turn
 
 from controllers.cluster import Cluster
 from controllers.errors import (
@@ -42,7 +43,7 @@ def store(tmp_path: Path, clock: ManualClock) -> Iterator[SqliteSessionStore]:
 def _append(
     store: SqliteSessionStore, session_id: str, index: int, start_len: int, tokens: list[int]
 ) -> None:
-    store.append_turn(TurnRecord(session_id, 1, index, start_len, encode_tokens(tokens), len(tokens)))
+    append_turn(store, TurnRecord(session_id, 1, index, start_len, encode_tokens(tokens), len(tokens)))
 
 
 def _tokens(store: SqliteSessionStore, session_id: str) -> list[int]:
@@ -116,7 +117,7 @@ def _cluster(store: SqliteSessionStore, clock: ManualClock) -> Cluster:
 def _opened(cluster: Cluster) -> str:
     """A parent of six tokens; gives its owner."""
     owner = cluster.open_session("p", "", 30.0, 99).replica_id
-    cluster.commit_turn(TurnRecord("p", 1, 0, 0, encode_tokens(range(6)), 6))
+    commit_turn(cluster, TurnRecord("p", 1, 0, 0, encode_tokens(range(6)), 6))
     return owner
 
 
@@ -146,7 +147,7 @@ def test_a_repeated_fork_gives_the_same_child(cluster: Cluster) -> None:
         with pytest.raises(SessionExists) as caught:
             cluster.fork_session("p", 1, owner, other)
         assert caught.value.param == "new_session_id"
-    cluster.commit_turn(TurnRecord("c", 1, 0, 4, encode_tokens([9]), 1))
+    commit_turn(cluster, TurnRecord("c", 1, 0, 4, encode_tokens([9]), 1))
     with pytest.raises(SessionExists):
         cluster.fork_session("p", 1, owner, order)
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from store_turns import SESSION, history_of, turn_of
+from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import StoreError
 from controllers.log_cipher import KEY_BYTES, MARK, LogCipher
@@ -86,7 +86,7 @@ def test_encryption_can_be_turned_on_and_off(path: Path, environment: pytest.Mon
         store = open_store(SqliteLogSettings(str(path), encrypted=encrypted), "cluster", lambda: 0.0)
         if not number:
             store.open(SESSION)
-        store.append_turn(turn_of(number, len(tokens), [number]))
+        append_turn(store, turn_of(number, len(tokens), [number]))
         tokens.append(number)
         assert history_of(store) == tokens
         store.disconnect()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from redis_server import CLUSTER, RedisServer
-from store_turns import SESSION, history_of, turn_of
+from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import SessionNotFound, StoreError
 from controllers.records import ModelFingerprint, StoredResult
@@ -110,7 +110,7 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
     assert (entry.session_id, entry.tokens, entry.turns) == (KEY, 4, 2)
     told_again = turn_of(1, 3, [4], input_len=1, epoch=epoch)
     for turn in (told_again, turn_of(2, 4, [5], model=MODEL, epoch=epoch)):
-        store.append_turn(replace(turn, session_id=KEY))
+        append_turn(store, replace(turn, session_id=KEY))
     store.disconnect()
     again = place()  # raised to this version's layout: one before would not know what it reads
     assert (history_of(again, KEY), again.load(KEY).model) == ([1, 2, 3, 4, 5], MODEL)
@@ -122,7 +122,7 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
 def test_a_cluster_finds_its_tenants_sessions_of_the_version_before(reopened: Place) -> None:
     store = reopened()
     store.open(replace(SESSION, tenant="tenant"))
-    store.append_turn(turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
     store.disconnect()
     for _ in range(2):
         store = reopened()
@@ -171,14 +171,14 @@ def test_the_model_of_a_session_is_that_of_its_last_turn(store: SessionStore) ->
     other = replace(MODEL, weights="other", template=None)
     store.open(SESSION)
     assert store.load("s").model is None
-    store.append_turn(turn_of(0, 0, [1, 2, 3], model=MODEL))
+    append_turn(store, turn_of(0, 0, [1, 2, 3], model=MODEL))
     assert store.load("s").model == MODEL
-    store.append_turn(turn_of(1, 3, [4], model=other))
+    append_turn(store, turn_of(1, 3, [4], model=other))
     assert store.load("s").model == other
-    store.append_turn(turn_of(2, 4, [5]))
+    append_turn(store, turn_of(2, 4, [5]))
     assert store.load("s").model == other, "a replica of the version before does not tell"
     store.fork("s", 2, replace(SESSION, session_id="child"))
     assert store.load("child").model == other
-    store.append_turn(turn_of(3, 0, [6]))
+    append_turn(store, turn_of(3, 0, [6]))
     assert store.load("s").model is None, "begun anew by one that does not tell"
     store.disconnect()

@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manual_clock import ManualClock
+from store_turns import commit_turn
 
 from controllers.cluster import Cluster
 from controllers.errors import NoReplica, SessionExists, SessionNotFound, StaleEpoch, TurnInFlight
@@ -133,7 +134,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         turn = replica.turns.pop()
         record = replica.sessions.prepare_commit(turn, tokens, [], b"")
         try:
-            self.cluster.commit_turn(record)
+            commit_turn(self.cluster, record)
         except (StaleEpoch, SessionNotFound):
             replica.sessions.abort_turn(turn)
             replica.sessions.drop(turn.session_id)

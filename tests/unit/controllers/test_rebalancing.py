@@ -61,6 +61,7 @@ def two_replicas(busy: int, idle: int, min_gap: float = MIN_GAP) -> World:
     return world
 
 
+@settings(deadline=None)
 @given(SESSIONS, st.integers(2, 6), st.randoms(use_true_random=False))
 def test_a_move_never_makes_the_other_the_busier_one_and_moves_end(
     owners: list[int], min_gap: int, rng: random.Random

@@ -10,7 +10,7 @@ import pytest
 import redis
 from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
-from store_turns import SESSION, turn_of
+from store_turns import SESSION, append_turn, turn_of
 
 from controllers import redis_log
 from controllers.redis_store import RedisSessionStore
@@ -143,10 +143,10 @@ def test_the_scripts_of_the_log_do_the_same(
     store, other = RedisSessionStore(log, CLUSTER), RedisSessionStore(log, "other")
     store.open(SESSION)
     for index in range(10):
-        store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}"))
+        append_turn(store, turn_of(index, index, [index], idempotency_key=f"k{index}"))
     other.claim("s", "b")
     store.news()
-    other.append_turn(turn_of(10, 5, [1, 2], epoch=2))
+    append_turn(other, turn_of(10, 5, [1, 2], epoch=2))
     other.close("s")
     assert len(answers) == 17
     assert all(ours == theirs for theirs, ours in answers), answers

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from redis_sentinels import LONGEST_S, SERVICE, WatchedRedis
 from redis_server import CLUSTER, RedisServer
-from store_turns import SESSION, history_of, turn_of
+from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import StoreError
 from controllers.redis_store import RedisSessionStore
@@ -57,7 +57,7 @@ def test_a_failover_loses_no_committed_turn(watched: WatchedRedis, loss: str) ->
         if index == LOSES_ITS_MASTER_AT:
             (watched.kill if loss == "killed" else watched.pause)(former)
         turn = turn_of(index, index, [index], idempotency_key=f"k{index}")
-        failed += until_taken(lambda turn=turn: store.append_turn(turn))  # type: ignore[misc]
+        failed += until_taken(lambda turn=turn: append_turn(store, turn))  # type: ignore[misc]
     assert failed > 0, "the master was lost while turns were committed"
     assert watched.master() != former
     if loss == "frozen":
@@ -70,7 +70,7 @@ def test_a_failover_loses_no_committed_turn(watched: WatchedRedis, loss: str) ->
 def test_a_controller_that_starts_after_a_failover_finds_the_log(watched: WatchedRedis) -> None:
     store = opened(watched, wait_replicas=1)
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
     former = watched.master()
     watched.kill(former)
     again = opened(watched, wait_replicas=1)
@@ -85,7 +85,7 @@ def until_fenced(store: RedisSessionStore) -> None:
     """The former controller's connection breaks first."""
     for index in range(3):
         try:
-            store.append_turn(turn_of(1, 2, [3]))
+            append_turn(store, turn_of(1, 2, [3]))
         except StoreError as error:
             if index == 2 or "taken it over" in error.message:
                 raise
@@ -110,9 +110,9 @@ def test_a_repeated_commit_waits_for_replicas_too(watched: WatchedRedis) -> None
     watched.pause(a_replica)
     for _ in range(2):
         with pytest.raises(StoreError, match="1 of its replicas have the change after 900 ms, not 2"):
-            store.append_turn(turn_of(0, 0, [1]))
+            append_turn(store, turn_of(0, 0, [1]))
     watched.go_on(a_replica)
-    until_taken(lambda: store.append_turn(turn_of(0, 0, [1])))
+    until_taken(lambda: append_turn(store, turn_of(0, 0, [1])))
     assert history_of(store) == [1]
     store.disconnect()
 

@@ -9,14 +9,17 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import redis
 from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
-from store_turns import SESSION, history_of, turn_of
+from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers import circuit_breaker, redis_log
-from controllers.errors import SessionNotFound, SessionTakenOver, StoreError
+from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch, StoreError
 from controllers.redis_store import RedisSessionStore
 from controllers.settings import REDIS_PASSWORD, RedisLogSettings
+
+Changes = Sequence[tuple[Sequence[redis_log.Command], redis_log.Guards]]
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def test_the_last_controller_of_a_cluster_is_its_writer(log: RedisLogSettings) -
     former.open(SESSION)
     store = RedisSessionStore(log, CLUSTER)
     for change in (
-        lambda: former.append_turn(turn_of(0, 0, [1])),
+        lambda: append_turn(former, turn_of(0, 0, [1])),
         lambda: former.assign("s", "b", 2),
         lambda: former.touch("s", 1.0),
         lambda: former.close("s"),
@@ -51,7 +54,7 @@ def test_the_last_controller_of_a_cluster_is_its_writer(log: RedisLogSettings) -
             change()
     assert store.load("s") == SESSION
     assert [entry.session_id for entry in store.load_all_entries()] == ["s"]
-    store.append_turn(turn_of(0, 0, [1]))
+    append_turn(store, turn_of(0, 0, [1]))
     former.disconnect()
     store.disconnect()
 
@@ -61,7 +64,7 @@ def test_logs_of_other_names_are_apart(redis_server: RedisServer) -> None:
     stores = [RedisSessionStore(redis_server.log(name), CLUSTER) for name in names]
     for index, store in enumerate(stores):
         store.open(SESSION)
-        store.append_turn(turn_of(0, 0, [index]))
+        append_turn(store, turn_of(0, 0, [index]))
     assert [history_of(store) for store in stores] == [[0], [1], [2], [3]]
     assert stores[0].close("s")
     assert [len(store.load_all_entries()) for store in stores] == [0, 1, 1, 1]
@@ -73,7 +76,7 @@ def test_a_closed_session_leaves_nothing(redis_server: RedisServer, log: RedisLo
     store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     for index in range(12):
-        store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}"))
+        append_turn(store, turn_of(index, index, [index], idempotency_key=f"k{index}"))
     store.close("s")
     store.disconnect()
     with redis_server.client() as client:
@@ -84,9 +87,9 @@ def test_a_closed_session_leaves_nothing(redis_server: RedisServer, log: RedisLo
 def test_rewound_turns_are_deleted(redis_server: RedisServer, log: RedisLogSettings) -> None:
     store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
     for index in range(1, 50):
-        store.append_turn(turn_of(index, 2, [3, 4, index]))
+        append_turn(store, turn_of(index, 2, [3, 4, index]))
     assert history_of(store) == [1, 2, 3, 4, 49]
     with redis_server.client() as client:
         (turns,) = [key for key in client.scan_iter() if log.name.encode() in key and b"turns" in key]
@@ -99,12 +102,12 @@ def test_what_is_committed_outlives_redis(own_server: RedisServer) -> None:
     store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
     for index in range(20):
-        store.append_turn(turn_of(index, index, [index]))
+        append_turn(store, turn_of(index, index, [index]))
     own_server.kill()
     with pytest.raises(StoreError):
-        store.append_turn(turn_of(20, 20, [20]))
+        append_turn(store, turn_of(20, 20, [20]))
     own_server.start()
-    store.append_turn(turn_of(20, 20, [20]))
+    append_turn(store, turn_of(20, 20, [20]))
     assert history_of(store) == list(range(21))
     store.disconnect()
 
@@ -145,17 +148,17 @@ def test_a_frozen_redis_is_waited_for_once_and_its_return_is_seen(
     store.open(SESSION)
     own_server.pause()
     with pytest.raises(StoreError, match="Timeout"):
-        store.append_turn(turn_of(0, 0, [1]))
+        append_turn(store, turn_of(0, 0, [1]))
     probes = 0
     for number in range(1000):
         if number % 250 == 0:
             timer.advance(circuit_breaker.REST_S)
             probes += 1
         with pytest.raises(StoreError, match="did not answer a moment ago"):
-            store.append_turn(turn_of(0, 0, [1]))
+            append_turn(store, turn_of(0, 0, [1]))
     assert probes == 4
     own_server.go_on()
-    after_probes(timer, lambda: store.append_turn(turn_of(0, 0, [1])))
+    after_probes(timer, lambda: append_turn(store, turn_of(0, 0, [1])))
     assert history_of(store) == [1], "whether or not it was written while nobody listened"
     store.disconnect()
 
@@ -181,7 +184,7 @@ def test_a_redis_that_was_unreachable_is_probed_with_its_password(monkeypatch: p
 def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> None:
     store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2], idempotency_key="k"))
+    append_turn(store, turn_of(0, 0, [1, 2], idempotency_key="k"))
     with redis_server.client() as client:
         keys = {
             key.split(b"}:")[1].split(b":")[0]: key for key in client.scan_iter() if log.name.encode() in key
@@ -235,7 +238,7 @@ def test_a_log_of_the_former_layout_is_taken_over(redis_server: RedisServer, log
     """Its writer cannot know of claims, so it is fenced; what it wrote is for whoever needs it first."""
     store = RedisSessionStore(log, CLUSTER)
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
     store.disconnect()
     prefix = f"kedge:{{{log.name}}}:"
     with redis_server.client() as client:
@@ -249,10 +252,10 @@ def test_a_log_of_the_former_layout_is_taken_over(redis_server: RedisServer, log
         assert client.get(f"{prefix}writer") is None, "the former writer's number is gone"
     assert again.load_all_entries() == []
     with pytest.raises(SessionTakenOver):
-        again.append_turn(turn_of(1, 2, [3]))
+        append_turn(again, turn_of(1, 2, [3]))
     assert [entry.session_id for entry in again.news().abandoned] == ["s"]
     assert again.claim("s", "b").epoch == 2
-    again.append_turn(turn_of(1, 2, [3], epoch=2))
+    append_turn(again, turn_of(1, 2, [3], epoch=2))
     assert history_of(again) == [1, 2, 3]
     again.disconnect()
 
@@ -267,9 +270,9 @@ def test_an_opening_that_a_failover_lost_is_made_up_for(
         before = client.hget(f"{prefix}writers", CLUSTER)
         store = RedisSessionStore(log, CLUSTER)
         client.hset(f"{prefix}writers", CLUSTER, before)
-    store.append_turn(turn_of(0, 0, [1]))
+    append_turn(store, turn_of(0, 0, [1]))
     with pytest.raises(StoreError, match="has taken it over"):
-        former.append_turn(turn_of(1, 1, [2]))
+        append_turn(former, turn_of(1, 1, [2]))
     former.disconnect()
     store.disconnect()
 
@@ -279,25 +282,104 @@ def test_changes_whose_answers_are_lost_are_made_once(
 ) -> None:
     """redis-py sends such a script again: the second time its guards fail."""
     store = RedisSessionStore(log, CLUSTER)
-    once = redis_log.RedisLog.change
-    changes: list[Sequence[redis_log.Command]] = []
+    once = redis_log.RedisLog.change_each
+    told: list[Changes] = []
 
-    def twice(
-        self: redis_log.RedisLog, commands: Sequence[redis_log.Command], guards: redis_log.Guards
-    ) -> bool:
-        changes.append(commands)
-        assert once(self, commands, guards)
-        return once(self, commands, guards)
+    def twice(self: redis_log.RedisLog, changes: Changes) -> list[bool]:
+        told.append(changes)
+        assert all(once(self, changes))
+        return once(self, changes)
 
-    monkeypatch.setattr(redis_log.RedisLog, "change", twice)
+    monkeypatch.setattr(redis_log.RedisLog, "change_each", twice)
     assert store.open(SESSION) == SESSION
-    store.append_turn(turn_of(0, 0, [1, 2], idempotency_key="k"))
+    append_turn(store, turn_of(0, 0, [1, 2], idempotency_key="k"))
     store.assign("s", "b", 2)
-    store.append_turn(turn_of(1, 2, [3], epoch=2))
+    append_turn(store, turn_of(1, 2, [3], epoch=2))
     assert store.fork("s", 2, replace(SESSION, session_id="child")).tokens == 2
     assert (history_of(store), store.load("s").turns) == ([1, 2, 3], 2)
     assert store.close("s")
-    assert len(changes) == 6, "none of them was planned again"
+    assert len(told) == 6, "none of them was planned again"
+    store.disconnect()
+
+
+@pytest.mark.parametrize("count", [1, 10, 300])
+def test_turns_in_a_group_share_their_round_trips(
+    log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """One to read what they go on from, one to write: each turn had two of its own."""
+    store = RedisSessionStore(log, CLUSTER)
+    for number in range(count):
+        store.open(replace(SESSION, session_id=f"s{number}"))
+    trips: list[int] = []
+    execute = redis.client.Pipeline.execute
+
+    def counted(self: redis.client.Pipeline, *args: object, **options: object) -> object:
+        trips.append(len(self.command_stack))
+        return execute(self, *args, **options)
+
+    monkeypatch.setattr(redis.client.Pipeline, "execute", counted)
+    turns = [turn_of(0, 0, [number], session_id=f"s{number}", idempotency_key="k") for number in range(count)]
+    assert store.append_turns(turns) == [None] * count
+    assert trips == [count, 1]
+    monkeypatch.undo()
+    assert [history_of(store, f"s{number}") for number in range(count)] == [
+        [number] for number in range(count)
+    ]
+    store.disconnect()
+
+
+def test_of_a_group_only_those_turns_are_told_again_in_whose_way_others_came(
+    log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another cluster takes one of the sessions between reading and writing. The rest is written once."""
+    store, other = RedisSessionStore(log, CLUSTER), RedisSessionStore(log, "other")
+    names = ("s", "t", "u")
+    for name in names:
+        store.open(replace(SESSION, session_id=name))
+    honest = redis_log.RedisLog.change_each
+    told: list[int] = []
+
+    def interrupted(self: redis_log.RedisLog, changes: Changes) -> list[bool]:
+        if not told:
+            told.append(len(changes))
+            other.claim("t", "b")
+        else:
+            told.append(len(changes))
+        return honest(self, changes)
+
+    monkeypatch.setattr(redis_log.RedisLog, "change_each", interrupted)
+    outcomes = store.append_turns([turn_of(0, 0, [1], session_id=name) for name in names])
+    assert [type(outcome) for outcome in outcomes] == [type(None), SessionTakenOver, type(None)]
+    assert told == [3, 1], "the second is the claim"
+    assert [history_of(store, name) for name in ("s", "u")] == [[1], [1]]
+    assert history_of(other, "t") == []
+    store.disconnect()
+    other.disconnect()
+
+
+def test_of_a_group_that_loses_its_answer_nobody_knows_and_repeating_it_changes_nothing(
+    log: RedisLogSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RedisSessionStore(log, CLUSTER)
+    for name in ("s", "t"):
+        store.open(replace(SESSION, session_id=name))
+    honest = redis_log.RedisLog.change_each
+
+    def lost(self: redis_log.RedisLog, changes: Changes) -> list[bool]:
+        honest(self, changes)
+        raise StoreError("no answer")
+
+    group = [
+        turn_of(0, 0, [1]),
+        turn_of(0, 0, [1], session_id="t", epoch=5),
+        turn_of(0, 0, [2], session_id="t"),
+    ]
+    monkeypatch.setattr(redis_log.RedisLog, "change_each", lost)
+    told = [type(outcome) for outcome in store.append_turns(group)]
+    assert told == [StoreError, StaleEpoch, StoreError]
+    monkeypatch.undo()
+    assert [type(outcome) for outcome in store.append_turns(group)] == [type(None), StaleEpoch, type(None)]
+    assert (history_of(store), history_of(store, "t"), store.find("t").turns) == ([1], [2], 1)
     store.disconnect()
 
 
@@ -308,26 +390,24 @@ def test_what_comes_between_reading_and_changing_is_not_overwritten(
     """Another cluster takes the session, opens a namesake, or closes one whose epoch was high."""
     store, other = RedisSessionStore(log, CLUSTER), RedisSessionStore(log, "other")
     store.open(SESSION)
-    honest = redis_log.RedisLog.change
+    honest = redis_log.RedisLog.change_each
 
-    def interrupted(
-        self: redis_log.RedisLog, commands: Sequence[redis_log.Command], guards: redis_log.Guards
-    ) -> bool:
-        monkeypatch.setattr(redis_log.RedisLog, "change", honest)
+    def interrupted(self: redis_log.RedisLog, between: Changes) -> list[bool]:
+        monkeypatch.setattr(redis_log.RedisLog, "change_each", honest)
         if change == "open":
             other.open(replace(SESSION, session_id="new", epoch=5))
             other.close("new")
         else:
             other.claim("s", "b")
-            other.append_turn(turn_of(0, 0, [7], epoch=2))
-        return honest(self, commands, guards)
+            append_turn(other, turn_of(0, 0, [7], epoch=2))
+        return honest(self, between)
 
-    monkeypatch.setattr(redis_log.RedisLog, "change", interrupted)
+    monkeypatch.setattr(redis_log.RedisLog, "change_each", interrupted)
     if change == "open":
         assert store.open(replace(SESSION, session_id="new")).epoch == 6
     else:
         changes: dict[str, Callable[[], object]] = {
-            "append": lambda: store.append_turn(turn_of(0, 0, [1])),
+            "append": lambda: append_turn(store, turn_of(0, 0, [1])),
             "assign": lambda: store.assign("s", "c", 2),
             "touch": lambda: store.touch("s", 1.0),
             "close": lambda: store.close("s"),

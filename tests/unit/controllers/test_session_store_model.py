@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from redis_server import CLUSTER, RedisServer
+from store_turns import append_turn
 
 from controllers.errors import StaleEpoch
 from controllers.log_cipher import KEY_BYTES, LogCipher
@@ -105,6 +106,13 @@ class ModelSession:
     results: list[StoredResult] = field(default_factory=list)
     last_turn: TurnRecord | None = None
 
+    def take(self, record: TurnRecord) -> None:
+        self.history = self.history[: record.start_len] + decode_tokens(record.tokens)
+        if record.idempotency_key is not None:
+            self.results.append(StoredResult(record.idempotency_key, self.turns, record.result))
+        self.turns += 1
+        self.last_turn = record
+
 
 class StoreMachine(RuleBasedStateMachine):
     new_place: Callable[[], Place]
@@ -137,12 +145,26 @@ class StoreMachine(RuleBasedStateMachine):
         record = TurnRecord(
             session_id, session.epoch, session.turns, start_len, encode_tokens(tokens), 1, key, b"result"
         )
-        self.store.append_turn(record)
-        session.history = session.history[:start_len] + tokens
-        if key is not None:
-            session.results.append(StoredResult(key, session.turns, b"result"))
-        session.turns += 1
-        session.last_turn = record
+        append_turn(self.store, record)
+        session.take(record)
+
+    @rule(asked=st.lists(st.tuples(sessions, TOKENS, st.integers(-1, 1), st.booleans()), max_size=6))
+    def turns_in_a_group(self, asked: list[tuple[str, list[int], int, bool]]) -> None:
+        """Each goes on where those before it leave its session, or comes too early or too late by its number."""
+        group, follow = [], []
+        for session_id, tokens, off, keyed in asked:
+            session = self.model[session_id]
+            key = f"key{session.turns}" if keyed else None
+            turn_index, start_len = session.turns + off, len(session.history)
+            record = TurnRecord(
+                session_id, session.epoch, turn_index, start_len, encode_tokens(tokens), 1, key, b"result"
+            )
+            group.append(record)
+            follow.append(off == 0)
+            if off == 0:
+                session.take(record)
+        told = [outcome is None for outcome in self.store.append_turns(group)]
+        assert told == follow
 
     @rule(target=sessions, parent=sessions, keep=st.floats(0, 1))
     def fork(self, parent: str, keep: float) -> str:
@@ -161,17 +183,17 @@ class StoreMachine(RuleBasedStateMachine):
         if session.last_turn is None:
             return
         if session.last_turn.epoch == session.epoch:
-            self.store.append_turn(session.last_turn)
+            append_turn(self.store, session.last_turn)
         else:
             with pytest.raises(StaleEpoch):
-                self.store.append_turn(session.last_turn)
+                append_turn(self.store, session.last_turn)
 
     @rule(session_id=sessions, behind=st.integers(1, 3), tokens=TOKENS)
     def stale_turn(self, session_id: str, behind: int, tokens: list[int]) -> None:
         session = self.model[session_id]
         record = TurnRecord(session_id, session.epoch - behind, session.turns, 0, encode_tokens(tokens), 0)
         with pytest.raises(StaleEpoch):
-            self.store.append_turn(record)
+            append_turn(self.store, record)
 
     @rule(session_id=sessions, replica_id=st.sampled_from(["r1", "r2", "r3"]))
     def move(self, session_id: str, replica_id: str) -> None:

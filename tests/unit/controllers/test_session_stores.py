@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
-from store_turns import SESSION, history_of, turn_of
+from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
 from controllers.log_cipher import KEY_BYTES, LogCipher
@@ -55,7 +55,7 @@ def test_unknown_sessions(store: SessionStore) -> None:
     with pytest.raises(SessionNotFound):
         store.load("s")
     with pytest.raises(SessionNotFound):
-        store.append_turn(turn_of(0, 0, [1]))
+        append_turn(store, turn_of(0, 0, [1]))
     with pytest.raises(SessionNotFound):
         store.assign("s", "b", 2)
     with pytest.raises(SessionNotFound):
@@ -66,13 +66,13 @@ def test_unknown_sessions(store: SessionStore) -> None:
 
 def test_turns_append_and_rewind(store: SessionStore, clock: ManualClock) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2, 3]))
-    store.append_turn(turn_of(1, 3, [4, 5]))
+    append_turn(store, turn_of(0, 0, [1, 2, 3]))
+    append_turn(store, turn_of(1, 3, [4, 5]))
     assert history_of(store) == [1, 2, 3, 4, 5]
     clock.advance(9)
-    store.append_turn(turn_of(2, 2, [9]))
+    append_turn(store, turn_of(2, 2, [9]))
     assert history_of(store) == [1, 2, 9]
-    store.append_turn(turn_of(3, 0, [7]))
+    append_turn(store, turn_of(3, 0, [7]))
     assert history_of(store) == [7]
     (entry,) = store.load_all_entries()
     assert (entry.tokens, entry.turns, entry.last_used_s) == (1, 4, 1009.0)
@@ -81,13 +81,13 @@ def test_turns_append_and_rewind(store: SessionStore, clock: ManualClock) -> Non
 def test_repeating_the_last_turn_is_fine(store: SessionStore) -> None:
     store.open(SESSION)
     turn = turn_of(0, 0, [1, 2], idempotency_key="k", result=b"r", digest="d")
-    store.append_turn(turn)
-    store.append_turn(turn)
+    append_turn(store, turn)
+    append_turn(store, turn)
     assert history_of(store) == [1, 2]
     assert store.load("s").results == (StoredResult("k", 0, b"r", "d"),)
     rewind = turn_of(1, 1, [5])
-    store.append_turn(rewind)
-    store.append_turn(rewind)
+    append_turn(store, rewind)
+    append_turn(store, rewind)
     assert history_of(store) == [1, 5]
 
 
@@ -107,24 +107,24 @@ def test_repeating_the_last_turn_is_fine(store: SessionStore) -> None:
 )
 def test_a_turn_that_does_not_follow_is_stale(store: SessionStore, turn: TurnRecord) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
     before = store.load("s")
     with pytest.raises(StaleEpoch):
-        store.append_turn(turn)
+        append_turn(store, turn)
     assert store.load("s") == before
 
 
 def test_a_new_owner_fences_the_former_one(store: SessionStore) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
     store.assign("s", "b", 2)
     store.assign("s", "b", 2)
     for replica_id, epoch in (("c", 2), ("b", 4), ("b", 1)):
         with pytest.raises(StaleEpoch):
             store.assign("s", replica_id, epoch)
     with pytest.raises(StaleEpoch):
-        store.append_turn(turn_of(1, 2, [3]))
-    store.append_turn(turn_of(1, 2, [4], epoch=2))
+        append_turn(store, turn_of(1, 2, [3]))
+    append_turn(store, turn_of(1, 2, [4], epoch=2))
     record = store.load("s")
     assert (record.replica_id, record.epoch, decode_tokens(record.history)) == ("b", 2, [1, 2, 4])
 
@@ -132,20 +132,57 @@ def test_a_new_owner_fences_the_former_one(store: SessionStore) -> None:
 def test_only_the_last_results_are_kept(store: SessionStore) -> None:
     store.open(SESSION)
     for index in range(KEPT_RESULTS + 3):
-        store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}", result=b"%d" % index))
+        append_turn(store, turn_of(index, index, [index], idempotency_key=f"k{index}", result=b"%d" % index))
     results = store.load("s").results
     assert [result.turn_index for result in results] == list(range(3, KEPT_RESULTS + 3))
     with pytest.raises(IdempotencyConflict):
-        store.append_turn(turn_of(KEPT_RESULTS + 3, 0, [1], idempotency_key="k5"))
+        append_turn(store, turn_of(KEPT_RESULTS + 3, 0, [1], idempotency_key="k5"))
     assert len(history_of(store)) == KEPT_RESULTS + 3
-    store.append_turn(turn_of(KEPT_RESULTS + 3, 0, [1], idempotency_key="k0"))
+    append_turn(store, turn_of(KEPT_RESULTS + 3, 0, [1], idempotency_key="k0"))
     assert history_of(store) == [1]
+
+
+def test_turns_in_a_group_are_taken_or_refused_each_by_itself(store: SessionStore) -> None:
+    """As if one came after the other: also those of one session, told again, rewound, or past what is refused."""
+    for name in ("s", "t", "u"):
+        store.open(replace(SESSION, session_id=name))
+    append_turn(store, turn_of(0, 0, [1, 2], idempotency_key="k", result=b"first"))
+    group = [
+        turn_of(1, 2, [3], idempotency_key="k"),
+        turn_of(0, 0, [7], session_id="t", idempotency_key="k", result=b"t"),
+        turn_of(1, 2, [3], idempotency_key="l", result=b"l"),
+        turn_of(1, 2, [3], idempotency_key="l", result=b"l"),
+        turn_of(0, 0, [7], session_id="nobody"),
+        turn_of(2, 1, [4, 5]),
+        turn_of(0, 0, [7], session_id="u", epoch=3),
+        turn_of(4, 3, [6]),
+        turn_of(1, 1, [8], session_id="t"),
+    ]
+    outcomes = store.append_turns(group)
+    assert [type(outcome) for outcome in outcomes] == [
+        IdempotencyConflict,
+        type(None),
+        type(None),
+        type(None),
+        SessionNotFound,
+        type(None),
+        StaleEpoch,
+        StaleEpoch,
+        type(None),
+    ]
+    assert [history_of(store, name) for name in ("s", "t", "u")] == [[1, 4, 5], [7, 8], []]
+    assert [(kept.idempotency_key, kept.result) for kept in store.load("s").results] == [
+        ("k", b"first"),
+        ("l", b"l"),
+    ]
+    assert store.load("t").results == (StoredResult("k", 0, b"t"),)
+    assert store.append_turns([]) == []
 
 
 def test_results_outlive_a_rewind(store: SessionStore) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1], idempotency_key="k", result=b"r"))
-    store.append_turn(turn_of(1, 0, [2]))
+    append_turn(store, turn_of(0, 0, [1], idempotency_key="k", result=b"r"))
+    append_turn(store, turn_of(1, 0, [2]))
     assert [result.idempotency_key for result in store.load("s").results] == ["k"]
 
 
@@ -157,7 +194,7 @@ def test_touch(store: SessionStore) -> None:
 
 def test_close_deletes_everything(store: SessionStore) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1], idempotency_key="k"))
+    append_turn(store, turn_of(0, 0, [1], idempotency_key="k"))
     assert store.close("s")
     assert not store.close("s")
     store.open(SESSION)
@@ -166,15 +203,15 @@ def test_close_deletes_everything(store: SessionStore) -> None:
 
 def test_tools_are_those_of_the_turn_that_begins_the_history(store: SessionStore) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2, 3], tools="first"))
-    store.append_turn(turn_of(1, 3, [4], tools="first"))
-    store.append_turn(turn_of(2, 4, [5]))
+    append_turn(store, turn_of(0, 0, [1, 2, 3], tools="first"))
+    append_turn(store, turn_of(1, 3, [4], tools="first"))
+    append_turn(store, turn_of(2, 4, [5]))
     assert store.load("s").tools == "first"
     store.fork("s", 2, replace(SESSION, session_id="child"))
     assert store.load("child").tools == "first"
-    store.append_turn(turn_of(3, 0, [6], tools="second"))
+    append_turn(store, turn_of(3, 0, [6], tools="second"))
     assert store.load("s").tools == "second", "rewound to nothing, it began anew"
-    store.append_turn(turn_of(4, 0, [6]))
+    append_turn(store, turn_of(4, 0, [6]))
     assert store.load("s").tools is None
     assert store.load("child").tools == "first"
 
@@ -203,7 +240,7 @@ def test_a_session_of_this_cluster_is_found_and_needs_no_claim(store: SessionSto
         with pytest.raises(SessionNotFound):
             unknown()
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
     (entry,) = store.load_all_entries()
     assert store.find("s") == store.claim("s", "b") == entry
     assert (entry.replica_id, entry.epoch) == ("a", 1)
@@ -212,8 +249,8 @@ def test_a_session_of_this_cluster_is_found_and_needs_no_claim(store: SessionSto
 
 def test_forks(store: SessionStore) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2, 3], idempotency_key="k", result=b"r"))
-    store.append_turn(turn_of(1, 1, [4]))
+    append_turn(store, turn_of(0, 0, [1, 2, 3], idempotency_key="k", result=b"r"))
+    append_turn(store, turn_of(1, 1, [4]))
     child = replace(SESSION, session_id="child", open_key=None)
     for length in (-1, 3):
         with pytest.raises(InvalidFork):
@@ -229,7 +266,7 @@ def test_forks(store: SessionStore) -> None:
         store.fork("s", 0, replace(child, session_id="late"))
     first = TurnRecord("child", 1, 0, 2, encode_tokens([9]), 1)
     for _ in range(2):
-        store.append_turn(first)
+        append_turn(store, first)
     assert decode_tokens(store.load("child").history) == [1, 4, 9]
     assert sorted(entry.session_id for entry in store.load_all_entries()) == ["child", "empty"]
 
@@ -238,7 +275,7 @@ def test_what_is_kept_outlives_the_store(place: Place, clock: ManualClock) -> No
     store = place(clock)
     store.open(SESSION)
     for index in range(20):
-        store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}", digest=f"d{index}"))
+        append_turn(store, turn_of(index, index, [index], idempotency_key=f"k{index}", digest=f"d{index}"))
     before = store.load("s"), store.load_all_entries()
     store.disconnect()
     again = place(clock)
@@ -253,7 +290,7 @@ def test_texts_and_bytes_of_every_kind(store: SessionStore) -> None:
         store.open(replace(SESSION, session_id=name, tenant=tenant_in(name), open_key=name))
         for index, result in enumerate(results):
             record = turn_of(index, 0, [2**32 - 1], idempotency_key=f"{name}{index}", result=result)
-            store.append_turn(replace(record, session_id=name, digest=name, tools=name))
+            append_turn(store, replace(record, session_id=name, digest=name, tools=name))
     for name in names:
         record = store.load(name)
         assert (record.tenant, record.open_key, record.tools) == (tenant_in(name), name, name)

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from redis_server import CLUSTER, RedisServer
-from store_turns import SESSION, history_of, turn_of
+from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.log_cipher import KEY_BYTES, LogCipher
 from controllers.redis_store import RedisSessionStore
@@ -78,7 +78,7 @@ def forked(store: SessionStore, parent_id: str, length: int, *names: str) -> Non
 
 def test_a_hundred_forks_keep_their_parents_history_once(store: SessionStore, seen: Seen) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, TOKENS))
+    append_turn(store, turn_of(0, 0, TOKENS))
     forked(store, "s", 500, *(f"child{number}" for number in range(100)))
     store.purge()
     assert len(seen()) < 30 * len(TOKENS) * TOKEN_BYTES
@@ -89,9 +89,9 @@ def test_a_hundred_forks_keep_their_parents_history_once(store: SessionStore, se
 def test_a_closed_session_leaves_no_byte_that_is_not_anothers(store: SessionStore, seen: Seen) -> None:
     store.open(SESSION)
     secret = b"what the model answered"
-    store.append_turn(turn_of(0, 0, TOKENS, idempotency_key="k", result=secret, digest="what was asked"))
+    append_turn(store, turn_of(0, 0, TOKENS, idempotency_key="k", result=secret, digest="what was asked"))
     forked(store, "s", 100, "child")
-    store.append_turn(turn_of(1, 600, [2**31 - 1]))
+    append_turn(store, turn_of(1, 600, [2**31 - 1]))
     assert secret in seen()
     assert store.close("s")
     store.purge()
@@ -107,12 +107,12 @@ def test_a_closed_session_leaves_no_byte_that_is_not_anothers(store: SessionStor
 
 def test_a_rewound_session_leaves_no_byte_of_what_it_rewound(store: SessionStore, seen: Seen) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, TOKENS[:10]))
-    store.append_turn(turn_of(1, 10, TOKENS[10:20]))
+    append_turn(store, turn_of(0, 0, TOKENS[:10]))
+    append_turn(store, turn_of(1, 10, TOKENS[10:20]))
     forked(store, "s", 20, "child")
-    store.append_turn(turn_of(2, 5, [1]))
+    append_turn(store, turn_of(2, 5, [1]))
     assert times_seen(seen, TOKENS[19]) >= 1, "the child has it"
-    store.append_turn(replace(turn_of(0, 3, [2]), session_id="child"))
+    append_turn(store, replace(turn_of(0, 3, [2]), session_id="child"))
     store.purge()
     assert (history_of(store), history_of(store, "child")) == ([*TOKENS[:5], 1], [*TOKENS[:3], 2])
     assert [token for token in TOKENS[:20] if times_seen(seen, token)] == TOKENS[:5]
@@ -122,7 +122,7 @@ def test_forks_of_forks_end_in_any_order(store: SessionStore, seen: Seen) -> Non
     random = Random(3)
     for _ in range(20):
         opened = store.open(SESSION)
-        store.append_turn(turn_of(0, 0, TOKENS[:4], epoch=opened.epoch))
+        append_turn(store, turn_of(0, 0, TOKENS[:4], epoch=opened.epoch))
         expected = {"s": TOKENS[:4]}
         for number in range(12):
             parent = random.choice(sorted(expected))
@@ -131,7 +131,7 @@ def test_forks_of_forks_end_in_any_order(store: SessionStore, seen: Seen) -> Non
             child = store.fork(parent, length, replace(SESSION, session_id=name))
             added = random.sample(TOKENS, 3)
             turn = turn_of(0, length, added, epoch=child.epoch)
-            store.append_turn(replace(turn, session_id=name))
+            append_turn(store, replace(turn, session_id=name))
             expected[name] = expected[parent][:length] + added
         for name in random.sample(sorted(expected), len(expected)):
             assert {other: history_of(store, other) for other in expected} == expected
@@ -149,9 +149,9 @@ def test_an_encrypted_log_tells_nothing_of_what_was_said(
         store = opened(cipher)
         epoch = store.open(SESSION).epoch
         said = turn_of(0, 0, TOKENS, epoch=epoch, idempotency_key="k", result=b"answered", digest="asked")
-        store.append_turn(said)
+        append_turn(store, said)
         forked(store, "s", 100, "child")
-        store.append_turn(turn_of(1, 600, TOKENS[:50], epoch=epoch))
+        append_turn(store, turn_of(1, 600, TOKENS[:50], epoch=epoch))
         left = seen()
         plain = cipher is CIPHERS[0]
         assert any(encode_tokens([token]) in left for token in TOKENS) == plain

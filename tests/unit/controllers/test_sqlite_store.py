@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
-from store_turns import SESSION, history_of, turn_of
+from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers import sqlite_schema
 from controllers.errors import StoreError
@@ -70,9 +70,9 @@ def test_nobody_else_can_read_what_was_said(path: Path) -> None:
 
 def test_rewound_turns_are_deleted(store: SqliteSessionStore, path: Path) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
     for index in range(1, 50):
-        store.append_turn(turn_of(index, 2, [3, 4, index]))
+        append_turn(store, turn_of(index, 2, [3, 4, index]))
     assert history_of(store) == [1, 2, 3, 4, 49]
     store.disconnect()
     with _edit(path) as connection:
@@ -82,7 +82,7 @@ def test_rewound_turns_are_deleted(store: SqliteSessionStore, path: Path) -> Non
 def test_reopening_after_a_crash(store: SqliteSessionStore, path: Path, tmp_path: Path) -> None:
     store.open(SESSION)
     for index in range(20):
-        store.append_turn(turn_of(index, index, [index], idempotency_key=f"k{index}"))
+        append_turn(store, turn_of(index, index, [index], idempotency_key=f"k{index}"))
     copy = SqliteSessionStore(_crashed_copy(path, tmp_path / "copy"))
     assert copy.load("s") == store.load("s")
     assert copy.load_all_entries() == store.load_all_entries()
@@ -98,7 +98,7 @@ def test_a_killed_process_loses_nothing_committed(path: Path) -> None:
         store = SqliteSessionStore(sys.argv[1])
         store.open(SessionRecord("s", "", 1, "a"))
         for index in range(50):
-            store.append_turn(TurnRecord("s", 1, index, index, encode_tokens([index]), 1))
+            store.append_turns([TurnRecord("s", 1, index, index, encode_tokens([index]), 1)])
         store._connection.execute("BEGIN IMMEDIATE")
         store._connection.execute("DELETE FROM turns")
         os.kill(os.getpid(), 9)
@@ -112,8 +112,8 @@ def test_a_killed_process_loses_nothing_committed(path: Path) -> None:
 
 def test_missing_turns_are_noticed(store: SqliteSessionStore, path: Path) -> None:
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, [1, 2]))
-    store.append_turn(turn_of(1, 2, [3]))
+    append_turn(store, turn_of(0, 0, [1, 2]))
+    append_turn(store, turn_of(1, 2, [3]))
     store.disconnect()
     with _edit(path) as connection:
         connection.execute("DELETE FROM turns WHERE turn_index = 0")
@@ -167,18 +167,18 @@ def test_a_failing_database_is_a_store_error(store: SqliteSessionStore) -> None:
     with pytest.raises(StoreError):
         store.load("s")
     with pytest.raises(StoreError):
-        store.append_turn(turn_of(0, 0, [1]))
+        append_turn(store, turn_of(0, 0, [1]))
 
 
 def test_an_append_does_not_depend_on_the_history(store: SqliteSessionStore) -> None:
     """Writing a million tokens takes many milliseconds; a turn of 16 tokens after them must not."""
     store.open(SESSION)
-    store.append_turn(turn_of(0, 0, list(range(1_000_000))))
+    append_turn(store, turn_of(0, 0, list(range(1_000_000))))
     took_s = []
     for index in range(1, 22):
         turn = turn_of(index, 1_000_000 + 16 * (index - 1), [1] * 16)
         started_s = time.process_time()
-        store.append_turn(turn)
+        append_turn(store, turn)
         took_s.append(time.process_time() - started_s)
     assert statistics.median(took_s) < 2e-3
     assert len(history_of(store)) == 1_000_000 + 16 * 21

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from manual_clock import ManualClock
 from redis_server import RedisServer
+from store_turns import commit_turn
 from two_clusters import IDLE_S, SILENCE_S, Side, next_turn
 
 from controllers.errors import SessionExists, SessionNotFound, SessionTakenOver, StaleEpoch
@@ -65,7 +66,7 @@ def test_a_newcomer_takes_nothing_before_traffic_moves(upgrade: Upgrade) -> None
     owner, held = upgrade.old.begin("s")
     assert upgrade.new.session_ids() == []
     upgrade.new.cluster.expire_idle()
-    upgrade.old.cluster.commit_turn(next_turn(owner, held, [2]))
+    commit_turn(upgrade.old.cluster, next_turn(owner, held, [2]))
     open_session(upgrade.old, "later")
     upgrade.old.turn("later", [3])
     assert upgrade.old.begin("s") == (owner, upgrade.old.store.load("s"))
@@ -81,7 +82,7 @@ def test_the_first_turn_at_the_newcomer_takes_the_session_and_no_other(upgrade: 
     owner, held = upgrade.new.begin("s")
     assert (owner.epoch, owner.fresh, decode_tokens(held.history)) == (2, True, [1, 2])
     assert upgrade.new.cluster.resolve("s", False, "").epoch == 2, "it is claimed once"
-    upgrade.new.cluster.commit_turn(next_turn(owner, held, [3]))
+    commit_turn(upgrade.new.cluster, next_turn(owner, held, [3]))
     upgrade.old.turn("stays", [2])
     assert upgrade.new.session_ids() == ["s"]
     assert upgrade.new.cluster.stats()["sessions_claimed_total"] == 1
@@ -100,7 +101,7 @@ def test_a_turn_in_flight_at_the_former_cluster_is_stale(upgrade: Upgrade) -> No
     owner, held = upgrade.old.begin("s")
     upgrade.new.turn("s", [1])
     with pytest.raises(SessionTakenOver):
-        upgrade.old.cluster.commit_turn(next_turn(owner, held, [2]))
+        commit_turn(upgrade.old.cluster, next_turn(owner, held, [2]))
     assert upgrade.old.session_ids() == []
     with pytest.raises(StaleEpoch):
         upgrade.old.cluster.load_session("s", owner.epoch, owner.replica_id)
@@ -147,12 +148,12 @@ def test_a_restarted_controller_keeps_its_claims_at_once(upgrade: Upgrade) -> No
     assert (upgrade.old.session_ids(), upgrade.new.session_ids()) == (["r"], ["s"])
     after, held = upgrade.new.begin("s")
     assert (after.replica_id, after.epoch, after.fresh) == (before.replica_id, before.epoch, False)
-    upgrade.new.cluster.commit_turn(next_turn(after, held, [2]))
+    commit_turn(upgrade.new.cluster, next_turn(after, held, [2]))
 
 
 FORMER_OWNERS_CALLS: dict[str, Callable[[Side, Assignment, SessionRecord], object]] = {
     "load": lambda side, owner, _: side.cluster.load_session("s", owner.epoch, owner.replica_id),
-    "commit": lambda side, owner, held: side.cluster.commit_turn(next_turn(owner, held, [2])),
+    "commit": lambda side, owner, held: commit_turn(side.cluster, next_turn(owner, held, [2])),
     "close": lambda side, owner, _: side.cluster.close_session("s", "", owner.epoch),
     "fork": lambda side, owner, _: side.cluster.fork_session(
         "s", owner.epoch, owner.replica_id, ForkOrder("child", "key")
@@ -255,7 +256,7 @@ def test_a_claimed_session_is_in_use(upgrade: Upgrade) -> None:
     upgrade.advance(10 * IDLE_S)
     owner, held = upgrade.new.begin("s")
     assert upgrade.new.cluster.expire_idle() == []
-    upgrade.new.cluster.commit_turn(next_turn(owner, held, [1]))
+    commit_turn(upgrade.new.cluster, next_turn(owner, held, [1]))
 
 
 def test_a_claim_whose_answer_was_lost_is_found_again(upgrade: Upgrade) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from manual_clock import ManualClock
 from redis_server import RedisServer
+from store_turns import commit_turn
 from two_clusters import IDLE_S, Side, next_turn
 
 from controllers.cluster import Cluster
@@ -92,9 +93,9 @@ class ClustersMachine(RuleBasedStateMachine):
         record = next_turn(turn.owner, turn.held, [self.tokens])
         session = self.sessions.get(record.session_id)
         if session is None or (session.epoch, session.turns) != (record.epoch, record.turn_index):
-            self.refused((StaleEpoch, SessionNotFound), lambda: self.cluster(turn.side).commit_turn(record))
+            self.refused((StaleEpoch, SessionNotFound), lambda: commit_turn(self.cluster(turn.side), record))
             return
-        self.cluster(turn.side).commit_turn(record)
+        commit_turn(self.cluster(turn.side), record)
         session.history = [*decode_tokens(turn.held.history), self.tokens]
         session.turns += 1
         self.done.append((turn.side, record))
@@ -108,9 +109,9 @@ class ClustersMachine(RuleBasedStateMachine):
         session = self.sessions.get(record.session_id)
         last = session is not None and (session.epoch, session.turns) == (record.epoch, record.turn_index + 1)
         if last:
-            self.cluster(side).commit_turn(record)
+            commit_turn(self.cluster(side), record)
         else:
-            self.refused((StaleEpoch, SessionNotFound), lambda: self.cluster(side).commit_turn(record))
+            self.refused((StaleEpoch, SessionNotFound), lambda: commit_turn(self.cluster(side), record))
 
     @rule(side=SIDES, session_id=IDS, child_id=IDS)
     def fork(self, side: int, session_id: str, child_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manual_clock import ManualClock
 from redis_server import RedisServer
+from store_turns import commit_turn
 
 from controllers.cluster import Cluster
 from controllers.errors import StaleEpoch
@@ -54,7 +55,7 @@ class Side:
     def turn(self, session_id: str, tokens: list[int]) -> TurnRecord:
         owner, held = self.begin(session_id)
         record = next_turn(owner, held, tokens)
-        self.cluster.commit_turn(record)
+        commit_turn(self.cluster, record)
         return record
 
     def session_ids(self) -> list[str]:

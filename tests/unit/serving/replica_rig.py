@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache.audit import PageAccounts
 from controllers.cluster import Cluster
 from controllers.errors import StoreError
+from controllers.records import TurnRecord
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from controllers.settings import ClusterSettings
@@ -74,7 +75,7 @@ class LocalController:
         self.gate.set()
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self.cluster, name)
+        method = self._commit_turn if name == "commit_turn" else getattr(self.cluster, name)
 
         async def call(*args: Any) -> Any:
             await self.gate.wait()
@@ -86,6 +87,11 @@ class LocalController:
             return result
 
         return call
+
+    def _commit_turn(self, record: TurnRecord) -> None:
+        (refusal,) = self.cluster.commits.commit([record])
+        if refusal is not None:
+            raise refusal
 
 
 def local_controller(directory: Path, timer: Callable[[], float] = time.perf_counter) -> LocalController:

@@ -78,14 +78,16 @@ async def test_ids_outside_the_vocabulary_never_reach_the_model(tmp_path: Path) 
     async with running_rig(tmp_path) as rig:
         epoch = rig.open_session("s")
         tokens = encode_tokens([1, VOCAB_SIZE])
-        rig.controller.cluster.commit_turn(TurnRecord("s", epoch, 0, 0, tokens, 1))
+        rig.controller.cluster.commits.commit([TurnRecord("s", epoch, 0, 0, tokens, 1)])
         steps = rig.engine.stats().steps
         (event,) = await rig.run(call([4], "s"), epoch)
         assert event.error is not None
         assert (event.error.status, event.error.code) == (409, "model_changed")
         assert f"token id {VOCAB_SIZE} in its history" in event.error.message
         assert rig.engine.stats().steps == steps
-        rig.controller.cluster.commit_turn(TurnRecord("s", epoch, 1, 0, encode_tokens([VOCAB_SIZE - 1]), 1))
+        rig.controller.cluster.commits.commit(
+            [TurnRecord("s", epoch, 1, 0, encode_tokens([VOCAB_SIZE - 1]), 1)]
+        )
         assert tokens_of(await rig.run(call([4], "s"), epoch))
 
 

@@ -1,4 +1,4 @@
-"""What calls to the cluster controller come to when it cannot answer."""
+"""Calls to the cluster controller: what they come to when it cannot answer; turns that share one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from controllers.errors import StoreError
+from controllers.commit_groups import Outcome
+from controllers.errors import StaleEpoch, StoreError
+from controllers.records import TurnRecord
+from controllers.tokens import encode_tokens
 from serving.wire import controller_calls
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import error_info
@@ -43,3 +46,34 @@ def test_a_controller_that_cannot_start_is_named_with_its_reason_alone(
     told = "the cluster controller did not answer sessions in 0.3 s"
     assert str(caught.value) == f"{told} (controllers.errors.StoreError: {REASON})"
     assert error_info(caught.value).message == told
+
+
+def turn(session_id: str) -> TurnRecord:
+    return TurnRecord(session_id, 1, 0, 0, encode_tokens([1]), 1)
+
+
+def test_turns_that_come_while_a_call_is_under_way_share_the_next() -> None:
+    """Each was a call of its own, which costs the controller several times what its turn does."""
+
+    async def commit_all() -> tuple[list[list[str]], list[Any]]:
+        asked: list[list[str]] = []
+        answers = asyncio.Event()
+
+        async def commit_turns(records: list[TurnRecord]) -> list[Outcome]:
+            asked.append([record.session_id for record in records])
+            await answers.wait()
+            return [StaleEpoch("moved") if record.session_id == "t" else None for record in records]
+
+        actor = SimpleNamespace(commit_turns=SimpleNamespace(remote=commit_turns))
+        calls = ControllerCalls(lambda: cast(ActorHandle, actor), timeout_s=20.0)
+        tasks = [asyncio.create_task(calls.commit_turn(turn("s")))]
+        while not asked:
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(calls.commit_turn(turn(name))) for name in "tuv"]
+        await asyncio.sleep(0)
+        answers.set()
+        return asked, await asyncio.gather(*tasks, return_exceptions=True)
+
+    asked, told = asyncio.run(commit_all())
+    assert asked == [["s"], ["t", "u", "v"]]
+    assert [type(outcome) for outcome in told] == [type(None), StaleEpoch, type(None), type(None)]
