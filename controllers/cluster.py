@@ -31,12 +31,13 @@ from controllers.records import (
     LedgerEntry,
     ReplicaStatus,
     SessionRecord,
+    SessionReport,
     SessionStatus,
 )
 from controllers.replicas import ReplicaDirectory, ReplicaState
-from controllers.retention import expires_at_s
 from controllers.session_claims import SessionClaims
 from controllers.session_keys import named, session_key
+from controllers.session_reports import ReportReader
 from controllers.settings import ClusterSettings
 from controllers.store import SessionStore
 
@@ -70,7 +71,10 @@ class Cluster:
         self._clock = clock
         self._stats = ClusterStats(timer)
         self._attended = attended = AttendedClock(timer)
-        self._ledger = OwnershipLedger(clock, attended, store.load_all_entries())
+        self._ledger = OwnershipLedger(
+            clock, attended, store.load_all_entries(), default_timeout_s=settings.session_timeout_s
+        )
+        self._reports = ReportReader(self._ledger)
         self._claims = SessionClaims(self._ledger, store, self._stats)
         self.commits = Commits(self._ledger, self._claims, store, self._stats)
         self._replicas = ReplicaDirectory(attended, settings.replica_timeout_s, settings.heartbeat_interval_s)
@@ -90,31 +94,48 @@ class Cluster:
         if settings.rebalancing != self._settings.rebalancing:
             self._rebalancing = self._rebalancing_by(settings)
         self._replicas.configure(settings.replica_timeout_s, settings.heartbeat_interval_s)
+        self._ledger.configure(settings.session_timeout_s)
         self._settings = settings
 
     def register_replica(self, status: ReplicaStatus) -> None:
         """Makes a replica known, also one that was taken for gone."""
         self._replicas.register(status)
 
-    def heartbeat(self, status: ReplicaStatus, session_updates: Sequence[SessionStatus]) -> HeartbeatReply:
-        """Notes a replica's load and sessions; tells it which of them it does not own, and whether it is crowded."""
-        known = self._replicas.heartbeat(status)
-        stale = [
-            update.session_id
-            for update in session_updates
-            if not self._ledger.report(status.replica_id, update)
-        ]
-        draining = self._replicas.state(status.replica_id) is ReplicaState.DRAINING
+    def heartbeat(
+        self, status: ReplicaStatus, report: SessionReport | Sequence[SessionStatus]
+    ) -> HeartbeatReply:
+        """Notes a replica's load and what it says of its sessions; tells it which of them it does not own, and whether
+        it is crowded. A replica before wire version 3 names all of its sessions, every time."""
+        replica_id = status.replica_id
+        known, understood = self._replicas.heartbeat(status), True
+        if not known:
+            self._reports.forget(replica_id)
+        if isinstance(report, SessionReport):
+            understood = self._reports.take(replica_id, report)
+        else:
+            self._reports.take_all(replica_id, report)
+        stale = self._ledger.stale(replica_id)
+        draining = self._replicas.state(replica_id) is ReplicaState.DRAINING
         crowded = False
         if known and not draining and self._rebalancing is not None:
             turns = status.running + status.waiting
-            crowded = self._rebalancing.report(status.replica_id, turns, self._takers(status.replica_id))
-        return HeartbeatReply(known, tuple(stale), crowded, draining)
+            crowded = self._rebalancing.report(replica_id, turns, self._takers(replica_id))
+        return HeartbeatReply(
+            known,
+            tuple(stale),
+            crowded,
+            draining,
+            tuple(stale.values()),
+            wants_all=not understood,
+        )
 
     def report_unreachable(self, replica_id: str, died: bool) -> bool:
         """Somebody could not reach a replica; `died`: its process has ended for certain. True if it counts as gone now:
         its sessions move when they are next used."""
-        return self._replicas.unreachable(replica_id, died=died) is ReplicaState.GONE
+        gone = self._replicas.unreachable(replica_id, died=died) is ReplicaState.GONE
+        if gone:
+            self._reports.forget(replica_id)
+        return gone
 
     def drain_replica(self, replica_id: str) -> None:
         """The replica is to go: it gets no more sessions, and is told to hand over those that it has.
@@ -131,6 +152,7 @@ class Cluster:
     def deregister_replica(self, replica_id: str) -> int:
         """The replica says farewell. Sessions that it still owns move when they are next used; returns how many."""
         self._replicas.deregister(replica_id)
+        self._reports.forget(replica_id)
         return self._ledger.count_of(replica_id)
 
     def open_session(
@@ -286,22 +308,29 @@ class Cluster:
         after a restart of the controller. Sessions of clusters that are gone end here, too.
         """
         now_s = self._clock()
-        idle = self._claims.refresh(self._expires_at_s, now_s)
+        self._forget_gone()
+        idle = self._claims.refresh(self._ledger.expires_at_s, now_s)
         if self._attended() - self._started_s <= self._settings.replica_timeout_s:
             return self._end(idle)
-        idle += [
-            entry.session_id
-            for entry in self._ledger.entries()
-            if not self._held(entry) and self._expires_at_s(entry) < now_s
-        ]
-        expired = self._end(idle)
-        soonest_s = min(map(self._expires_at_s, self._ledger.entries()), default=now_s)
-        self._next_expiry_s = max(soonest_s, now_s + _EXPIRE_INTERVAL_S)
-        self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
+        past_timeout = self._ledger.past_timeout(now_s)
+        expired = self._end([*idle, *(each.session_id for each in past_timeout if self._unused(each, now_s))])
+        soonest_s = self._ledger.soonest_expiry_s()
+        self._next_expiry_s = max(now_s if soonest_s is None else soonest_s, now_s + _EXPIRE_INTERVAL_S)
         return expired
 
-    def sessions(self) -> list[LedgerEntry]:
-        return self._ledger.entries()
+    def sessions(
+        self, tenant: str | None = None, after: str | None = None, limit: int | None = None
+    ) -> list[LedgerEntry]:
+        """A page of the ledger, see OwnershipLedger.page."""
+        return self._ledger.page(tenant, after, limit)
+
+    def session(self, session_id: str) -> LedgerEntry:
+        """One entry of the ledger. Raises SessionNotFound."""
+        return self._ledger.get(session_id)
+
+    def count(self) -> int:
+        """Sessions in the ledger."""
+        return len(self._ledger)
 
     def replicas(self) -> list[ReplicaStatus]:
         """Replicas that are not gone; `sessions` is the ledger's count."""
@@ -312,16 +341,15 @@ class Cluster:
 
     def stats(self) -> dict[str, float]:
         """Figures for metrics: `*_total` only grow until the controller restarts, others are gauges."""
-        entries = self._ledger.entries()
-        present = {status.replica_id for status in self._replicas.present()}
-        owned = [entry for entry in entries if entry.replica_id in present]
-        in_turn = sum(entry.in_turn for entry in owned)
+        present = [status.replica_id for status in self._replicas.present()]
+        owned = sum(map(self._ledger.count_of, present))
+        in_turn = sum(map(self._ledger.in_turn, present))
         return {
             "sessions_in_turn": float(in_turn),
-            "sessions_idle": float(len(owned) - in_turn),
-            "sessions_unowned": float(len(entries) - len(owned)),
-            "session_tokens": float(sum(entry.tokens for entry in entries)),
-            "session_size_bytes": float(sum(entry.size_bytes for entry in entries)),
+            "sessions_idle": float(owned - in_turn),
+            "sessions_unowned": float(len(self._ledger) - owned),
+            "session_tokens": float(self._ledger.tokens),
+            "session_size_bytes": float(self._ledger.size_bytes),
             **{
                 f"replicas_{state.value}": float(len(self._replicas.in_state(state)))
                 for state in ReplicaState
@@ -347,11 +375,24 @@ class Cluster:
                     self._store.touch(session_id, self._clock())
         return _assignment(self._ledger.touch(session_id), fresh=claimed)
 
-    def _held(self, entry: LedgerEntry) -> bool:
-        """True if the session's owner lives and said lately that it holds the session."""
-        if entry.reported_s is None or self._replicas.gone(entry.replica_id):
+    def _unused(self, entry: LedgerEntry, now_s: float) -> bool:
+        """Of a session past its timeout: whether nobody holds it. Its owner ends what it holds by itself."""
+        owner_gone = self._replicas.gone(entry.replica_id)
+        if entry.reported_s is not None and not owner_gone:
             return False
-        return self._attended() - entry.reported_s <= self._settings.replica_timeout_s
+        if not entry.in_turn:
+            return True
+        # Its owner went away in a turn, of which it told when it began: the timeout begins when it was last heard.
+        used_s = now_s - self._replicas.silence_s(entry.replica_id)
+        if used_s > entry.last_used_s:
+            entry = self._ledger.touch(entry.session_id, used_s)
+        return self._ledger.expires_at_s(entry) < now_s
+
+    def _forget_gone(self) -> None:
+        for replica_id in self._reports.replicas():
+            if self._replicas.gone(replica_id):
+                self._reports.forget(replica_id)
+        self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
 
     def _must_move(self, entry: LedgerEntry) -> bool:
         owner = entry.replica_id
@@ -406,9 +447,6 @@ class Cluster:
     def _rebalancing_by(self, settings: ClusterSettings) -> Rebalancing | None:
         rebalancing = settings.rebalancing
         return None if rebalancing is None else Rebalancing(rebalancing, self._attended)
-
-    def _expires_at_s(self, entry: LedgerEntry) -> float:
-        return expires_at_s(entry, self._settings.session_timeout_s)
 
     def _end(self, idle: Sequence[str]) -> list[str]:
         """Ends those that are still this cluster's."""

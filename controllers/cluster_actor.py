@@ -34,6 +34,7 @@ from controllers.records import (
     LedgerEntry,
     ReplicaStatus,
     SessionRecord,
+    SessionReport,
     SessionStatus,
     TurnRecord,
 )
@@ -76,7 +77,7 @@ class ClusterController:
         self._cluster.tick()
         self._commits = self._cluster.commits.in_groups()
         self._ticks: asyncio.Task[None] | None = None
-        count = len(self._cluster.sessions())
+        count = self._cluster.count()
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
 
     async def announce(self, deployment: Deployment) -> None:
@@ -93,10 +94,10 @@ class ClusterController:
         self._cluster.register_replica(status)
 
     async def heartbeat(
-        self, status: ReplicaStatus, session_updates: Sequence[SessionStatus] = ()
+        self, status: ReplicaStatus, report: SessionReport | Sequence[SessionStatus] = ()
     ) -> HeartbeatReply:
         self._attend()
-        return self._cluster.heartbeat(status, session_updates)
+        return self._cluster.heartbeat(status, report)
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         return self._cluster.report_unreachable(replica_id, died)
@@ -160,8 +161,14 @@ class ClusterController:
     async def expire_idle(self) -> list[str]:
         return self._cluster.expire_idle()
 
-    async def sessions(self) -> list[LedgerEntry]:
-        return self._cluster.sessions()
+    async def sessions(
+        self, tenant: str | None = None, after: str | None = None, limit: int | None = None
+    ) -> list[LedgerEntry]:
+        """Front ends of wire version 1 ask for all of them."""
+        return self._cluster.sessions(tenant, after, limit)
+
+    async def session(self, session_id: str) -> LedgerEntry:
+        return self._cluster.session(session_id)
 
     async def replicas(self) -> list[ReplicaStatus]:
         return self._cluster.replicas()

@@ -6,12 +6,17 @@ the id of a closed one starts above it is the log's care.) So a former owner can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
+from controllers.deadlines import Deadlines
 from controllers.errors import SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import LedgerEntry, SessionRecord, SessionStatus
-from controllers.session_keys import named
+from controllers.retention import expires_at_s
+from controllers.session_keys import named, tenant_in
+from controllers.sorted_keys import SortedKeys
 
 
 @dataclass(slots=True)
@@ -22,28 +27,63 @@ class TenantUse:
     tokens: int = 0
 
 
+@dataclass(slots=True)
+class ReplicaUse:
+    """What a replica owns: sessions, and how many of them it has said to be in a turn.
+
+    `stale`: sessions that it has said to hold, by the epoch at which it does, and that are closed by now or owned
+    elsewhere. They are kept for a replica that `reports`, since it has to hear of them.
+    """
+
+    owned: set[str] = field(default_factory=set)
+    in_turn: int = 0
+    reports: bool = False
+    stale: dict[str, int] = field(default_factory=dict)
+
+
 class OwnershipLedger:
-    """Sessions and their owners. `clock` returns Unix time in seconds, `attended` the controller's attended time."""
+    """Sessions and their owners. `clock` returns Unix time in seconds, `attended` the controller's attended time.
+
+    No method looks at all sessions, but those that say so.
+    """
 
     def __init__(
         self,
         clock: Callable[[], float],
         attended: Callable[[], float],
         entries: Iterable[LedgerEntry] = (),
+        *,
+        default_timeout_s: float = math.inf,
     ) -> None:
         self._clock = clock
         self._attended = attended
-        self._entries: dict[str, LedgerEntry] = {}
-        self._by_replica: dict[str, set[str]] = {}
+        self._default_timeout_s = default_timeout_s
+        self._entries = {entry.session_id: entry for entry in entries}
+        self._by_replica: dict[str, ReplicaUse] = {}
         self._by_tenant: dict[str, TenantUse] = {}
-        for entry in entries:
-            self.add(entry)
+        self._size_bytes = 0
+        self._tokens = 0
+        for entry in self._entries.values():
+            self._count(entry)
+        keys: dict[str, list[str]] = {}
+        for entry in self._entries.values():
+            keys.setdefault(entry.tenant, []).append(entry.session_id)
+        self._keys = {tenant: SortedKeys(own) for tenant, own in keys.items()}
+        self._tenants = SortedKeys(keys)
+        self._expiries = Deadlines(self._expires_at_s)
+        self._expiries.watch_all(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries
+
+    def configure(self, default_timeout_s: float) -> None:
+        """Of sessions that were opened without an idle timeout. Looks at all sessions if it has changed."""
+        if default_timeout_s != self._default_timeout_s:
+            self._default_timeout_s = default_timeout_s
+            self._expiries.watch_all(self._entries)
 
     def open(self, record: SessionRecord) -> LedgerEntry:
         """Adds a session with its first owner. Raises SessionExists."""
@@ -54,10 +94,13 @@ class OwnershipLedger:
         if entry.session_id in self._entries:
             raise SessionExists(f"{named(entry.session_id)} is open already", "session_id")
         self._entries[entry.session_id] = entry
-        self._by_replica.setdefault(entry.replica_id, set()).add(entry.session_id)
-        use = self._by_tenant.setdefault(entry.tenant, TenantUse())
-        use.sessions += 1
-        use.tokens += entry.tokens
+        self._count(entry)
+        if entry.tenant not in self._keys:
+            self._keys[entry.tenant] = SortedKeys()
+            self._tenants.add(entry.tenant)
+        self._keys[entry.tenant].add(entry.session_id)
+        self._expiries.watch(entry.session_id, self.expires_at_s(entry))
+        self._expiries.forget_outdated(len(self._entries))
         return entry
 
     def get(self, session_id: str) -> LedgerEntry:
@@ -82,39 +125,53 @@ class OwnershipLedger:
     def transfer(self, session_id: str, replica_id: str) -> LedgerEntry:
         """Gives the session to another replica at the next epoch. Raises SessionNotFound."""
         entry = self.get(session_id)
-        self._by_replica[entry.replica_id].discard(session_id)
-        self._by_replica.setdefault(replica_id, set()).add(session_id)
-        return self._put(
-            replace(
-                entry,
-                replica_id=replica_id,
-                epoch=entry.epoch + 1,
-                last_used_s=self._clock(),
-                size_bytes=0,
-                in_turn=False,
-                reported_s=None,
-            )
+        self._leaves_owner(entry)
+        moved = replace(
+            entry,
+            replica_id=replica_id,
+            epoch=entry.epoch + 1,
+            last_used_s=self._clock(),
+            size_bytes=0,
+            in_turn=False,
+            reported_s=None,
         )
+        self._entries[session_id] = moved
+        self._count(moved)
+        self._forget_unused(entry.replica_id)
+        return moved
 
     def committed(self, session_id: str, *, tokens: int, turns: int) -> LedgerEntry:
         """Notes a committed turn: total tokens and turns of the session. Raises SessionNotFound."""
         entry = self.get(session_id)
-        used = replace(entry, last_used_s=self._clock(), used_since_report=True)
-        return self._put(replace(used, tokens=tokens, turns=turns))
+        now_s = self._clock()
+        return self._put(
+            replace(entry, last_used_s=now_s, used_since_report=True, tokens=tokens, turns=turns), entry
+        )
 
-    def touch(self, session_id: str) -> LedgerEntry:
-        """Restarts the session's idle clock. Raises SessionNotFound."""
-        return self._put(replace(self.get(session_id), last_used_s=self._clock(), used_since_report=True))
+    def touch(self, session_id: str, used_s: float | None = None) -> LedgerEntry:
+        """Restarts the session's idle clock, now or as if it was used then. Raises SessionNotFound."""
+        entry = self.get(session_id)
+        used_s = self._clock() if used_s is None else used_s
+        return self._put(replace(entry, last_used_s=used_s, used_since_report=True), entry)
 
     def close_after(self, session_id: str, turn_key: str) -> LedgerEntry:
         """Notes that the session is to be closed when that turn has ended. Raises SessionNotFound."""
-        return self._put(replace(self.get(session_id), closes_after=turn_key))
+        entry = self.get(session_id)
+        closing = self._put(replace(entry, closes_after=turn_key), entry)
+        self._expiries.watch(session_id, self.expires_at_s(closing))
+        return closing
 
     def report(self, replica_id: str, update: SessionStatus) -> bool:
-        """Notes what a replica says of a session it holds. False if it does not own it at that epoch."""
-        entry = self._entries.get(update.session_id)
+        """Notes what a replica says of a session it holds. False if it does not own it at that epoch: it is to drop it,
+        see `stale`."""
+        session_id, use = update.session_id, self._by_replica.setdefault(replica_id, ReplicaUse())
+        entry = self._entries.get(session_id)
+        use.reports = True
         if entry is None or entry.replica_id != replica_id or entry.epoch != update.epoch:
+            use.stale[session_id] = update.epoch
             return False
+        use.stale.pop(session_id, None)
+        use.in_turn += update.in_turn - entry.in_turn
         self._put(
             replace(
                 entry,
@@ -123,37 +180,144 @@ class OwnershipLedger:
                 reported_s=self._attended(),
                 used_since_report=False,
                 last_used_s=max(entry.last_used_s, self._clock() - update.idle_s),
-            )
+            ),
+            entry,
         )
         return True
+
+    def report_dropped(self, replica_id: str, session_ids: Iterable[str]) -> None:
+        """The replica does not hold these any more, whether or not it owns them."""
+        use = self._by_replica.get(replica_id)
+        if use is None:
+            return
+        for session_id in session_ids:
+            use.stale.pop(session_id, None)
+            entry = self._entries.get(session_id)
+            if entry is not None and entry.replica_id == replica_id and entry.reported_s is not None:
+                use.in_turn -= entry.in_turn
+                self._put(replace(entry, reported_s=None, in_turn=False, size_bytes=0), entry)
+
+    def report_no_others(self, replica_id: str, held: Collection[str]) -> None:
+        """The replica holds none but these. Looks at all sessions that it owns."""
+        use = self._by_replica.setdefault(replica_id, ReplicaUse())
+        use.reports = True
+        self.report_dropped(replica_id, [name for name in (*use.owned, *use.stale) if name not in held])
+
+    def stale(self, replica_id: str) -> dict[str, int]:
+        """The sessions that the replica is to drop, by the epoch at which it has said to hold them; to be read only."""
+        use = self._by_replica.get(replica_id)
+        return {} if use is None else use.stale
+
+    def forget_stale(self, replica_id: str) -> None:
+        """The replica is not there, or has to tell everything again."""
+        use = self._by_replica.get(replica_id)
+        if use is not None:
+            use.reports = False
+            use.stale.clear()
+            self._forget_unused(replica_id)
 
     def expire(self, session_id: str) -> bool:
         """Forgets a session that was closed, has expired or is another cluster's. False if it was unknown."""
         entry = self._entries.pop(session_id, None)
         if entry is None:
             return False
-        owned = self._by_replica[entry.replica_id]
-        owned.discard(session_id)
-        if not owned:
-            del self._by_replica[entry.replica_id]
-        use = self._by_tenant[entry.tenant]
-        use.sessions -= 1
-        use.tokens -= entry.tokens
+        self._leaves_owner(entry)
+        self._forget_unused(entry.replica_id)
+        use, keys = self._by_tenant[entry.tenant], self._keys[entry.tenant]
+        keys.discard(session_id)
         if not use.sessions:
-            del self._by_tenant[entry.tenant]
+            del self._by_tenant[entry.tenant], self._keys[entry.tenant]
+            self._tenants.discard(entry.tenant)
         return True
 
-    def entries(self) -> list[LedgerEntry]:
-        return list(self._entries.values())
+    def page(
+        self, tenant: str | None = None, after: str | None = None, limit: int | None = None
+    ) -> list[LedgerEntry]:
+        """The first `limit` sessions (None: all) of the tenant (None: of all tenants) behind the session key `after`,
+        which need not be there, in the order of tenants and keys. O(limit + log n)."""
+        return list(islice(map(self._entries.__getitem__, self._keys_after(tenant, after)), limit))
 
     def count_of(self, replica_id: str) -> int:
-        return len(self._by_replica.get(replica_id, ()))
+        use = self._by_replica.get(replica_id)
+        return 0 if use is None else len(use.owned)
+
+    def in_turn(self, replica_id: str) -> int:
+        """How many of the replica's sessions it has said to be in a turn."""
+        use = self._by_replica.get(replica_id)
+        return 0 if use is None else use.in_turn
+
+    @property
+    def tokens(self) -> int:
+        """Of all histories."""
+        return self._tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all sessions' KV, as their owners have told it."""
+        return self._size_bytes
 
     def use_of(self, tenant: str) -> TenantUse:
         """Not to be changed."""
         return self._by_tenant.get(tenant, TenantUse())
 
-    def _put(self, entry: LedgerEntry) -> LedgerEntry:
-        self._by_tenant[entry.tenant].tokens += entry.tokens - self._entries[entry.session_id].tokens
+    def expires_at_s(self, entry: LedgerEntry) -> float:
+        """When its idle timeout ends, if nobody uses it."""
+        return expires_at_s(entry, self._default_timeout_s)
+
+    def past_timeout(self, now_s: float) -> list[LedgerEntry]:
+        """Sessions whose idle timeout is over at the Unix time `now_s`. Looks at no others, but at those that were used
+        since they were looked at."""
+        return [self._entries[session_id] for session_id in self._expiries.due(now_s)]
+
+    def soonest_expiry_s(self) -> float | None:
+        """Before that no session's timeout ends that is not over yet."""
+        return self._expiries.soonest_s()
+
+    def _expires_at_s(self, session_id: str) -> float | None:
+        entry = self._entries.get(session_id)
+        return None if entry is None else self.expires_at_s(entry)
+
+    def _keys_after(self, tenant: str | None, after: str | None) -> Iterator[str]:
+        if tenant is not None:
+            if tenant in self._keys:
+                yield from self._keys[tenant].after(after or "")
+            return
+        if after is not None:
+            yield from self._keys_after(tenant_in(after), after)
+        for each in self._tenants if after is None else self._tenants.after(tenant_in(after)):
+            yield from self._keys[each]
+
+    def _count(self, entry: LedgerEntry) -> None:
+        """It is its owner's and its tenant's from now on."""
+        use = self._by_replica.setdefault(entry.replica_id, ReplicaUse())
+        use.owned.add(entry.session_id)
+        tenant = self._by_tenant.setdefault(entry.tenant, TenantUse())
+        tenant.sessions += 1
+        tenant.tokens += entry.tokens
+        self._tokens += entry.tokens
+        self._size_bytes += entry.size_bytes
+
+    def _leaves_owner(self, entry: LedgerEntry) -> None:
+        """The reverse. Who has said to hold it has to hear of it."""
+        use, tenant = self._by_replica[entry.replica_id], self._by_tenant[entry.tenant]
+        use.owned.discard(entry.session_id)
+        use.in_turn -= entry.in_turn
+        if entry.reported_s is not None and use.reports:
+            use.stale[entry.session_id] = entry.epoch
+        tenant.sessions -= 1
+        tenant.tokens -= entry.tokens
+        self._tokens -= entry.tokens
+        self._size_bytes -= entry.size_bytes
+
+    def _forget_unused(self, replica_id: str) -> None:
+        use = self._by_replica[replica_id]
+        if not use.owned and not use.reports:
+            del self._by_replica[replica_id]
+
+    def _put(self, entry: LedgerEntry, before: LedgerEntry) -> LedgerEntry:
+        grown = entry.tokens - before.tokens
+        self._by_tenant[entry.tenant].tokens += grown
+        self._tokens += grown
+        self._size_bytes += entry.size_bytes - before.size_bytes
         self._entries[entry.session_id] = entry
         return entry

@@ -135,7 +135,8 @@ class Assignment:
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
     """A session as the ledger knows it. `size_bytes` and `in_turn` are what its owner said at `reported_s`, which is in
-    the controller's attended time; `used_since_report` what the controller has seen happen since then.
+    the controller's attended time; None: not that it holds the session. `used_since_report` is what the controller has
+    seen happen since then.
 
     `closes_after`: the session is to be closed when the turn of this idempotency key has ended ("": whatever was in
     flight had no key). It takes no other turn. None: it is open.
@@ -254,16 +255,34 @@ class SessionStatus:
 
 @wire_record
 @dataclass(frozen=True, slots=True)
+class SessionReport:
+    """What a replica says of its sessions with a heartbeat, see controllers/session_reports.py.
+
+    `changed` and `dropped` (it does not hold these any more) are new since its report `since`. With one since 0 it
+    begins to tell of every session that it holds. Numbers begin at 1 and grow.
+    """
+
+    number: int
+    since: int
+    changed: tuple[SessionStatus, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
 class HeartbeatReply:
     """The controller's answer to a heartbeat.
 
     `known` False: the replica was taken for gone; it must register again before it owns anything new.
-    `stale_sessions`: sessions it reported that are closed or owned elsewhere; it must drop them.
+    `stale_sessions`: those that it holds, at `stale_epochs`, and that are closed or owned elsewhere; it must drop them.
     `crowded`: it is to offer each session of which a turn begins (`offer_session`), until it hears otherwise.
     `draining`: it is to go: to hand each of its sessions over between turns, and to end once it is empty.
+    `wants_all`: the report was not understood, and the next is to have every session.
     """
 
     known: bool
     stale_sessions: tuple[str, ...] = ()
     crowded: bool = False
     draining: bool = False
+    stale_epochs: tuple[int, ...] = ()
+    wants_all: bool = False

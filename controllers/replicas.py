@@ -139,6 +139,11 @@ class ReplicaDirectory:
         """True if sessions that it owns should move."""
         return self.state(replica_id) is ReplicaState.GONE
 
+    def silence_s(self, replica_id: str) -> float:
+        """For how long nothing was heard of it. Of one that is not known: since there is anybody who could hear it."""
+        known = self._replicas.get(replica_id)
+        return self._clock() - (self._started_s if known is None else known.seen_s)
+
     def assign_tokens(self, replica_id: str, tokens: int) -> None:
         """Counts KV that a session placed there may take, until the replica's next heartbeat."""
         if replica_id in self._replicas:

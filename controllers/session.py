@@ -6,10 +6,12 @@ place where history changes. A rewind, too, takes effect only there. A fork take
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from controllers.deadlines import Deadlines
 from controllers.errors import (
     CapacityExceeded,
     IdempotencyConflict,
@@ -126,6 +128,12 @@ class SessionController:
         self._model = model
         self._make_chain = make_chain
         self._sessions: dict[str, _Session] = {}
+        self._expiries = Deadlines(self._expires_at_s)
+        self._changed: set[str] = set()
+
+    def __len__(self) -> int:
+        """Sessions that are held."""
+        return len(self._sessions)
 
     def adopt(self, record: SessionRecord) -> None:
         """Takes a session over. Adopting an epoch that is held already changes nothing. One that `closes_after` a turn
@@ -203,6 +211,7 @@ class SessionController:
             chain=session.chain,
             open_key=session.open_key,
         )
+        self._changed.add(session_id)
         return session.turn
 
     def tried_key(self, session_id: str, epoch: int, digest: str) -> str | None:
@@ -238,6 +247,7 @@ class SessionController:
         if not 0 <= history_len <= committed_len:
             raise InvalidFork(f"cannot fork at {history_len}: committed history has {committed_len} tokens")
         session.turn = fork = Fork(session_id, epoch, session.history, history_len, session.chain)
+        self._changed.add(session_id)
         return fork
 
     def finish_fork(self, fork: Fork, child: SessionRecord) -> None:
@@ -252,11 +262,11 @@ class SessionController:
             length = fork.history_len
             chain = None if fork.chain is None else fork.chain.prefix(length)
             self._hold(replace(child, tools=parent.tools), fork.history[:length], chain)
-        self._end_turn(parent)
+        self._end_turn(fork.session_id, parent)
 
     def abort_fork(self, fork: Fork) -> None:
         """Ends the fork without a trace. Raises TurnNotInFlight."""
-        self._end_turn(self._in_flight(fork))
+        self._end_turn(fork.session_id, self._in_flight(fork))
 
     def prepare_commit(
         self, turn: Turn, new_tokens: Sequence[int], output_tokens: Sequence[int], result: bytes
@@ -307,13 +317,13 @@ class SessionController:
             )
             while len(session.results) > KEPT_RESULTS:
                 session.results.popitem(last=False)
-        self._end_turn(session)
+        self._end_turn(turn.session_id, session)
 
     def abort_turn(self, turn: Turn) -> None:
         """Ends the turn without a trace. Raises TurnNotInFlight."""
         session = self._in_flight(turn)
         session.undone = turn.digest
-        self._end_turn(session)
+        self._end_turn(turn.session_id, session)
 
     def close(self, session_id: str) -> str | None:
         """Takes no more turns. None: it waits for none either, so `drop` it now.
@@ -323,6 +333,7 @@ class SessionController:
         """
         session = self._get(session_id)
         session.closing = True
+        self._watch(session_id)
         if session.turn is None:
             return session.awaited or None
         return (isinstance(session.turn, Turn) and session.turn.idempotency_key) or ""
@@ -333,17 +344,13 @@ class SessionController:
         return session is not None and session.closing and session.turn is None and not session.awaited
 
     def expired(self) -> list[str]:
-        return [session_id for session_id in self._sessions if self.is_expired(session_id)]
+        """Sessions that are expired. Looks at no others, but at those that were used since they were looked at."""
+        return self._expiries.due(self._clock())
 
     def is_expired(self, session_id: str) -> bool:
         """Idle for longer than its timeout; if it is closing, than the turn may take to come. Never in a turn."""
-        session = self._sessions.get(session_id)
-        if session is None or session.turn is not None:
-            return False
-        if self.is_closed(session_id):
-            return True
-        timeout_s = idle_timeout_s(session.timeout_s, closing=session.closing)
-        return self._clock() - session.idle_since_s > timeout_s
+        at_s = self._expires_at_s(session_id)
+        return at_s is not None and at_s < self._clock()
 
     def drop(self, session_id: str) -> None:
         """Forgets the session. Unknown ids are fine. Raises TurnInFlight: end the turn first."""
@@ -353,22 +360,35 @@ class SessionController:
         if session.turn is not None:
             raise TurnInFlight(f"{named(session_id)} has a turn in flight")
         del self._sessions[session_id]
+        self._changed.add(session_id)
+
+    def take_changed(self) -> set[str]:
+        """The sessions whose status has changed since this was last called, dropped ones included."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def held(self) -> list[str]:
+        """The ids of all sessions that are held."""
+        return list(self._sessions)
+
+    def status(self, session_id: str) -> SessionStatus | None:
+        """None if it is not held. `size_bytes` is left 0: the engine knows it."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return None
+        return SessionStatus(
+            session_id=session_id,
+            epoch=session.epoch,
+            tokens=len(session.history),
+            turns=session.turns,
+            idle_s=0.0 if session.turn is not None else self._clock() - session.idle_since_s,
+            in_turn=session.turn is not None,
+            closing=session.closing,
+        )
 
     def snapshot(self) -> list[SessionStatus]:
-        """Every held session, for heartbeats. `size_bytes` is left 0: the engine knows it."""
-        now_s = self._clock()
-        return [
-            SessionStatus(
-                session_id=session_id,
-                epoch=session.epoch,
-                tokens=len(session.history),
-                turns=session.turns,
-                idle_s=0.0 if session.turn is not None else now_s - session.idle_since_s,
-                in_turn=session.turn is not None,
-                closing=session.closing,
-            )
-            for session_id, session in self._sessions.items()
-        ]
+        """Every held session."""
+        return [status for name in self._sessions if (status := self.status(name)) is not None]
 
     def committed_len(self, session_id: str) -> int:
         """Committed tokens of the session. Raises SessionNotFound."""
@@ -401,6 +421,25 @@ class SessionController:
             awaited=record.closes_after,
             open_key=record.open_key,
         )
+        self._watch(record.session_id)
+
+    def _watch(self, session_id: str) -> None:
+        """It is new, or may be due earlier than before."""
+        at_s = self._expires_at_s(session_id)
+        assert at_s is not None
+        self._expiries.watch(session_id, at_s)
+        self._expiries.forget_outdated(len(self._sessions))
+        self._changed.add(session_id)
+
+    def _expires_at_s(self, session_id: str) -> float | None:
+        """When it is to be ended, if it is not used. In a turn: not before it could, if the turn ended now."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return None
+        if self.is_closed(session_id):
+            return -math.inf
+        idle_since_s = session.idle_since_s if session.turn is None else self._clock()
+        return idle_since_s + idle_timeout_s(session.timeout_s, closing=session.closing)
 
     def _in_flight(self, turn: Turn | Fork) -> _Session:
         session = self._sessions.get(turn.session_id)
@@ -408,9 +447,12 @@ class SessionController:
             raise TurnNotInFlight(f"the turn or fork of {named(turn.session_id)} has ended")
         return session
 
-    def _end_turn(self, session: _Session) -> None:
+    def _end_turn(self, session_id: str, session: _Session) -> None:
         session.turn = None
         session.idle_since_s = self._clock()
+        self._changed.add(session_id)
+        if session.closing:
+            self._watch(session_id)
 
 
 def _check_free(session_id: str, session: _Session, turn_key: str | None = None) -> None:

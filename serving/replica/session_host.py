@@ -24,7 +24,8 @@ from controllers.errors import (
 from controllers.records import ForkOrder, ReplicaAddress, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import Fork, SessionController, Turn
 from controllers.session_keys import named
-from engine.api import Engine, EngineError, SessionBusy
+from controllers.session_reports import ReportWriter
+from engine.api import Engine, EngineError, EngineStats, SessionBusy
 from serving.background import BackgroundTasks
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.turn_request import history_chain
@@ -39,6 +40,9 @@ IN_USE_S = 1.0
 """Who had a turn so lately is likely to have the next one as soon."""
 KV_WAIT_S = 0.05
 """How long a heartbeat waits for the engine, which answers between two steps."""
+
+KV_LOOKS_PER_S = 10_000
+"""So many sessions a heartbeat has the engine look at in a second, on average, to report the size of their KV."""
 
 T = TypeVar("T")
 
@@ -71,8 +75,10 @@ class SessionHost:
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
         self._handing_over: dict[str, asyncio.Task[bool]] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
+        self._reports = ReportWriter()
         self._kv_tokens: dict[str, int] = {}
         self._kv_asked: Future[dict[str, int]] | None = None
+        self._next_kv_look_s = 0.0
         self._crowded = False
         self._draining = False
         self._left = False
@@ -199,23 +205,17 @@ class SessionHost:
                 await self._end_quietly(session_id)
 
     async def heartbeat(self) -> None:
-        """Reports load and sessions; drops the sessions that turn out to be closed or owned elsewhere.
+        """Reports load, and of the sessions what is new; drops those that turn out to be closed or owned elsewhere.
 
         It does not wait for the engine's step: who is slow is not dead. Who has said farewell says no more.
         """
         if self._left:
             return
-        load, held = self.status(), self._statuses(await self._held_kv())
-        reply = await self._controller.heartbeat(load, held)
-        self._crowded = reply.crowded
-        if reply.draining:  # the controller's answer to `drain` may have been lost
-            self._begin_drain()
-        if not reply.known:
-            await self._controller.register_replica(load)
-        epochs = {status.session_id: status.epoch for status in held}
-        for session_id in reply.stale_sessions:
-            if self._sessions.epoch(session_id) == epochs[session_id]:
-                self._drop_stale(session_id)
+        await self._look_at_kv()
+        self._reports.note(self._sessions.take_changed())
+        await self._report()
+        while self._reports.has_more and not self._left:
+            await self._report()
 
     async def drain(self) -> None:
         """This replica is to go: it gets no more sessions, and hands over those that it has. For good.
@@ -245,12 +245,12 @@ class SessionHost:
     @property
     def emptied(self) -> bool:
         """Whether this replica is to go for good, and holds nothing any more."""
-        return self._draining and not self._sessions.snapshot()
+        return self._draining and not len(self._sessions)
 
     @property
     def hands_over(self) -> bool:
         """Whether it has sessions that others are to take, and do."""
-        return self._draining and not self._stuck and bool(self._sessions.snapshot())
+        return self._draining and not self._stuck and bool(len(self._sessions))
 
     async def farewell(self) -> None:
         """Says that this replica answers nothing any more. Never raises: whoever misses it notices."""
@@ -282,31 +282,46 @@ class SessionHost:
             self._draining = True
             self._pace.begin()
 
-    def _statuses(self, kv_tokens: dict[str, int]) -> list[SessionStatus]:
-        stats = self._engine.stats()
+    async def _report(self) -> None:
+        load = self.status()
+        report = self._reports.next(partial(self._status_of, self._engine.stats()), self._sessions.held)
+        reply = await self._controller.heartbeat(load, report)
+        self._reports.answered(report, reply)
+        self._crowded = reply.crowded
+        if reply.draining:  # the controller's answer to `drain` may have been lost
+            self._begin_drain()
+        if not reply.known:
+            await self._controller.register_replica(load)
+        for session_id, epoch in zip(reply.stale_sessions, reply.stale_epochs, strict=True):
+            if self._sessions.epoch(session_id) == epoch:
+                self._drop_stale(session_id)
 
-        def size_bytes(num_tokens: int) -> int:
-            windowed = min(num_tokens, stats.window_len or 0)
-            total = num_tokens * stats.page_size_bytes + windowed * stats.window_page_size_bytes
-            return total // stats.page_size
+    def _status_of(self, stats: EngineStats, session_id: str) -> SessionStatus | None:
+        status = self._sessions.status(session_id)
+        if status is None:
+            return None
+        num_tokens = self._kv_tokens.get(session_id, 0)
+        windowed = min(num_tokens, stats.window_len or 0)
+        total = num_tokens * stats.page_size_bytes + windowed * stats.window_page_size_bytes
+        return replace(status, size_bytes=total // stats.page_size)
 
-        return [
-            replace(status, size_bytes=size_bytes(kv_tokens.get(status.session_id, 0)))
-            for status in self._sessions.snapshot()
-        ]
-
-    async def _held_kv(self) -> dict[str, int]:
-        """Tokens of KV by session: as the engine says between two steps, or as it last said where a step takes long."""
+    async def _look_at_kv(self) -> None:
+        """Tokens of KV by session: as the engine says between two steps, or as it last said where a step takes long.
+        It looks at every session, so the more there are the rarer it is asked."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_kv_look_s:
+            return
         try:
             asked = self._kv_asked or self._engine.session_kv_tokens()
         except EngineError:
-            return self._kv_tokens
+            return
         waiting = asyncio.wrap_future(asked)
         done, _ = await asyncio.wait([waiting], timeout=KV_WAIT_S)
         self._kv_asked = None if done else asked
         if done and waiting.exception() is None:
-            self._kv_tokens = waiting.result()
-        return self._kv_tokens
+            before, self._kv_tokens = self._kv_tokens, waiting.result()
+            self._reports.note(_differing(before, self._kv_tokens))
+            self._next_kv_look_s = now_s + len(self._kv_tokens) / KV_LOOKS_PER_S
 
     async def _settled(self, session_id: str) -> None:
         """Waits until no fork is making this session, since its KV and its history come together, and until it is not
@@ -418,3 +433,8 @@ class SessionHost:
         """Waits so long and no longer; what was asked of the engine is done all the same, once it gets to it."""
         async with asyncio.timeout(self._engine_timeout_s):
             return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _differing(before: dict[str, int], after: dict[str, int]) -> set[str]:
+    """Keys of what is not in both."""
+    return {key for key, _ in before.items() ^ after.items()}

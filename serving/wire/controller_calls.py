@@ -24,7 +24,7 @@ from controllers.records import (
     LedgerEntry,
     ReplicaStatus,
     SessionRecord,
-    SessionStatus,
+    SessionReport,
     TurnRecord,
 )
 from controllers.settings import Deployment
@@ -73,8 +73,8 @@ class ControllerCalls:
     async def register_replica(self, status: ReplicaStatus) -> None:
         await self._call("register_replica", status)
 
-    async def heartbeat(self, status: ReplicaStatus, sessions: Sequence[SessionStatus]) -> HeartbeatReply:
-        return cast(HeartbeatReply, await self._call("heartbeat", status, sessions))
+    async def heartbeat(self, status: ReplicaStatus, report: SessionReport) -> HeartbeatReply:
+        return cast(HeartbeatReply, await self._call("heartbeat", status, report))
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         return bool(await self._call("report_unreachable", replica_id, died))

@@ -37,10 +37,10 @@ def _clock_steps_count() -> Patches:
 def _heartbeats_wait_for_the_engine() -> Patches:
     """A slow step looks like death: a heartbeat waits for the engine, which answers between two steps."""
 
-    async def held_kv(self: SessionHost) -> dict[str, int]:
-        return await asyncio.wrap_future(self._engine.session_kv_tokens())
+    async def look_at_kv(self: SessionHost) -> None:
+        self._kv_tokens = await asyncio.wrap_future(self._engine.session_kv_tokens())
 
-    return [patch.object(SessionHost, "_held_kv", held_kv)]
+    return [patch.object(SessionHost, "_look_at_kv", look_at_kv)]
 
 
 def _suspects_stay_suspect() -> Patches:

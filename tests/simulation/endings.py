@@ -19,7 +19,10 @@ def leftovers(cluster: Cluster) -> list[str]:
         left += [f"{party.name}: {what}" for what in _of_ingress(party.actor)]
     controller = cluster.serve.controller
     if controller is not None:
-        left += [f"ledger: {entry.session_id}" for entry in controller.actor._cluster.sessions()]
+        known = controller.actor._cluster
+        left += [f"ledger: {entry.session_id}" for entry in known.sessions()]
+        for party in cluster.live_replicas:
+            left += [f"stale at {party.name}: {name}" for name in known._ledger.stale(party.name)]
     return left
 
 

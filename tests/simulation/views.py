@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from controllers.cluster import Cluster as Ledger
 from controllers.replicas import ReplicaState
 from serving.front.ingress import Ingress
 from tests.simulation.expectations import Expectations
@@ -60,7 +61,26 @@ def wrong_views(cluster: Cluster) -> list[str]:
     epochs = {entry.session_id: (entry.epoch, entry.replica_id) for entry in known.sessions()}
     for party in cluster.live_ingresses:
         wrong += _of_ingress(party, epochs)
+    wrong += _of_reports(known, cluster.live_replicas)
     return wrong
+
+
+def _of_reports(known: Ledger, replicas: list[Party]) -> Iterator[str]:
+    """What the ledger has heard of the sessions that replicas hold. They report changes only. What one that is gone has
+    said of its own stays until they move."""
+    live = {party.name for party in replicas}
+    held = {
+        (party.name, status.session_id): (status.epoch, status.in_turn)
+        for party in replicas
+        for status in party.actor._host._sessions.snapshot()
+    }
+    told = {
+        (entry.replica_id, entry.session_id): (entry.epoch, entry.in_turn)
+        for entry in known.sessions()
+        if entry.reported_s is not None and entry.replica_id in live
+    }
+    for place in sorted(held.items() ^ told.items()):
+        yield f"held: {held.get(place[0])}, told: {told.get(place[0])}, of {place[0]}"
 
 
 def takeovers(cluster: Cluster) -> int:

@@ -86,13 +86,13 @@ def test_expire(ledger: OwnershipLedger) -> None:
     assert ledger.expire("s")
     assert not ledger.expire("s")
     assert ledger.count_of("a") == 1
-    assert [entry.session_id for entry in ledger.entries()] == ["other"]
+    assert [entry.session_id for entry in ledger.page()] == ["other"]
 
 
 def test_rebuilt_from_entries(ledger: OwnershipLedger, clock: ManualClock) -> None:
     ledger.open(_record())
     ledger.open(_record("other", "b"))
     ledger.transfer("s", "b")
-    rebuilt = OwnershipLedger(clock, clock, ledger.entries())
-    assert rebuilt.entries() == ledger.entries()
+    rebuilt = OwnershipLedger(clock, clock, ledger.page())
+    assert rebuilt.page() == ledger.page()
     assert rebuilt.count_of("b") == 2

@@ -234,7 +234,7 @@ async def test_fork_call(tmp_path: Path) -> None:
         assert reply.json() in [
             {"session_id": "c", "tokens": 5, "cached_tokens": cached} for cached in (4, 5)
         ]
-        assert service.cluster.sessions()[1].timeout_s == 50
+        assert service.cluster.session("c").timeout_s == 50
         named = (await fork(client, "c")).json()
         assert named["tokens"] == 5
         for session_id in ("c", named["session_id"]):

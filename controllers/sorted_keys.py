@@ -1,0 +1,55 @@
+"""A sorted set of texts that is read in pages, from any of them on. Many short sorted lists, as a B-tree's leaves."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+
+_MOST_IN_PART = 512
+
+
+class SortedKeys:
+    """To add or discard costs O(log n + size of a part), to begin to read O(log n). One owner."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        in_order = sorted(set(keys))
+        half = _MOST_IN_PART // 2
+        self._parts = [in_order[at : at + half] for at in range(0, len(in_order), half)]
+        self._firsts = [part[0] for part in self._parts]
+
+    def add(self, key: str) -> None:
+        """One that is not there yet."""
+        if not self._parts:
+            self._parts, self._firsts = [[key]], [key]
+            return
+        at = max(0, bisect_right(self._firsts, key) - 1)
+        part = self._parts[at]
+        insort(part, key)
+        self._firsts[at] = part[0]
+        if len(part) > _MOST_IN_PART:
+            later = part[_MOST_IN_PART // 2 :]
+            del part[_MOST_IN_PART // 2 :]
+            self._parts.insert(at + 1, later)
+            self._firsts.insert(at + 1, later[0])
+
+    def discard(self, key: str) -> None:
+        """One that is there."""
+        at = bisect_right(self._firsts, key) - 1
+        part = self._parts[at]
+        del part[bisect_left(part, key)]
+        if part:
+            self._firsts[at] = part[0]
+        else:
+            del self._parts[at], self._firsts[at]
+
+    def after(self, key: str) -> Iterator[str]:
+        """Those behind `key`, which need not be there, in order. The set must not change meanwhile."""
+        at = max(0, bisect_right(self._firsts, key) - 1)
+        begin = bisect_right(self._parts[at], key) if self._parts else 0
+        for part in self._parts[at:]:
+            yield from part[begin:]
+            begin = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for part in self._parts:
+            yield from part

@@ -1,0 +1,150 @@
+"""What the controller and a replica's session book do costs the same however many sessions there are: counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+from manual_clock import ManualClock
+from store_turns import commit_turn, turn_of
+
+from controllers.cluster import Cluster
+from controllers.ownership import OwnershipLedger
+from controllers.records import ForkOrder, LedgerEntry, ReplicaStatus, SessionRecord, SessionReport
+from controllers.session import SessionController, Turn
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+
+IDLE_S = 50.0
+COUNTS = pytest.mark.parametrize("count", [10, 3000])
+
+
+class NeverWalked(dict[Any, Any]):
+    """Nobody may look at all of it."""
+
+    def _walked(self, *_: object) -> NoReturn:
+        raise AssertionError("looked at all sessions")
+
+    __iter__ = keys = values = items = copy = _walked  # type: ignore[assignment]
+
+
+@pytest.fixture
+def cluster(clock: ManualClock) -> Iterator[Cluster]:
+    store = SqliteSessionStore(":memory:", clock=clock)
+    yield Cluster(ClusterSettings(session_timeout_s=IDLE_S), store, clock, clock)
+    store.disconnect()
+
+
+def open_sessions(cluster: Cluster, count: int) -> None:
+    for replica_id in "ab":
+        cluster.register_replica(ReplicaStatus(replica_id, 1000, 1000))
+    for number in range(count):
+        cluster.open_session(f"s{number}", "acme" if number % 2 else "", None, None)
+    cluster._ledger._entries = NeverWalked(cluster._ledger._entries)
+
+
+CALLS: dict[str, Callable[[Cluster], object]] = {
+    "heartbeat": lambda cluster: cluster.heartbeat(ReplicaStatus("a", 1000, 1000), SessionReport(1, 0)),
+    "expire_idle": Cluster.expire_idle,
+    "stats": Cluster.stats,
+    "replicas": Cluster.replicas,
+    "count": Cluster.count,
+    "page": lambda cluster: cluster.sessions(None, "acme s1", 3),
+    "session": lambda cluster: cluster.session("s0"),
+    "open": lambda cluster: cluster.open_session("new", "", None, None),
+    "resolve": lambda cluster: cluster.resolve("s0", False, ""),
+    "commit": lambda cluster: commit_turn(cluster, turn_of(0, 0, [1], session_id="s0")),
+    "fork": lambda cluster: cluster.fork_session(
+        "s0", 1, cluster.session("s0").replica_id, ForkOrder("child", "key")
+    ),
+    "close": lambda cluster: cluster.close_session("s0"),
+    "lost": lambda cluster: cluster.report_unreachable("a", True),
+    "deregister": lambda cluster: cluster.deregister_replica("a"),
+    "tick": Cluster.tick,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_call_looks_at_all_sessions(cluster: Cluster, clock: ManualClock, name: str) -> None:
+    open_sessions(cluster, 20)
+    clock.advance(11.0)
+    for replica_id in "ab":
+        cluster.register_replica(ReplicaStatus(replica_id, 1000, 1000))
+    CALLS[name](cluster)
+
+
+@COUNTS
+def test_the_ledger_looks_at_those_that_may_have_expired(
+    cluster: Cluster, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """It looked at every session, twice, each time anybody asked."""
+    open_sessions(cluster, count)
+    clock.advance(IDLE_S - 10)
+    for number in range(3, count):
+        cluster._ledger.touch(f"s{number}" if number % 2 == 0 else f"acme s{number}")
+    clock.advance(10.1)
+    assert sorted(cluster.expire_idle()) == ["acme s1", "s0", "s2"]
+    looked: list[str] = []
+    expires_at_s = OwnershipLedger.expires_at_s
+
+    def counted(self: OwnershipLedger, entry: LedgerEntry) -> float:
+        looked.append(entry.session_id)
+        return expires_at_s(self, entry)
+
+    monkeypatch.setattr(OwnershipLedger, "expires_at_s", counted)
+    for _ in range(30):
+        clock.advance(1.0)
+        assert cluster.expire_idle() == []
+    assert looked == []
+
+
+@COUNTS
+def test_a_session_book_looks_at_those_that_may_have_expired(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    book = SessionController(clock, IDLE_S)
+    for number in range(count):
+        book.adopt(SessionRecord(f"s{number}", "", 1, "a"))
+    turn = book.begin_turn("s1", 1)
+    clock.advance(IDLE_S - 10)
+    for number in range(2, count):
+        used = book.begin_turn(f"s{number}", 1)
+        assert isinstance(used, Turn)
+        book.abort_turn(used)
+    clock.advance(10.1)
+    assert book.expired() == ["s0"]
+    book.drop("s0")
+    looked: list[str] = []
+    expires_at_s = SessionController._expires_at_s
+
+    def counted(self: SessionController, session_id: str) -> float | None:
+        looked.append(session_id)
+        return expires_at_s(self, session_id)
+
+    monkeypatch.setattr(SessionController, "_expires_at_s", counted)
+    for _ in range(30):
+        clock.advance(1.0)
+        assert book.expired() == []
+    assert looked == []
+    assert isinstance(turn, Turn)
+    book.abort_turn(turn)
+    clock.advance(IDLE_S + 0.1)
+    assert "s1" in book.expired()
+
+
+@COUNTS
+def test_a_page_costs_its_own_length(cluster: Cluster, count: int) -> None:
+    """It was cut out of a copy of the whole ledger, by whoever asked."""
+    open_sessions(cluster, count)
+    read: list[str] = []
+
+    class Counted(NeverWalked):
+        def __getitem__(self, key: str) -> Any:
+            read.append(key)
+            return super().__getitem__(key)
+
+    cluster._ledger._entries = Counted(dict.items(cluster._ledger._entries))  # type: ignore[assignment]
+    middle = sorted(f"s{number}" for number in range(0, count, 2))[2]
+    assert [entry.session_id > middle for entry in cluster.sessions("", middle, 2)] == [True, True]
+    assert len(read) == 2

@@ -1,0 +1,93 @@
+"""What a replica's heartbeats say of its sessions and their KV: what is new, and that soon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.records import LedgerEntry, SessionReport
+from serving.replica import session_host
+from tests.unit.serving.replica_rig import Rig, call, running_rig
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with running_rig(tmp_path) as rig:
+        yield rig
+
+
+def entry(rig: Rig, session_id: str) -> LedgerEntry:
+    return rig.controller.cluster.session(session_id)
+
+
+def reports_of(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[SessionReport]:
+    """Those that the controller gets from now on."""
+    reports: list[SessionReport] = []
+    heartbeat = rig.controller.cluster.heartbeat
+
+    def noted(status: Any, report: SessionReport) -> Any:
+        reports.append(report)
+        return heartbeat(status, report)
+
+    monkeypatch.setattr(rig.controller.cluster, "heartbeat", noted)
+    return reports
+
+
+async def test_a_session_is_reported_when_something_of_it_has_changed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epochs = {name: rig.open_session(name) for name in "stu"}
+    for name, epoch in epochs.items():
+        await rig.run(call([1, 2, 3], name), epoch)
+    await rig.host.heartbeat()
+    assert all(entry(rig, name).size_bytes > 0 for name in epochs)
+    reports = reports_of(rig, monkeypatch)
+    for _ in range(3):
+        await rig.host.heartbeat()
+    assert [(report.changed, report.dropped) for report in reports] == [((), ())] * 3
+    before = entry(rig, "s").size_bytes
+    await rig.run(call([4] * 20, "s"), epochs["s"])
+    await rig.host.close("t", epochs["t"])
+    await rig.settled()
+    await rig.host.heartbeat()
+    assert [status.session_id for status in reports[-1].changed] == ["s"]
+    assert reports[-1].dropped == ("t",)
+    assert entry(rig, "s").size_bytes > before
+
+
+async def test_kv_that_the_engine_drops_is_reported(rig: Rig) -> None:
+    """The session itself has not changed."""
+    epoch = rig.open_session("s")
+    await rig.run(call([1, 2, 3], "s"), epoch)
+    await rig.host.heartbeat()
+    assert entry(rig, "s").size_bytes > 0
+    await asyncio.wrap_future(rig.engine.close_session("s"))
+    await rig.host.heartbeat()
+    assert entry(rig, "s").size_bytes == 0
+    assert entry(rig, "s").reported_s is not None
+
+
+async def test_the_engine_is_asked_the_less_often_the_more_sessions_it_looks_at(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each second it walked over all of them between two steps."""
+    epoch = rig.open_session("s")
+    await rig.run(call([1, 2, 3], "s"), epoch)
+    asked = 0
+    session_kv_tokens = rig.engine.session_kv_tokens
+
+    def counted() -> Any:
+        nonlocal asked
+        asked += 1
+        return session_kv_tokens()
+
+    monkeypatch.setattr(rig.engine, "session_kv_tokens", counted)
+    monkeypatch.setattr(session_host, "KV_LOOKS_PER_S", 0.001)
+    for _ in range(5):
+        await rig.host.heartbeat()
+    assert asked == 1
+    assert entry(rig, "s").size_bytes > 0
