@@ -137,7 +137,7 @@ class ClusterController:
         return self._cluster.offer_session(session_id, epoch, replica_id)
 
     async def commit_turn(self, record: TurnRecord) -> None:
-        """What replicas of wire version 1 call instead of `commit_turns`."""
+        """What replicas before wire version 3 call instead of `commit_turns`."""
         (refusal,) = await self._commits.commit([record])
         if refusal is not None:
             raise refusal
@@ -164,7 +164,7 @@ class ClusterController:
     async def sessions(
         self, tenant: str | None = None, after: str | None = None, limit: int | None = None
     ) -> list[LedgerEntry]:
-        """Front ends of wire version 1 ask for all of them."""
+        """Front ends before wire version 3 ask for all of them."""
         return self._cluster.sessions(tenant, after, limit)
 
     async def session(self, session_id: str) -> LedgerEntry:

@@ -158,13 +158,23 @@ class ClusterClient:
         except ReplicaGone as error:
             raise ServiceError(unavailable(f"replica {replica_id!r} does not answer")) from error
 
-    async def sessions(self) -> list[SessionInfo]:
+    async def sessions(self, *, tenant: str | None, after: str | None, limit: int) -> list[SessionInfo]:
         try:
-            entries = await self._controller.sessions()
+            entries = await self._controller.sessions(tenant, after, limit)
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
         now_s = time.time()
         return [_session_info(entry, now_s) for entry in entries]
+
+    async def session(self, session_id: str, *, tenant: str) -> SessionInfo | None:
+        try:
+            entry = await self._controller.session(session_key(tenant, session_id))
+        except SessionNotFound:
+            return None
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+        session = _session_info(entry, time.time())
+        return session if (session.tenant, session.session_id) == (tenant, session_id) else None
 
     async def audit(self) -> dict[str, Any]:
         expected: set[str] = set()

@@ -132,8 +132,11 @@ class ControllerCalls:
     async def expire_idle(self) -> list[str]:
         return cast(list[str], await self._call("expire_idle"))
 
-    async def sessions(self) -> list[LedgerEntry]:
-        return cast(list[LedgerEntry], await self._call("sessions"))
+    async def sessions(self, tenant: str | None, after: str | None, limit: int) -> list[LedgerEntry]:
+        return cast(list[LedgerEntry], await self._call("sessions", tenant, after, limit))
+
+    async def session(self, session_id: str) -> LedgerEntry:
+        return cast(LedgerEntry, await self._call("session", session_id))
 
     async def replicas(self) -> list[ReplicaStatus]:
         return cast(list[ReplicaStatus], await self._call("replicas"))

@@ -256,7 +256,12 @@ class TurnService(Protocol):
 
         Raises (404, "replica_not_found"), and (503, "no_replica") where no other could take its sessions."""
 
-    async def sessions(self) -> list[SessionInfo]: ...
+    async def sessions(self, *, tenant: str | None, after: str | None, limit: int) -> list[SessionInfo]:
+        """The first `limit` sessions of the tenant (None: of all tenants) behind the session key `after`, which need
+        not be there; in the order of tenants and ids."""
+
+    async def session(self, session_id: str, *, tenant: str) -> SessionInfo | None:
+        """None: the tenant has none of that id."""
 
     async def server_info(self) -> dict[str, Any]:
         """Settings and per-replica figures, JSON ready."""

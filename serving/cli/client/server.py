@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -63,6 +63,18 @@ def first_model(client: httpx.Client) -> str:
         return str(models["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise ServerError("/v1/models lists no model; name one with --model") from error
+
+
+def all_sessions(client: httpx.Client) -> list[dict[str, Any]]:
+    """What the ledger has of each session, page by page."""
+    rows: list[dict[str, Any]] = []
+    path = SESSIONS_PATH
+    while True:
+        page = request_json(client, "GET", path)
+        rows += page["sessions"]
+        if (after := page.get("next")) is None:
+            return rows
+        path = f"{SESSIONS_PATH}?{urlencode({'after': after})}"
 
 
 def fork_session(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from serving.cli.client.server import SESSIONS_PATH, fork_session, request_json, server_at
+from serving.cli.client.server import all_sessions, fork_session, server_at
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
 
@@ -26,7 +26,7 @@ def sessions(
     if context.invoked_subcommand is not None:
         return
     with one_line_errors("sessions"), server_at(url, api_key, timeout=10.0) as client:
-        rows = request_json(client, "GET", SESSIONS_PATH)["sessions"]
+        rows = all_sessions(client)
     if as_json:
         typer.echo(json.dumps({"sessions": rows}, indent=2))
         return

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
+from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
 from serving.front.api.fields import OPERATORS_ONLY, Client, Count, CountOrZero, Name, Service, Tenant
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 from serving.wire.turns import ServiceError
 
+MOST_IN_PAGE = 1000
+"""Sessions, if the caller asks for no fewer: a page holds up the controller's loop and this one's for some ms."""
+MAX_CURSOR_CHARS = 1024
+
+PageSize = Annotated[int, Query(ge=1, le=MOST_IN_PAGE)]
+Cursor = Annotated[str, Query(max_length=MAX_CURSOR_CHARS)]
 Timeout = Annotated[float, Field(gt=0, le=1e9)]
 
 
@@ -63,11 +70,20 @@ async def metrics(service: Service) -> Response:
     return Response(await service.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def list_sessions(service: Service, caller: Client, tenant: Tenant) -> dict[str, Any]:
-    """Those of the tenant; an operator who names none sees all."""
+async def list_sessions(
+    service: Service,
+    caller: Client,
+    tenant: Tenant,
+    limit: PageSize = MOST_IN_PAGE,
+    after: Cursor | None = None,
+) -> dict[str, Any]:
+    """Those of the tenant; an operator who names none sees all. `next` is what the next page comes `after`; null: this
+    is the last."""
     everybodys = caller.operator and not tenant
-    sessions = [each for each in await service.sessions() if everybodys or each.tenant == tenant]
-    return {"sessions": [asdict(session) for session in sessions]}
+    found = await service.sessions(tenant=None if everybodys else tenant, after=after, limit=limit + 1)
+    page = found[:limit]
+    more = session_key(page[-1].tenant, page[-1].session_id) if len(found) > limit else None
+    return {"sessions": [asdict(session) for session in page], "next": more}
 
 
 async def create_session(body: NewSession, service: Service, tenant: Tenant) -> dict[str, str]:
@@ -85,10 +101,10 @@ async def fork_session(session_id: str, body: NewFork, service: Service, tenant:
 
 
 async def get_session(session_id: str, service: Service, tenant: Tenant) -> dict[str, Any]:
-    for session in await service.sessions():
-        if (session.tenant, session.session_id) == (tenant, session_id):
-            return asdict(session)
-    raise _unknown()
+    session = await service.session(session_id, tenant=tenant)
+    if session is None:
+        raise _unknown()
+    return asdict(session)
 
 
 async def delete_session(session_id: str, service: Service, tenant: Tenant) -> Response:

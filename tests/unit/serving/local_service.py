@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from msgspec.structs import replace
 
 from controllers.cluster import Cluster
-from controllers.errors import ControllerError
-from controllers.records import ForkOrder
+from controllers.errors import ControllerError, SessionNotFound
+from controllers.records import ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import Finish, FinishReason
 from serving.front.http import create_http_app
@@ -121,21 +121,15 @@ class LocalService:
     async def flush(self) -> bool:
         return await asyncio.wrap_future(self.rig.engine.flush())
 
-    async def sessions(self) -> list[SessionInfo]:
-        return [
-            SessionInfo(
-                id_in(e.session_id),
-                e.replica_id,
-                e.epoch,
-                e.tokens,
-                e.size_bytes,
-                e.turns,
-                idle_s=0.0,
-                in_turn=e.in_turn,
-                tenant=e.tenant,
-            )
-            for e in self.cluster.sessions()
-        ]
+    async def sessions(self, *, tenant: str | None, after: str | None, limit: int) -> list[SessionInfo]:
+        return list(map(_session_info, self.cluster.sessions(tenant, after, limit)))
+
+    async def session(self, session_id: str, *, tenant: str) -> SessionInfo | None:
+        try:
+            session = _session_info(self.cluster.session(session_key(tenant, session_id)))
+        except SessionNotFound:
+            return None
+        return session if (session.tenant, session.session_id) == (tenant, session_id) else None
 
     async def server_info(self) -> dict[str, Any]:
         return {"replicas": 1}
@@ -145,6 +139,20 @@ class LocalService:
 
     async def healthy(self) -> bool:
         return self.rig.engine.alive
+
+
+def _session_info(entry: LedgerEntry) -> SessionInfo:
+    return SessionInfo(
+        id_in(entry.session_id),
+        entry.replica_id,
+        entry.epoch,
+        entry.tokens,
+        entry.size_bytes,
+        entry.turns,
+        idle_s=0.0,
+        in_turn=entry.in_turn,
+        tenant=entry.tenant,
+    )
 
 
 async def _from(first: TurnEvent, events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:

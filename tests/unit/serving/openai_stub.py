@@ -14,6 +14,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+SESSIONS_IN_PAGE = 2
+
 
 @dataclass
 class Stub:
@@ -44,8 +46,10 @@ class Stub:
             return {"object": "list", "data": [{"id": "stub-model", "object": "model"}]}
 
         @app.get("/v1/kedge/sessions")
-        async def sessions() -> dict[str, Any]:
-            return {"sessions": self.ledger}
+        async def sessions(after: int = 0) -> dict[str, Any]:
+            page = self.ledger[after : after + SESSIONS_IN_PAGE]
+            more = after + len(page) < len(self.ledger)
+            return {"sessions": page, "next": str(after + len(page)) if more else None}
 
         @app.post("/v1/kedge/sessions/{session_id:path}/fork")
         async def fork(session_id: str, request: Request) -> Any:

@@ -55,6 +55,14 @@ def test_table_names_owner_tokens_bytes_and_idle_time():
     assert "tenant" not in result.output
 
 
+def test_all_pages_are_listed():
+    ledger = [LEDGER[0] | {"session_id": f"s{number}"} for number in range(5)]
+    with running(Stub(ledger=ledger)) as stub:
+        table, listed = sessions(stub), sessions(stub, "--json")
+    assert "5 sessions" in table.output
+    assert [row["session_id"] for row in json.loads(listed.output)["sessions"]] == [f"s{n}" for n in range(5)]
+
+
 def test_a_generated_id_is_not_broken_at_80_columns():
     row = LEDGER[0] | {"session_id": "x" * 22, "replica_id": "4xejy4ey", "tokens": 1_234_567, "turns": 12345}
     with running(Stub(ledger=[row])) as stub:

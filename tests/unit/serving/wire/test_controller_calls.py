@@ -30,7 +30,7 @@ def controller_that_dies(times: list[str]) -> ActorHandle:
         times.append("asked")
         raise ActorDiedError(RayTaskError("ClusterController.__init__", TRACEBACK, StoreError(REASON)))
 
-    return cast(ActorHandle, SimpleNamespace(sessions=SimpleNamespace(remote=call)))
+    return cast(ActorHandle, SimpleNamespace(replicas=SimpleNamespace(remote=call)))
 
 
 def test_a_controller_that_cannot_start_is_named_with_its_reason_alone(
@@ -41,9 +41,9 @@ def test_a_controller_that_cannot_start_is_named_with_its_reason_alone(
     asked: list[str] = []
     calls = ControllerCalls(lambda: controller_that_dies(asked), timeout_s=0.3)
     with pytest.raises(StoreError) as caught:
-        asyncio.run(calls.sessions())
+        asyncio.run(calls.replicas())
     assert len(asked) > 1
-    told = "the cluster controller did not answer sessions in 0.3 s"
+    told = "the cluster controller did not answer replicas in 0.3 s"
     assert str(caught.value) == f"{told} (controllers.errors.StoreError: {REASON})"
     assert error_info(caught.value).message == told
 
