@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from controllers.tokens import count_tokens
 from controllers.wire_record import wire_record
 
-KEPT_RESULTS = 8
-"""How many of a session's latest idempotency keys can be replayed."""
-
 
 @wire_record
 @dataclass(frozen=True, slots=True)

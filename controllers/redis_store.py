@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 
 from controllers.errors import ControllerError, SessionTakenOver, StoreError
+from controllers.kept_answers import outdated
 from controllers.log_cipher import LogCipher
 from controllers.log_rules import (
     adds_turn,
@@ -35,7 +36,6 @@ from controllers.log_rules import (
     not_found,
 )
 from controllers.records import (
-    KEPT_RESULTS,
     LedgerEntry,
     SessionRecord,
     StoredResult,
@@ -358,11 +358,12 @@ class RedisSessionStore:
         if record.idempotency_key is not None:
             check_key(record, [key for _, key, _ in session.kept])
             kept = (*session.kept, (record.turn_index, record.idempotency_key, record.digest))
-            session = replace(session, kept=kept[-KEPT_RESULTS:])
+            gone = [kept[place] for place in outdated([key for _, key, _ in kept])]
+            session = replace(session, kept=tuple(each for each in kept if each not in gone))
             results = self._results(record.session_id)
             result = self._cipher.encrypt(record.result, _result_place(record.session_id, record.turn_index))
             commands.append(("HSET", results, record.turn_index, result))
-            commands += [("HDEL", results, index) for index, _, _ in kept[:-KEPT_RESULTS]]
+            commands += [("HDEL", results, index) for index, _, _ in gone]
         return [*commands, self._set(session)], guards
 
     def _sessions(self, session_ids: list[str]) -> Iterator[StoredSession]:

@@ -25,9 +25,9 @@ from controllers.errors import (
     TurnNotInFlight,
 )
 from controllers.history_chain import ChainMaker, HistoryChain
+from controllers.kept_answers import outdated
 from controllers.records import (
     COUNTED_KEY,
-    KEPT_RESULTS,
     SessionRecord,
     SessionStatus,
     StoredResult,
@@ -315,8 +315,9 @@ class SessionController:
             session.results[record.idempotency_key] = StoredResult(
                 record.idempotency_key, record.turn_index, record.result, record.digest
             )
-            while len(session.results) > KEPT_RESULTS:
-                session.results.popitem(last=False)
+            keys = list(session.results)
+            for place in outdated(keys):
+                del session.results[keys[place]]
         self._end_turn(turn.session_id, session)
 
     def abort_turn(self, turn: Turn) -> None:
@@ -413,7 +414,7 @@ class SessionController:
             turns=record.turns,
             timeout_s=self._default_timeout_s if record.timeout_s is None else record.timeout_s,
             capacity_tokens=record.capacity_tokens,
-            results=OrderedDict((r.idempotency_key, r) for r in record.results[-KEPT_RESULTS:]),
+            results=OrderedDict((r.idempotency_key, r) for r in record.results),
             idle_since_s=self._clock(),
             tools=record.tools,
             chain=chain,

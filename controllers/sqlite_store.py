@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.errors import ControllerError, StoreError
+from controllers.kept_answers import outdated
 from controllers.log_cipher import LogCipher
 from controllers.log_rules import (
     adds_turn,
@@ -32,7 +33,6 @@ from controllers.log_rules import (
     not_found,
 )
 from controllers.records import (
-    KEPT_RESULTS,
     LedgerEntry,
     ModelFingerprint,
     SessionRecord,
@@ -280,13 +280,15 @@ class SqliteSessionStore:
         return self._histories.read(db, entry)[record.start_len * TOKEN_BYTES :] == record.tokens
 
     def _insert_result(self, db: sqlite3.Connection, record: TurnRecord) -> None:
-        """Keeps the turn's result and forgets those past the last KEPT_RESULTS."""
-        session_id, index = record.session_id, record.turn_index
+        """Keeps the turn's result and forgets those that are outdated with it."""
+        session_id, index, key = record.session_id, record.turn_index, record.idempotency_key
+        assert key is not None
         kept = db.execute(
-            "SELECT turn_index, idempotency_key FROM results WHERE session_id = ? ORDER BY turn_index DESC",
+            "SELECT turn_index, idempotency_key FROM results WHERE session_id = ? ORDER BY turn_index",
             (session_id,),
         ).fetchall()
-        check_key(record, [key for _, key in kept])
+        keys = [key for _, key in kept]
+        check_key(record, keys)
         digest = None if record.digest is None else record.digest.encode()
         db.execute(
             "INSERT INTO results (session_id, turn_index, idempotency_key, digest, result)"
@@ -294,14 +296,14 @@ class SqliteSessionStore:
             (
                 session_id,
                 index,
-                record.idempotency_key,
+                key,
                 None if digest is None else self._cipher.encrypt(digest, _digest_place(session_id, index)),
                 self._cipher.encrypt(record.result, _result_place(session_id, index)),
             ),
         )
-        for turn_index, _ in kept[KEPT_RESULTS - 1 :]:
+        for place in outdated([*keys, key]):
             db.execute(
-                "DELETE FROM results WHERE session_id = ? AND turn_index = ?", (session_id, turn_index)
+                "DELETE FROM results WHERE session_id = ? AND turn_index = ?", (session_id, kept[place][0])
             )
 
     def _result(

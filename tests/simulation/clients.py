@@ -133,7 +133,9 @@ class Clients:
         if length + op.new_tokens + op.most + 2 > self._limit:
             rewind_to = length // 8
         tokens = tuple(self._random.randrange(1, VOCAB_SIZE) for _ in range(op.new_tokens))
-        asked = self._truth.ask(None if op.stateless else session_id, tokens, op.most, rewind_to, life)
+        asked = self._truth.ask(
+            None if op.stateless else session_id, tokens, op.most, rewind_to, life, keyed=op.keyed
+        )
         call, answer = self._call(asked, op), Answer()
         for _ in range(MOST_TRIES if op.keyed else 1):
             answer = await self._try(asked, call, op)

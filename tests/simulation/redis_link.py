@@ -64,9 +64,11 @@ class Session:
         self._host = host
         self._client = client
         self._queued: list[Words] | None = None
+        self._unfinished = b""
 
     def serve(self, data: bytes) -> bytes:
-        return b"".join(packed(self._reply(words)) for words in parse_requests(data))
+        requests, self._unfinished = parse_requests(self._unfinished + data)
+        return b"".join(packed(self._reply(words)) for words in requests)
 
     def _reply(self, words: Words) -> Any:
         match words[0].upper():
@@ -118,6 +120,8 @@ class RedisSocket:
 
         def serve() -> None:
             answer = self._session.serve(bytes(data))
+            if not answer:
+                return
             self._answered_s = self._host.network.carry(
                 server, self._client, lambda: self._arrive(answer), self._break, not_before_s=self._answered_s
             )

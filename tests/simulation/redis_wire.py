@@ -9,23 +9,42 @@ from tests.simulation.redis_model import ReplyError, Status
 END = b"\r\n"
 
 
-def parse_requests(data: bytes) -> list[list[bytes]]:
-    """All of them; the data holds whole ones only."""
-    requests, at = [], 0
-    while at < len(data):
-        count, at = _number(data, at)
-        words = []
-        for _ in range(count):
-            size, at = _number(data, at)
-            words.append(data[at : at + size])
-            at += size + len(END)
-        requests.append(words)
-    return requests
+def parse_requests(data: bytes) -> tuple[list[list[bytes]], bytes]:
+    """All that are whole, and the beginning of the next: a client sends a long one in pieces."""
+    requests: list[list[bytes]] = []
+    at = 0
+    try:
+        while at < len(data):
+            request, end = _request(data, at)
+            requests.append(request)
+            at = end
+    except _Unfinished:
+        pass
+    return requests, data[at:]
+
+
+class _Unfinished(Exception):
+    """The rest is still to come."""
+
+
+def _request(data: bytes, at: int) -> tuple[list[bytes], int]:
+    count, at = _number(data, at)
+    words = []
+    for _ in range(count):
+        size, at = _number(data, at)
+        end = at + size + len(END)
+        if end > len(data):
+            raise _Unfinished
+        words.append(data[at : at + size])
+        at = end
+    return words, at
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
     """Of a line that begins with the kind of what it counts; and where the next line begins."""
-    end = data.index(END, at)
+    end = data.find(END, at)
+    if end < 0:
+        raise _Unfinished
     return int(data[at + 1 : end]), end + len(END)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from controllers.records import KEPT_RESULTS
+from controllers.kept_answers import KEPT_ANSWERS
 from engine.runner.null import null_generate
 from tests.simulation.engine_loop import EOS_PROBABILITY, VOCAB_SIZE
 from tests.simulation.records import Committed, Life, LogListener
@@ -18,7 +18,7 @@ LEAVING_HEARD_S = 0.05
 @dataclass(slots=True)
 class Asked:
     """A turn that a client wants, however often it asks for it, last at `tried_s`. Its first token is in no other turn.
-    `lives` are those of its session in which it was committed, at `committed_s`."""
+    `lives` are those of its session in which it was committed, at `committed_s`. `keyed`: its client names a key."""
 
     number: int
     session_id: str | None
@@ -26,6 +26,7 @@ class Asked:
     most: int
     rewind_to: int | None
     life: Life | None
+    keyed: bool
     asked_s: float
     given_up_s: float | None = None
     tried_s: float = 0.0
@@ -64,9 +65,11 @@ class Truth(LogListener):
         most: int,
         rewind_to: int | None,
         life: Life | None,
+        *,
+        keyed: bool = False,
     ) -> Asked:
         number = len(self._asked) + 1
-        asked = Asked(number, session_id, (number, *tokens), most, rewind_to, life, self._clock())
+        asked = Asked(number, session_id, (number, *tokens), most, rewind_to, life, keyed, self._clock())
         self._asked[number] = asked
         return asked
 
@@ -111,7 +114,7 @@ class Truth(LogListener):
         if asked is None or asked.session_id != life.session_id or asked.tokens != turn.input:
             self.wrong(f"{name}: nobody asked for it")
             return
-        if not all(map(partial(_asks_anew, asked), asked.lives, asked.committed, asked.committed_s)):
+        if not all(map(partial(self._asks_anew, asked), asked.lives, asked.committed, asked.committed_s)):
             self.wrong(f"{name}: asked for once (number {asked.number}), committed twice")
         of_another = asked.life is not None and asked.life is not life
         if of_another and asked.given_up_s is not None and asked.given_up_s + LEAVING_HEARD_S < life.opened_s:
@@ -125,6 +128,17 @@ class Truth(LogListener):
             self.wrong(f"{name}: rewound to {len(turn.before)}, not to {asked.rewind_to}")
         if turn.output != expected((*turn.before, *turn.input), asked.most):
             self.wrong(f"{name}: committed {turn.output}, which does not follow from its history")
+
+    def _asks_anew(self, asked: Asked, life: Life, turn: Committed, committed_s: float) -> bool:
+        """Whether its client has asked again since the turn was committed, and the key of that is forgotten: it is
+        known as long as its session, and those of its last turns with a client's key, and without. Where the session
+        was closed before anybody heard of the turn, its front end may ask as well: then it is as if the turn had come
+        after the close."""
+        later = [each for each in life.turns[turn.turn_index + 1 :] if each.input != asked.tokens]
+        alike = [each for each in later if self._asked[each.input[0]].keyed == asked.keyed]
+        forgotten = life.closed_s is not None or len(alike) >= KEPT_ANSWERS
+        unheard = life.closed_s is not None and not asked.done
+        return forgotten and (unheard or committed_s < asked.tried_s)
 
     def right(self, asked: Asked, life: Life | None, turn_index: int | None) -> tuple[int, ...] | None:
         """The turn's whole output, if it is that turn of the session's life; None if that is not known."""
@@ -182,16 +196,6 @@ class Truth(LogListener):
             self.wrong(
                 f"number {asked.number}: told of session {open_key}, committed in {asked.lives[-1].open_key}"
             )
-
-
-def _asks_anew(asked: Asked, life: Life, turn: Committed, committed_s: float) -> bool:
-    """Whether its client has asked again since the turn was committed, and the key of that is forgotten: it is known as
-    long as its session, and that of its last turns. Where the session was closed before anybody heard of the turn, its
-    front end may ask as well: then it is as if the turn had come after the close."""
-    later = [each for each in life.turns[turn.turn_index + 1 :] if each.input != asked.tokens]
-    forgotten = life.closed_s is not None or len(later) >= KEPT_RESULTS
-    unheard = life.closed_s is not None and not asked.done
-    return forgotten and (unheard or committed_s < asked.tried_s)
 
 
 def expected(history: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from controllers.errors import (
     TurnInFlight,
     TurnNotInFlight,
 )
-from controllers.records import COUNTED_KEY, KEPT_RESULTS, SessionRecord, StoredResult, TurnRecord
+from controllers.kept_answers import KEPT_ANSWERS
+from controllers.records import COUNTED_KEY, SessionRecord, StoredResult, TurnRecord
 from controllers.session import TRIED_AGAIN_WITHIN_S, Replay, SessionController, Turn
 from controllers.tokens import decode_tokens, encode_tokens
 
@@ -181,10 +182,24 @@ def test_a_retried_turn_is_replayed(controller: SessionController) -> None:
 
 def test_the_last_keys_are_kept(controller: SessionController) -> None:
     controller.adopt(_record())
-    for index in range(KEPT_RESULTS + 1):
+    for index in range(KEPT_ANSWERS + 1):
         _run_turn(controller, [index], [], idempotency_key=f"k{index}")
     assert isinstance(controller.begin_turn("s", 1, idempotency_key="k1"), Replay)
     assert isinstance(controller.begin_turn("s", 1, idempotency_key="k0"), Turn)
+
+
+def test_turns_without_a_clients_key_push_out_no_answer_of_those_with_one(
+    controller: SessionController,
+) -> None:
+    """They did: a retry under its own key ran again once a client without keys had had eight turns."""
+    controller.adopt(_record())
+    _run_turn(controller, [1], [2], idempotency_key="mine")
+    made = [f"call-{number:032x}" for number in range(KEPT_ANSWERS + 1)]
+    for key in made:
+        _run_turn(controller, [1], [2], idempotency_key=key)
+    assert isinstance(controller.begin_turn("s", 1, idempotency_key="mine"), Replay)
+    assert isinstance(controller.begin_turn("s", 1, idempotency_key=made[-1]), Replay)
+    assert isinstance(controller.begin_turn("s", 1, idempotency_key=made[0]), Turn)
 
 
 def test_results_are_adopted(controller: SessionController) -> None:

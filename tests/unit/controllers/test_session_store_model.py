@@ -24,15 +24,22 @@ from redis_server import CLUSTER, RedisServer
 from store_turns import append_turn
 
 from controllers.errors import StaleEpoch
+from controllers.kept_answers import KEPT_ANSWERS
 from controllers.log_cipher import KEY_BYTES, LogCipher
-from controllers.records import KEPT_RESULTS, SessionRecord, StoredResult, TurnRecord
+from controllers.records import SessionRecord, StoredResult, TurnRecord
 from controllers.redis_store import RedisSessionStore
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
 from controllers.tokens import decode_tokens, encode_tokens
 
 SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, print_blob=True)
+KEYED = st.sampled_from([None, "key", "call-", "try-"])
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5)
+
+
+def _key(kind: str | None, turns: int) -> str | None:
+    """A client's, or as front ends make them."""
+    return None if kind is None else f"{kind}{turns:032x}"
 
 
 class Place(Protocol):
@@ -113,6 +120,13 @@ class ModelSession:
         self.turns += 1
         self.last_turn = record
 
+    def kept(self) -> list[StoredResult]:
+        """The last of those whose clients named a key, and of the others."""
+        by_client = [result for result in self.results if result.idempotency_key.startswith("key")]
+        others = [result for result in self.results if result not in by_client]
+        kept = by_client[-KEPT_ANSWERS:] + others[-KEPT_ANSWERS:]
+        return sorted(kept, key=lambda result: result.turn_index)
+
 
 class StoreMachine(RuleBasedStateMachine):
     new_place: Callable[[], Place]
@@ -135,26 +149,24 @@ class StoreMachine(RuleBasedStateMachine):
         self.model[session_id] = ModelSession(opened.epoch)
         return session_id
 
-    @rule(
-        session_id=sessions, tokens=TOKENS, keep=st.floats(0, 1), rewinds=st.booleans(), keyed=st.booleans()
-    )
-    def turn(self, session_id: str, tokens: list[int], keep: float, rewinds: bool, keyed: bool) -> None:
+    @rule(session_id=sessions, tokens=TOKENS, keep=st.floats(0, 1), rewinds=st.booleans(), keyed=KEYED)
+    def turn(self, session_id: str, tokens: list[int], keep: float, rewinds: bool, keyed: str | None) -> None:
         session = self.model[session_id]
         start_len = int(len(session.history) * keep) if rewinds else len(session.history)
-        key = f"key{session.turns}" if keyed else None
+        key = _key(keyed, session.turns)
         record = TurnRecord(
             session_id, session.epoch, session.turns, start_len, encode_tokens(tokens), 1, key, b"result"
         )
         append_turn(self.store, record)
         session.take(record)
 
-    @rule(asked=st.lists(st.tuples(sessions, TOKENS, st.integers(-1, 1), st.booleans()), max_size=6))
-    def turns_in_a_group(self, asked: list[tuple[str, list[int], int, bool]]) -> None:
+    @rule(asked=st.lists(st.tuples(sessions, TOKENS, st.integers(-1, 1), KEYED), max_size=6))
+    def turns_in_a_group(self, asked: list[tuple[str, list[int], int, str | None]]) -> None:
         """Each goes on where those before it leave its session, or comes too early or too late by its number."""
         group, follow = [], []
         for session_id, tokens, off, keyed in asked:
             session = self.model[session_id]
-            key = f"key{session.turns}" if keyed else None
+            key = _key(keyed, session.turns)
             turn_index, start_len = session.turns + off, len(session.history)
             record = TurnRecord(
                 session_id, session.epoch, turn_index, start_len, encode_tokens(tokens), 1, key, b"result"
@@ -227,7 +239,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert decode_tokens(record.history) == session.history
             assert (record.epoch, record.replica_id) == (session.epoch, session.replica_id)
             assert record.turns == session.turns
-            assert list(record.results) == session.results[-KEPT_RESULTS:]
+            assert list(record.results) == session.kept()
             entry = entries[session_id]
             assert (entry.tokens, entry.turns) == (len(session.history), session.turns)
 

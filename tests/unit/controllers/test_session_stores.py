@@ -12,8 +12,9 @@ from redis_server import CLUSTER, RedisServer
 from store_turns import SESSION, append_turn, history_of, turn_of
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
+from controllers.kept_answers import KEPT_ANSWERS
 from controllers.log_cipher import KEY_BYTES, LogCipher
-from controllers.records import KEPT_RESULTS, LedgerEntry, StoredResult, TurnRecord
+from controllers.records import LedgerEntry, StoredResult, TurnRecord
 from controllers.redis_store import RedisSessionStore
 from controllers.session_keys import tenant_in
 from controllers.sqlite_store import SqliteSessionStore
@@ -131,15 +132,32 @@ def test_a_new_owner_fences_the_former_one(store: SessionStore) -> None:
 
 def test_only_the_last_results_are_kept(store: SessionStore) -> None:
     store.open(SESSION)
-    for index in range(KEPT_RESULTS + 3):
+    for index in range(KEPT_ANSWERS + 3):
         append_turn(store, turn_of(index, index, [index], idempotency_key=f"k{index}", result=b"%d" % index))
     results = store.load("s").results
-    assert [result.turn_index for result in results] == list(range(3, KEPT_RESULTS + 3))
+    assert [result.turn_index for result in results] == list(range(3, KEPT_ANSWERS + 3))
     with pytest.raises(IdempotencyConflict):
-        append_turn(store, turn_of(KEPT_RESULTS + 3, 0, [1], idempotency_key="k5"))
-    assert len(history_of(store)) == KEPT_RESULTS + 3
-    append_turn(store, turn_of(KEPT_RESULTS + 3, 0, [1], idempotency_key="k0"))
+        append_turn(store, turn_of(KEPT_ANSWERS + 3, 0, [1], idempotency_key="k5"))
+    assert len(history_of(store)) == KEPT_ANSWERS + 3
+    append_turn(store, turn_of(KEPT_ANSWERS + 3, 0, [1], idempotency_key="k0"))
     assert history_of(store) == [1]
+
+
+@pytest.mark.parametrize("made", ["call-", "try-"])
+def test_answers_of_turns_without_a_clients_key_push_out_no_others(store: SessionStore, made: str) -> None:
+    """And the last turn's is always there: a takeover may ask for it."""
+    store.open(SESSION)
+    clients = [f"mine{number}" for number in range(KEPT_ANSWERS + 1)]
+    others = [f"{made}{number:032x}" for number in range(2 * KEPT_ANSWERS)]
+    for index, key in enumerate([*clients, *others]):
+        append_turn(store, turn_of(index, index, [index], idempotency_key=key, result=b"%d" % index))
+        assert store.load("s").results[-1] == StoredResult(key, index, b"%d" % index)
+    kept = [result.idempotency_key for result in store.load("s").results]
+    assert kept == [*clients[1:], *others[-KEPT_ANSWERS:]]
+    index = len(clients) + len(others)
+    for key in (clients[1], others[-KEPT_ANSWERS]):
+        with pytest.raises(IdempotencyConflict):
+            append_turn(store, turn_of(index, index, [1], idempotency_key=key))
 
 
 def test_turns_in_a_group_are_taken_or_refused_each_by_itself(store: SessionStore) -> None:
