@@ -8,10 +8,12 @@ the key of all else in the KVIdentity.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from cache.distinct_tokens import DistinctTokens
 DIGEST_BYTES = 16
 _SCHEME = "kedge-kv-1"
 _TOKEN = np.dtype("<u4")  # on every machine, since replicas compare hashes
+_TYPECODE = next(code for code in "IL" if array(code).itemsize == _TOKEN.itemsize)
 
 
 class Tokens(Protocol):
@@ -54,6 +57,39 @@ class KVIdentity:
 
 ANY_KV = KVIdentity()
 """Of books whose pages nobody else will ever see."""
+
+
+class ChainedTokens(Sequence[int]):
+    """The tokens of a chain, to be read. They grow and are cut with it. Parts cost their length."""
+
+    __slots__ = ("_packed",)
+
+    def __init__(self, packed: bytearray) -> None:
+        self._packed = packed
+
+    def __len__(self) -> int:
+        return len(self._packed) // _TOKEN.itemsize
+
+    @overload
+    def __getitem__(self, index: int, /) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice, /) -> array[int]: ...
+
+    def __getitem__(self, index: int | slice, /) -> int | array[int]:
+        if isinstance(index, int):
+            at = range(len(self))[index] * _TOKEN.itemsize
+            return int.from_bytes(self._packed[at : at + _TOKEN.itemsize], "little")
+        start, end, step = index.indices(len(self))
+        if step != 1:
+            return self[:][index]
+        part = array(_TYPECODE, self._packed[start * _TOKEN.itemsize : end * _TOKEN.itemsize])
+        if sys.byteorder == "big":
+            part.byteswap()
+        return part
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
 
 
 class TokenChain:
@@ -91,6 +127,11 @@ class TokenChain:
         if index < self._num_hashed:
             return self._link(index)
         return self._hash(self._link(index - 1), index)
+
+    @property
+    def tokens(self) -> ChainedTokens:
+        """All of them, as they will be, too."""
+        return ChainedTokens(self._tokens)
 
     def extend(self, tokens: Sequence[int] | NDArray[np.int32]) -> None:
         """Appends tokens; costs their number."""

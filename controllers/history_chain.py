@@ -1,4 +1,4 @@
-"""What goes along with a session's history, so that an engine knows at a glance which KV is of it."""
+"""How a session's history is kept: its tokens, and a fingerprint of them by which an engine knows which KV is of it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ from typing import Protocol
 
 
 class HistoryChain(Protocol):
-    """A running fingerprint of a history. Whoever keeps the history keeps it in step; only the engine looks into it."""
+    """A history, four bytes a token, and its running fingerprint, into which only the engine looks."""
+
+    def __len__(self) -> int:
+        """Tokens."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The history, to be read. It grows and is cut with this."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The history has grown by `tokens`."""
+        """Appends tokens. O(their number)."""
 
     def cut(self, length: int) -> None:
-        """The history keeps its first `length` tokens."""
+        """Keeps the first `length` tokens."""
 
     def prefix(self, length: int) -> HistoryChain:
-        """That of another history, which begins with the first `length` tokens of this one."""
+        """Another history, which begins with the first `length` tokens of this one."""
 
 
 ChainMaker = Callable[[str], HistoryChain]
-"""The chain of a tenant's history that has no token yet."""
+"""A tenant's history that has no token yet."""

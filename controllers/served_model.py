@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from controllers.errors import ModelChanged
 from controllers.records import ModelFingerprint
 from controllers.session_keys import named
@@ -26,13 +28,13 @@ class ServedModel:
 
         `made_by` None: nobody wrote down whose history it is; then only its ids can be looked at.
         """
-        if history and made_by is not None and made_by.tokenizer != self.fingerprint.tokenizer:
+        if len(history) and made_by is not None and made_by.tokenizer != self.fingerprint.tokenizer:
             raise ModelChanged(
                 f"{named(session_id)} was made with another tokenizer ({made_by.tokenizer[:_SHOWN]}) than that of "
                 f"the model served now ({self.fingerprint.tokenizer[:_SHOWN]}): its tokens stand for something else. "
                 f"{_WHAT_TO_DO}"
             )
-        highest = max(history, default=-1)
+        highest = int(np.asarray(history).max()) if len(history) else -1
         if highest >= self.vocab_size:
             raise ModelChanged(
                 f"{named(session_id)} has token id {highest} in its history, and the model served now has "

@@ -36,7 +36,7 @@ from controllers.records import (
 from controllers.retention import idle_timeout_s
 from controllers.served_model import ServedModel
 from controllers.session_keys import named
-from controllers.tokens import decode_tokens, encode_tokens
+from controllers.tokens import encode_tokens, unpack_tokens
 
 TRIED_AGAIN_WITHIN_S = 60.0
 """OpenAI's SDKs wait for 8 s at most, or as long as `retry-after` says, which they heed up to a minute."""
@@ -46,21 +46,21 @@ TRIED_AGAIN_WITHIN_S = 60.0
 class Turn:
     """A turn in flight. Ended by exactly one of `commit_turn` and `abort_turn`.
 
-    Ownership: `history` is the session's own list, lent for reading; its first `history_len` entries do not
-    change until the turn ends, nor does what `chain` has of them (None: no chain is kept). `room_tokens` is how many
-    tokens the turn may add (None: no limit). `open_key` tells the session from others of its name, before it and after.
+    Ownership: `history` is the session's own, lent for reading; its first `history_len` entries do not change until the
+    turn ends, nor does what `chain` has of them. `room_tokens` is how many tokens the turn may add (None: no limit).
+    `open_key` tells the session from others of its name, before it and after.
     """
 
     session_id: str
     epoch: int
     turn_index: int
-    history: list[int]
+    history: Sequence[int]
     history_len: int
+    chain: HistoryChain
     room_tokens: int | None = None
     idempotency_key: str | None = None
     digest: str | None = None
     tools: str | None = None
-    chain: HistoryChain | None = None
     open_key: str | None = None
 
 
@@ -68,15 +68,15 @@ class Turn:
 class Fork:
     """A fork being made; until it ends the parent takes no turn. Ended by one of `finish_fork` and `abort_fork`.
 
-    Ownership: `history` is the parent's own list, lent for reading, as is its `chain`; nothing of them changes until
-    the fork ends.
+    Ownership: `history` is the parent's own, lent for reading, as is its `chain`; nothing of them changes until the
+    fork ends.
     """
 
     session_id: str
     epoch: int
-    history: list[int]
+    history: Sequence[int]
     history_len: int
-    chain: HistoryChain | None = None
+    chain: HistoryChain
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,13 @@ class Replay:
 @dataclass(slots=True, eq=False)
 class _Session:
     epoch: int
-    history: list[int]
+    chain: HistoryChain
     turns: int
     timeout_s: float
     capacity_tokens: int | None
     results: OrderedDict[str, StoredResult]
     idle_since_s: float
     tools: str | None
-    chain: HistoryChain | None = None
     open_key: str | None = None
     turn: Turn | Fork | None = None
     closing: bool = False
@@ -112,7 +111,7 @@ class SessionController:
     """Begin, commit and abort turns; idle clocks; closing. `clock` returns seconds and never goes back.
 
     `model` is the one that runs the turns; without it (for tests of what does not depend on it) any history is adopted.
-    With `make_chain` each history has a chain, which is cut and extended with it.
+    `make_chain` makes what histories are kept in.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class SessionController:
         default_timeout_s: float,
         model: ServedModel | None = None,
         *,
-        make_chain: ChainMaker | None = None,
+        make_chain: ChainMaker,
     ) -> None:
         self._clock = clock
         self._default_timeout_s = default_timeout_s
@@ -150,13 +149,12 @@ class SessionController:
                 raise StaleEpoch(f"{named(record.session_id)} is held at epoch {held.epoch}")
             if held.turn is not None:
                 raise TurnInFlight(f"{named(record.session_id)} has a turn in flight at an older epoch")
-        history = decode_tokens(record.history)
+        history = unpack_tokens(record.history)
         if self._model is not None:
             self._model.check(record.session_id, record.model, history)
-        chain = None if self._make_chain is None else self._make_chain(record.tenant)
-        if chain is not None:
-            chain.extend(history)
-        self._hold(record, history, chain)
+        chain = self._make_chain(record.tenant)
+        chain.extend(history)
+        self._hold(record, chain)
 
     def knows(self, session_id: str, epoch: int) -> bool:
         """True if the session is held at exactly this epoch."""
@@ -191,7 +189,7 @@ class SessionController:
         if idempotency_key is not None and idempotency_key in session.results:
             return _replay(session_id, session.results[idempotency_key], digest)
         _check_free(session_id, session, idempotency_key)
-        committed_len = len(session.history)
+        committed_len = len(session.chain)
         history_len = _kept_len(committed_len, rewind_to)
         if history_len and tools not in (None, session.tools):
             raise _tools_error(session_id, session.tools)
@@ -202,13 +200,13 @@ class SessionController:
             session_id=session_id,
             epoch=epoch,
             turn_index=session.turns,
-            history=session.history,
+            history=session.chain.tokens,
             history_len=history_len,
+            chain=session.chain,
             room_tokens=room_tokens,
             idempotency_key=idempotency_key,
             digest=digest,
             tools=tools,
-            chain=session.chain,
             open_key=session.open_key,
         )
         self._changed.add(session_id)
@@ -242,11 +240,11 @@ class SessionController:
         """
         session = self._at_epoch(session_id, epoch)
         _check_free(session_id, session)
-        committed_len = len(session.history)
+        committed_len = len(session.chain)
         history_len = committed_len if length is None else length
         if not 0 <= history_len <= committed_len:
             raise InvalidFork(f"cannot fork at {history_len}: committed history has {committed_len} tokens")
-        session.turn = fork = Fork(session_id, epoch, session.history, history_len, session.chain)
+        session.turn = fork = Fork(session_id, epoch, session.chain.tokens, history_len, session.chain)
         self._changed.add(session_id)
         return fork
 
@@ -259,9 +257,7 @@ class SessionController:
         parent = self._in_flight(fork)
         namesake = self._sessions.get(child.session_id)
         if namesake is None or (namesake.epoch < child.epoch and namesake.turn is None):
-            length = fork.history_len
-            chain = None if fork.chain is None else fork.chain.prefix(length)
-            self._hold(replace(child, tools=parent.tools), fork.history[:length], chain)
+            self._hold(replace(child, tools=parent.tools), fork.chain.prefix(fork.history_len))
         self._end_turn(fork.session_id, parent)
 
     def abort_fork(self, fork: Fork) -> None:
@@ -301,12 +297,8 @@ class SessionController:
         session = self._in_flight(turn)
         assert (record.session_id, record.epoch) == (turn.session_id, turn.epoch)
         assert (record.turn_index, record.start_len) == (turn.turn_index, turn.history_len)
-        tokens = decode_tokens(record.tokens)
-        del session.history[record.start_len :]
-        session.history.extend(tokens)
-        if session.chain is not None:
-            session.chain.cut(record.start_len)
-            session.chain.extend(tokens)
+        session.chain.cut(record.start_len)
+        session.chain.extend(unpack_tokens(record.tokens))
         if record.start_len == 0:
             session.tools = record.tools
         session.turns += 1
@@ -380,7 +372,7 @@ class SessionController:
         return SessionStatus(
             session_id=session_id,
             epoch=session.epoch,
-            tokens=len(session.history),
+            tokens=len(session.chain),
             turns=session.turns,
             idle_s=0.0 if session.turn is not None else self._clock() - session.idle_since_s,
             in_turn=session.turn is not None,
@@ -393,7 +385,7 @@ class SessionController:
 
     def committed_len(self, session_id: str) -> int:
         """Committed tokens of the session. Raises SessionNotFound."""
-        return len(self._get(session_id).history)
+        return len(self._get(session_id).chain)
 
     def _get(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)
@@ -407,17 +399,16 @@ class SessionController:
             raise StaleEpoch(f"{named(session_id)} is held at epoch {session.epoch}, not {epoch}")
         return session
 
-    def _hold(self, record: SessionRecord, history: list[int], chain: HistoryChain | None) -> None:
+    def _hold(self, record: SessionRecord, chain: HistoryChain) -> None:
         self._sessions[record.session_id] = _Session(
             epoch=record.epoch,
-            history=history,
+            chain=chain,
             turns=record.turns,
             timeout_s=self._default_timeout_s if record.timeout_s is None else record.timeout_s,
             capacity_tokens=record.capacity_tokens,
             results=OrderedDict((r.idempotency_key, r) for r in record.results),
             idle_since_s=self._clock(),
             tools=record.tools,
-            chain=chain,
             closing=record.closes_after is not None,
             awaited=record.closes_after,
             open_key=record.open_key,

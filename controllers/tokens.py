@@ -19,13 +19,13 @@ def encode_tokens(token_ids: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
-def decode_tokens(data: bytes) -> list[int]:
-    """Unpacks token ids. Raises ValueError if `data` is not a whole number of tokens."""
+def unpack_tokens(data: bytes) -> array[int]:
+    """Unpacks token ids, four bytes each. Raises ValueError if `data` is not a whole number of tokens."""
     packed = array(_TYPECODE)
     packed.frombytes(data)
     if sys.byteorder == "big":
         packed.byteswap()
-    return packed.tolist()
+    return packed
 
 
 def count_tokens(data: bytes | bytearray) -> int:

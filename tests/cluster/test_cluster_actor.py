@@ -23,7 +23,7 @@ from controllers.errors import (
 )
 from controllers.records import Assignment, ReplicaStatus, TurnRecord
 from controllers.settings import ClusterSettings, Deployment, LogSettings, SqliteLogSettings
-from controllers.tokens import decode_tokens, encode_tokens
+from controllers.tokens import encode_tokens, unpack_tokens
 from tests.unit.controllers.redis_server import RedisServer
 
 pytestmark = pytest.mark.cluster
@@ -97,7 +97,7 @@ def _check(handle: ActorHandle, owners: dict[str, Assignment], histories: dict[s
         resolved = ray.get(handle.resolve.remote(session_id))
         assert (resolved.replica_id, resolved.epoch) == (owner.replica_id, owner.epoch)
         record = ray.get(handle.load_session.remote(session_id, owner.epoch, owner.replica_id))
-        assert decode_tokens(record.history) == histories[session_id]
+        assert unpack_tokens(record.history).tolist() == histories[session_id]
 
 
 def test_killing_the_actor_loses_nothing(controller: ActorHandle) -> None:
@@ -130,7 +130,7 @@ def test_a_kill_amid_commits_loses_and_repeats_none(controller: ActorHandle) -> 
     ray.get(calls)
     for index, owner in enumerate(owners):
         record = ray.get(controller.load_session.remote(owner.session_id, 1, owner.replica_id))
-        assert (decode_tokens(record.history), record.turns) == ([index, 7], 1)
+        assert (unpack_tokens(record.history).tolist(), record.turns) == ([index, 7], 1)
 
 
 def test_moved_ownership_survives(controller: ActorHandle) -> None:
@@ -145,7 +145,7 @@ def test_moved_ownership_survives(controller: ActorHandle) -> None:
     with pytest.raises(StaleEpoch):
         ray.get(controller.commit_turn.remote(TurnRecord("s", 1, 1, 2, encode_tokens([3]), 1)))
     loaded = ray.get(controller.load_session.remote("s", 2, moved.replica_id))
-    assert decode_tokens(loaded.history) == [1, 2]
+    assert unpack_tokens(loaded.history).tolist() == [1, 2]
     assert [result.result for result in loaded.results] == [b"result"]
 
 

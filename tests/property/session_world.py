@@ -70,7 +70,7 @@ class World:
             tiers = self.driver.cache.tiers
             tiers._spare_bytes = tiers.accounts()[0].budget_bytes
         self.now_s = 0.0
-        make_chain = self.driver.cache.empty_chain if sizes.chains else None
+        make_chain = self.driver.cache.empty_chain
         self.controller = SessionController(lambda: self.now_s, TIMEOUT_S, make_chain=make_chain)
         self.sessions: dict[str, Session] = {}
         self.asks: dict[str, Ask] = {}
@@ -115,7 +115,7 @@ class World:
             assert any(a.turn is not None and a.turn.session_id == session_id for a in self.asks.values())
             return
         assert isinstance(turn, Turn)
-        assert turn.history == session.history
+        assert list(turn.history) == session.history
         if turn.history_len < len(session.history):
             self.events["rewound turn"] += 1
             if rewind_kv:
@@ -128,7 +128,7 @@ class World:
         self.driver.add(
             request(
                 name, new_tokens, max_new_tokens, history=turn.history, history_len=turn.history_len,
-                history_chain=turn.chain, session_id=session_id,
+                history_chain=turn.chain if self.sizes.chains else None, session_id=session_id,
                 logprobs=None if input_start is None else LogprobParams(input_start=input_start),
             )
         )  # fmt: skip
@@ -146,7 +146,9 @@ class World:
         child = Session(history=parent.history[:length])
         self.controller.finish_fork(fork, SessionRecord(name, "", child.epoch, "replica", b"", 0))
         self.sessions[name] = child
-        covered = self.driver.fork(parent_id, name, fork.history, length, fork.chain)
+        covered = self.driver.fork(
+            parent_id, name, fork.history, length, fork.chain if self.sizes.chains else None
+        )
         assert covered <= length
         self.events["fork with KV" if covered else "fork without KV"] += 1
         self.events["fork in the middle of a page"] += covered % self.sizes.page_size > 0

@@ -11,7 +11,7 @@ from controllers.redis_store import RedisSessionStore
 from controllers.settings import RedisLogSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
-from controllers.tokens import decode_tokens
+from controllers.tokens import unpack_tokens
 from tests.simulation.blocking import BlockingLoop
 from tests.simulation.loop import PartyLoop, World
 from tests.simulation.network import Network, Party
@@ -72,7 +72,7 @@ class SqliteLog:
 
     def contents(self, session_id: str) -> tuple[tuple[int, ...], int]:
         record = self._store.load(session_id)
-        return tuple(decode_tokens(record.history)), record.turns
+        return tuple(unpack_tokens(record.history)), record.turns
 
     def stop(self) -> Mend:
         self.records.away += 1

@@ -12,7 +12,7 @@ from typing import Any
 from controllers.errors import ControllerError, StoreError
 from controllers.records import LedgerEntry, SessionRecord, TurnRecord
 from controllers.store import SessionStore
-from controllers.tokens import decode_tokens
+from controllers.tokens import unpack_tokens
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class RecordedStore:
         life = self.living[record.session_id]
         if record.turn_index < len(life.turns):
             return  # told again
-        tokens, history = decode_tokens(record.tokens), life.history()
+        tokens, history = unpack_tokens(record.tokens).tolist(), life.history()
         turn = Committed(
             session_id=record.session_id,
             turn_index=record.turn_index,

@@ -15,7 +15,7 @@ from controllers.log_cipher import LogCipher
 from controllers.records import LedgerEntry
 from controllers.redis_histories import RedisHistories
 from controllers.redis_log import Command
-from controllers.tokens import decode_tokens
+from controllers.tokens import unpack_tokens
 from tests.simulation.network import Party
 from tests.simulation.records import UNKNOWN, Committed, Life, LogListener
 from tests.simulation.redis_model import RedisModel
@@ -170,7 +170,7 @@ class RedisRecords:
         )
 
     def _history(self, stored: Stored) -> tuple[int, ...]:
-        return tuple(decode_tokens(self._histories.read(stored.entry)))
+        return tuple(unpack_tokens(self._histories.read(stored.entry)))
 
 
 def _word(word: str | bytes | int | float) -> bytes:

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cache import token_chain
 from cache.history import History
@@ -198,3 +200,21 @@ def test_a_history_s_chain_may_reach_further_than_the_turn_keeps() -> None:
     history = History([], 6, chain_of(range(20)))
     assert history.agreed_len(chain_of(range(15))) == 6
     assert history.agreed_len(chain_of([0, 1, 2, 9])) == 3
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=30), st.slices(30), st.integers(0, 30))
+def test_a_chains_tokens_read_like_a_list(tokens: list[int], part: slice, cut: int) -> None:
+    """And go on with the chain: they are not a copy."""
+    chain = chain_of(tokens)
+    read = chain.tokens
+    assert (len(read), list(read)) == (len(tokens), tokens)
+    assert list(read[part]) == tokens[part]
+    assert np.array_equal(np.asarray(read[part]), np.array(tokens[part], dtype=np.uint32))
+    for index in range(-len(tokens), len(tokens)):
+        assert read[index] == tokens[index]
+        assert type(read[index]) is int
+    with pytest.raises(IndexError):
+        read[len(tokens)]
+    chain.cut(cut)
+    chain.extend([7, 8])
+    assert list(read) == [*tokens[:cut], 7, 8]

@@ -8,7 +8,7 @@ from controllers.cluster import Cluster
 from controllers.commit_groups import Outcome
 from controllers.records import SessionRecord, TurnRecord
 from controllers.store import SessionStore
-from controllers.tokens import decode_tokens, encode_tokens
+from controllers.tokens import encode_tokens, unpack_tokens
 
 SESSION = SessionRecord("s", "", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0, open_key="o")
 
@@ -20,7 +20,7 @@ def turn_of(index: int, start_len: int, tokens: list[int], **changes: object) ->
 
 
 def history_of(store: SessionStore, session_id: str = "s") -> list[int]:
-    return decode_tokens(store.load(session_id).history)
+    return unpack_tokens(store.load(session_id).history).tolist()
 
 
 def append_turn(store: SessionStore, record: TurnRecord) -> None:

@@ -15,7 +15,7 @@ from controllers.errors import ControllerError, SessionNotFound, StaleEpoch, Sto
 from controllers.records import ForkOrder, ReplicaStatus, TurnRecord
 from controllers.settings import ClusterSettings, SqliteLogSettings
 from controllers.sqlite_store import SqliteSessionStore
-from controllers.tokens import decode_tokens, encode_tokens
+from controllers.tokens import encode_tokens, unpack_tokens
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def outcome(controller: ClusterController, record: TurnRecord) -> Controll
 
 
 def history(controller: ClusterController, session_id: str) -> list[int]:
-    return decode_tokens(store_of(controller).load(session_id).history)
+    return unpack_tokens(store_of(controller).load(session_id).history).tolist()
 
 
 @pytest.mark.parametrize("count", [1, 10, 100])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from manual_clock import ManualClock
 from redis_server import CLUSTER, RedisServer
+from session_book import make_chain
 from store_turns import SESSION, append_turn, commit_turn, turn_of
 
 from controllers.cluster import Cluster
@@ -30,7 +31,7 @@ Place = Callable[[], SessionStore]
 @pytest.fixture
 def book(clock: ManualClock) -> SessionController:
     """Of the next owner, which holds the session from the log."""
-    book = SessionController(clock, TIMEOUT_S)
+    book = SessionController(clock, TIMEOUT_S, make_chain=make_chain)
     book.adopt(SessionRecord("s", "", 2, "b", closes_after="k"))
     return book
 
@@ -77,7 +78,7 @@ def test_a_second_close_waits_for_the_same_turn(book: SessionController) -> None
 
 
 def test_one_that_waits_for_nothing_that_could_come_is_closed_at_once(clock: ManualClock) -> None:
-    book = SessionController(clock, TIMEOUT_S)
+    book = SessionController(clock, TIMEOUT_S, make_chain=make_chain)
     book.adopt(SessionRecord("s", "", 2, "b", closes_after=""))
     assert book.is_closed("s")
     assert book.expired() == ["s"]

@@ -20,7 +20,7 @@ from controllers.errors import (
 from controllers.records import Assignment, ReplicaStatus, SessionStatus, TurnRecord
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
-from controllers.tokens import decode_tokens, encode_tokens
+from controllers.tokens import encode_tokens, unpack_tokens
 
 SILENCE_S = 10.0
 IDLE_S = 100.0
@@ -159,7 +159,7 @@ def test_commits_reach_log_and_ledger(world: World) -> None:
     commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2, 3]))
     commit_turn(world.cluster, _turn(opened, 0, 0, [1, 2, 3]))
     record = world.cluster.load_session("s", 1, opened.replica_id)
-    assert decode_tokens(record.history) == [1, 2, 3]
+    assert unpack_tokens(record.history).tolist() == [1, 2, 3]
     (entry,) = world.cluster.sessions()
     assert (entry.tokens, entry.turns) == (3, 1)
     assert world.cluster.stats()["turns_committed_total"] == 1
@@ -184,7 +184,7 @@ def test_a_lost_owner_is_replaced_and_fenced(world: World) -> None:
     with pytest.raises(StaleEpoch):
         commit_turn(world.cluster, _turn(opened, 1, 1, [2]))
     record = world.cluster.load_session("s", 2, moved.replica_id)
-    assert decode_tokens(record.history) == [1]
+    assert unpack_tokens(record.history).tolist() == [1]
     commit_turn(world.cluster, _turn(moved, 1, 1, [3]))
     assert world.cluster.stats()["transfers_total"] == 1
     assert world.cluster.stats()["turns_refused_total"] == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
+from session_book import make_chain
 from store_turns import append_turn, commit_turn
 
 from controllers.cluster import Cluster
@@ -27,7 +28,7 @@ from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, TurnRec
 from controllers.session import SessionController, Turn
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
-from controllers.tokens import decode_tokens, encode_tokens
+from controllers.tokens import encode_tokens, unpack_tokens
 
 PARENT = SessionRecord("p", "tenant", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0)
 CHILD = SessionRecord("c", "tenant", 1, "a", timeout_s=40.0, created_s=6.0, open_key="k")
@@ -47,7 +48,7 @@ def _append(
 
 
 def _tokens(store: SqliteSessionStore, session_id: str) -> list[int]:
-    return decode_tokens(store.load(session_id).history)
+    return unpack_tokens(store.load(session_id).history).tolist()
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def parent(store: SqliteSessionStore) -> SqliteSessionStore:
 def test_the_log_gives_the_child_a_prefix(parent: SqliteSessionStore, length: int) -> None:
     forked = parent.fork("p", length, CHILD)
     child = parent.load("c")
-    assert decode_tokens(child.history) == [1, 2, 13, 14, 5, 6, 7][:length]
+    assert unpack_tokens(child.history).tolist() == [1, 2, 13, 14, 5, 6, 7][:length]
     assert (child.turns, child.results) == (0, ())
     (entry,) = [entry for entry in parent.load_all_entries() if entry.session_id == "c"]
     assert entry == forked
@@ -132,7 +133,7 @@ def test_the_child_is_placed_beside_its_parent(
     assert (other.replica_id, other.timeout_s) == (owner, 7.0)
     for entries in (cluster.sessions(), _cluster(store, clock).sessions()):
         assert {entry.session_id: entry.tokens for entry in entries} == {"p": 6, "c": 4, "d": 6}
-    assert decode_tokens(cluster.load_session("c", 1, owner).history) == [0, 1, 2, 3]
+    assert unpack_tokens(cluster.load_session("c", 1, owner).history).tolist() == [0, 1, 2, 3]
     assert cluster.stats()["sessions_forked_total"] == 2
     with pytest.raises(Overloaded):
         cluster.fork_session("p", 1, owner, ForkOrder("e", "m"))
@@ -161,7 +162,7 @@ def test_a_child_whose_replica_died_follows_its_parent(cluster: Cluster) -> None
     moved = cluster.resolve("p", False, "")
     child = cluster.fork_session("p", moved.epoch, moved.replica_id, order)
     assert (child.replica_id, child.epoch) == (moved.replica_id, 2)
-    assert decode_tokens(cluster.load_session("c", 2, moved.replica_id).history) == [0, 1, 2, 3]
+    assert unpack_tokens(cluster.load_session("c", 2, moved.replica_id).history).tolist() == [0, 1, 2, 3]
 
 
 def test_only_the_owner_forks(cluster: Cluster) -> None:
@@ -182,7 +183,7 @@ def test_only_the_owner_forks(cluster: Cluster) -> None:
 
 @pytest.fixture
 def sessions(clock: ManualClock) -> SessionController:
-    sessions = SessionController(clock, 60.0)
+    sessions = SessionController(clock, 60.0, make_chain=make_chain)
     sessions.adopt(replace(PARENT, history=encode_tokens([1, 2, 3, 4])))
     return sessions
 
@@ -191,7 +192,7 @@ def _history(sessions: SessionController, session_id: str) -> list[int]:
     turn = sessions.begin_turn(session_id, 1)
     assert isinstance(turn, Turn)
     sessions.abort_turn(turn)
-    return turn.history[: turn.history_len]
+    return list(turn.history[: turn.history_len])
 
 
 def _turn(sessions: SessionController, session_id: str, tokens: list[int]) -> None:
@@ -202,7 +203,7 @@ def _turn(sessions: SessionController, session_id: str, tokens: list[int]) -> No
 
 def test_the_child_has_its_own_history(sessions: SessionController, clock: ManualClock) -> None:
     fork = sessions.begin_fork("p", 1, 3)
-    assert fork.history[: fork.history_len] == [1, 2, 3]
+    assert list(fork.history[: fork.history_len]) == [1, 2, 3]
     assert not sessions.knows("c", 1)
     clock.advance(5.0)
     sessions.finish_fork(fork, CHILD)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 from manual_clock import ManualClock
+from session_book import make_chain
 from store_turns import commit_turn, turn_of
 
 from controllers.cluster import Cluster
@@ -103,7 +104,7 @@ def test_the_ledger_looks_at_those_that_may_have_expired(
 def test_a_session_book_looks_at_those_that_may_have_expired(
     clock: ManualClock, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    book = SessionController(clock, IDLE_S)
+    book = SessionController(clock, IDLE_S, make_chain=make_chain)
     for number in range(count):
         book.adopt(SessionRecord(f"s{number}", "", 1, "a"))
     turn = book.begin_turn("s1", 1)

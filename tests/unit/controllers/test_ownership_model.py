@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manual_clock import ManualClock
+from session_book import make_chain
 from store_turns import commit_turn
 
 from controllers.cluster import Cluster
@@ -26,7 +27,7 @@ from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionSta
 from controllers.session import Replay, SessionController, Turn
 from controllers.settings import ClusterSettings, RebalancingSettings
 from controllers.sqlite_store import SqliteSessionStore
-from controllers.tokens import decode_tokens
+from controllers.tokens import unpack_tokens
 
 IDLE_S = 50.0
 SILENCE_S = 10.0
@@ -75,7 +76,7 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     def _new_replica(self) -> Replica:
         self.started += 1
-        replica = Replica(f"r{self.started}", SessionController(self.clock, IDLE_S))
+        replica = Replica(f"r{self.started}", SessionController(self.clock, IDLE_S, make_chain=make_chain))
         self.cluster.register_replica(replica.status())
         return replica
 
@@ -140,7 +141,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             replica.sessions.drop(turn.session_id)
             return
         history = self.histories[turn.session_id]
-        assert turn.history == history
+        assert list(turn.history) == history
         self.histories[turn.session_id] = history[: turn.history_len] + tokens
         if crashes:
             self.crash(which, noticed=False)
@@ -175,8 +176,8 @@ class OwnershipMachine(RuleBasedStateMachine):
         except (SessionExists, SessionNotFound, StaleEpoch):
             replica.sessions.abort_fork(fork)
             return
-        assert fork.history == self.histories[parent_id]
-        self.histories[child_id] = fork.history[:length]
+        assert list(fork.history) == self.histories[parent_id]
+        self.histories[child_id] = list(fork.history[:length])
         if fate == "retried":
             assert self.cluster.fork_session(parent_id, epoch, replica.replica_id, order) == child
         if fate == "crash":
@@ -261,7 +262,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         entries = {entry.session_id: entry for entry in self.cluster.sessions()}
         assert entries.keys() == self.histories.keys()
         for session_id, history in self.histories.items():
-            assert decode_tokens(self.store.load(session_id).history) == history
+            assert unpack_tokens(self.store.load(session_id).history).tolist() == history
             assert entries[session_id].tokens == len(history)
 
     @invariant()

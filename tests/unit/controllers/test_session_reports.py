@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manual_clock import ManualClock
+from session_book import make_chain
 
 from controllers import session_reports
 from controllers.cluster import Cluster
@@ -44,7 +45,7 @@ class Replica:
 
     def __init__(self, replica_id: str, clock: ManualClock) -> None:
         self.status = ReplicaStatus(replica_id, 1000, 1000)
-        self.book = SessionController(clock, IDLE_S)
+        self.book = SessionController(clock, IDLE_S, make_chain=make_chain)
         self.writer = ReportWriter()
 
     def hold(self, *names: str, epoch: int = 1) -> None:

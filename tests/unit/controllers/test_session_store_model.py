@@ -30,7 +30,7 @@ from controllers.records import SessionRecord, StoredResult, TurnRecord
 from controllers.redis_store import RedisSessionStore
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
-from controllers.tokens import decode_tokens, encode_tokens
+from controllers.tokens import encode_tokens, unpack_tokens
 
 SETTINGS = settings(max_examples=20, stateful_step_count=30, deadline=None, print_blob=True)
 KEYED = st.sampled_from([None, "key", "call-", "try-"])
@@ -114,7 +114,7 @@ class ModelSession:
     last_turn: TurnRecord | None = None
 
     def take(self, record: TurnRecord) -> None:
-        self.history = self.history[: record.start_len] + decode_tokens(record.tokens)
+        self.history = self.history[: record.start_len] + unpack_tokens(record.tokens).tolist()
         if record.idempotency_key is not None:
             self.results.append(StoredResult(record.idempotency_key, self.turns, record.result))
         self.turns += 1
@@ -236,7 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert entries.keys() == self.model.keys()
         for session_id, session in self.model.items():
             record = self.store.load(session_id)
-            assert decode_tokens(record.history) == session.history
+            assert unpack_tokens(record.history).tolist() == session.history
             assert (record.epoch, record.replica_id) == (session.epoch, session.replica_id)
             assert record.turns == session.turns
             assert list(record.results) == session.kept()

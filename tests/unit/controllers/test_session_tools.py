@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from manual_clock import ManualClock
+from session_book import make_chain
 
 from controllers.errors import ToolsDiffer
 from controllers.records import SessionRecord
@@ -17,7 +18,7 @@ RECORD = SessionRecord("s", "t", 1, "r")
 
 @pytest.fixture
 def sessions(clock: ManualClock) -> SessionController:
-    sessions = SessionController(clock, 60.0)
+    sessions = SessionController(clock, 60.0, make_chain=make_chain)
     sessions.adopt(RECORD)
     return sessions
 
@@ -58,7 +59,7 @@ def test_an_aborted_first_turn_leaves_no_tools(sessions: SessionController) -> N
 
 
 def test_they_come_with_the_log(clock: ManualClock) -> None:
-    sessions = SessionController(clock, 60.0)
+    sessions = SessionController(clock, 60.0, make_chain=make_chain)
     sessions.adopt(replace(RECORD, history=encode_tokens([1, 2]), turns=1, tools="a"))
     run(sessions, "a")
     with pytest.raises(ToolsDiffer):

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.tokens import count_tokens, decode_tokens, encode_tokens
+from controllers.tokens import count_tokens, encode_tokens, unpack_tokens
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
 def test_round_trip(token_ids: list[int]) -> None:
     data = encode_tokens(token_ids)
-    assert decode_tokens(data) == token_ids
+    assert unpack_tokens(data).tolist() == token_ids
     assert count_tokens(data) == len(token_ids)
 
 
@@ -26,4 +26,4 @@ def test_out_of_range_is_refused(token_id: int) -> None:
 
 def test_broken_data_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of item size"):
-        decode_tokens(b"abc")
+        unpack_tokens(b"abc")

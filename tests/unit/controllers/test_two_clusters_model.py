@@ -18,7 +18,7 @@ from two_clusters import IDLE_S, Side, next_turn
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError, SessionExists, SessionNotFound, StaleEpoch
 from controllers.records import Assignment, ForkOrder, SessionRecord, TurnRecord
-from controllers.tokens import decode_tokens
+from controllers.tokens import unpack_tokens
 
 SETTINGS = settings(
     max_examples=60,
@@ -80,7 +80,7 @@ class ClustersMachine(RuleBasedStateMachine):
         session = self.sessions[session_id]
         assert owner.epoch >= session.epoch
         session.epoch = owner.epoch
-        assert (decode_tokens(held.history), held.turns) == (session.history, session.turns)
+        assert (unpack_tokens(held.history).tolist(), held.turns) == (session.history, session.turns)
         self.in_flight.append(InFlight(side, owner, held))
 
     @rule(index=st.integers(0, 3))
@@ -96,7 +96,7 @@ class ClustersMachine(RuleBasedStateMachine):
             self.refused((StaleEpoch, SessionNotFound), lambda: commit_turn(self.cluster(turn.side), record))
             return
         commit_turn(self.cluster(turn.side), record)
-        session.history = [*decode_tokens(turn.held.history), self.tokens]
+        session.history = [*unpack_tokens(turn.held.history).tolist(), self.tokens]
         session.turns += 1
         self.done.append((turn.side, record))
 
@@ -169,7 +169,10 @@ class ClustersMachine(RuleBasedStateMachine):
                     continue
             assert (found is None) == (session is None), session_id
             if session is not None and found is not None:
-                assert (decode_tokens(found.history), found.turns) == (session.history, session.turns)
+                assert (unpack_tokens(found.history).tolist(), found.turns) == (
+                    session.history,
+                    session.turns,
+                )
 
     def teardown(self) -> None:
         for _ in range(2):

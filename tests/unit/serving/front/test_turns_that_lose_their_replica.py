@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from controllers.errors import NoReplica, StaleEpoch
-from controllers.tokens import decode_tokens
+from controllers.tokens import unpack_tokens
 from engine.api import EngineOverloaded, GenerateRequest, LogprobParams, RequestTooLarge, SamplingParams
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.runner.null import null_generate
@@ -133,7 +133,7 @@ async def test_replicas_that_round_differently_give_one_answer(
     assert list(whole.token_ids) == WHOLE[:known] + [1] * (LENGTH - known)
     (epoch,) = (entry.epoch for entry in served.cluster.sessions())
     record = served.cluster.load_session("s", epoch, "b")
-    assert list(decode_tokens(record.history)) == [5, 6, 7, *whole.token_ids]
+    assert unpack_tokens(record.history).tolist() == [5, 6, 7, *whole.token_ids]
 
 
 async def test_drafts_are_made_behind_what_is_resumed(tmp_path: Path) -> None:

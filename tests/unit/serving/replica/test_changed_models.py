@@ -9,7 +9,7 @@ import pytest
 
 from controllers.records import ModelFingerprint, TurnRecord
 from controllers.served_model import ServedModel
-from controllers.tokens import decode_tokens, encode_tokens
+from controllers.tokens import encode_tokens, unpack_tokens
 from engine.runner.null import null_generate
 from serving.wire.turns import TurnEvent
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
@@ -67,7 +67,7 @@ async def test_a_session_of_another_tokenizer_is_refused_by_name_and_stays(tmp_p
             )
             assert "Open another session, or deploy the model" in event.error.message
             await rig.books_are_empty()
-            assert decode_tokens(cluster._store.load("s").history) == history
+            assert unpack_tokens(cluster._store.load("s").history).tolist() == history
         async with running_rig(tmp_path, controller=former.controller, replica_id="c", model=MODEL) as rig:
             cluster.report_unreachable("b", True)
             assert tokens_of(await go_on(rig, former)) == null_generate([*history, 4], 8, VOCAB_SIZE)

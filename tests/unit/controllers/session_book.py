@@ -1,0 +1,11 @@
+"""What histories are kept in, for session books without an engine."""
+
+from __future__ import annotations
+
+from cache.token_chain import ANY_KV, TokenChain
+
+PAGE_SIZE = 4
+
+
+def make_chain(tenant: str) -> TokenChain:
+    return ANY_KV.chain(tenant, PAGE_SIZE)
