@@ -29,6 +29,8 @@ def is_clients(key: str) -> bool:
 
 def outdated(keys: Sequence[str]) -> list[int]:
     """Of the keys of a session's answers, oldest first, the places of those that are to be forgotten."""
+    if len(keys) <= KEPT_ANSWERS:
+        return []
     seen: Counter[bool] = Counter()
     places = []
     for place in range(len(keys) - 1, -1, -1):

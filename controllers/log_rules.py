@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 from controllers.errors import IdempotencyConflict, InvalidFork, SessionExists, SessionNotFound, StaleEpoch
-from controllers.records import LedgerEntry, ModelFingerprint, TurnRecord
+from controllers.records import LedgerEntry, TurnRecord
 from controllers.session_keys import named
 from controllers.tokens import count_tokens
 
@@ -50,10 +51,12 @@ def adds_turn(entry: LedgerEntry, record: TurnRecord, is_last: Callable[[], bool
     return True
 
 
-def made_by(model: ModelFingerprint | None, record: TurnRecord) -> ModelFingerprint | None:
-    """The model of a session of `model` once it has this turn. A replica that does not tell its model changes nothing,
-    unless the turn begins the history."""
-    return record.model if record.start_len == 0 else record.model or model
+def set_by(record: TurnRecord) -> dict[str, Any]:
+    """What the turn makes of its session's `tools` and `model`. The turn that begins the history has the last word on
+    both. Later a replica that does not tell its model changes nothing."""
+    if record.start_len == 0:
+        return {"tools": record.tools, "model": record.model}
+    return {} if record.model is None else {"model": record.model}
 
 
 def check_key(record: TurnRecord, kept_keys: Collection[str]) -> None:

@@ -32,8 +32,8 @@ from controllers.log_rules import (
     check_key,
     exists,
     identity,
-    made_by,
     not_found,
+    set_by,
 )
 from controllers.records import (
     LedgerEntry,
@@ -352,9 +352,7 @@ class RedisSessionStore:
             turns=record.turn_index + 1,
             last_used_s=self._clock(),
         )
-        session = replace(session, entry=entry, last=identity(record), model=made_by(session.model, record))
-        if record.start_len == 0:
-            session = replace(session, tools=record.tools)
+        session = replace(session, entry=entry, last=identity(record), **set_by(record))
         if record.idempotency_key is not None:
             check_key(record, [key for _, key, _ in session.kept])
             kept = (*session.kept, (record.turn_index, record.idempotency_key, record.digest))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from controllers.log_rules import (
     check_key,
     exists,
     identity,
-    made_by,
     not_found,
+    set_by,
 )
 from controllers.records import (
     LedgerEntry,
@@ -62,6 +63,10 @@ _ENTRY_FIELDS = (
 )
 """Of a LedgerEntry: the columns that are named like them."""
 _ENTRY_COLUMNS = ", ".join(_ENTRY_FIELDS)
+_NOT_SET = [None] * len(_ENTRY_FIELDS[8:])
+
+_MODELS_AT_ONCE = 16
+"""Whose texts are at hand: those that the replicas of a cluster have, before and after an update."""
 
 
 class SqliteSessionStore:
@@ -84,6 +89,7 @@ class SqliteSessionStore:
         self._histories = SqliteHistories(self._cipher)
         self._connection = open_session_log(self._path, full_sync=full_sync)
         self._purged = False
+        self._model_text = lru_cache(_MODELS_AT_ONCE)(_model_text)
 
     def open(self, record: SessionRecord) -> SessionRecord:
         assert not record.history
@@ -222,26 +228,20 @@ class SqliteSessionStore:
         entry = _entry(db, record.session_id)
         if not adds_turn(entry, record, lambda: self._is_last_turn(db, entry, record)):
             return
+        if record.idempotency_key is not None:
+            self._insert_result(db, record)
         self._histories.append(db, entry, record)
         if record.start_len < entry.tokens:
             self._purged = False
-        if record.idempotency_key is not None:
-            self._insert_result(db, record)
-        tools, model = _tools_and_model(db, record.session_id)
-        if record.start_len == 0:
-            tools = record.tools
         last_turn = self._cipher.encrypt(json.dumps(identity(record)).encode(), _last_place(entry))
+        changes = set_by(record)
+        if "model" in changes:
+            changes["model"] = self._model_text(record.model)
+        columns = "".join(f", {name} = ?" for name in changes)
         db.execute(
-            "UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?, tools = ?, model = ?,"
-            " last_turn = ? WHERE session_id = ?",
-            (
-                record.end_len,
-                self._clock(),
-                tools,
-                _model_text(made_by(model, record)),
-                last_turn,
-                record.session_id,
-            ),
+            f"UPDATE sessions SET tokens = ?, turns = turns + 1, last_used_s = ?, last_turn = ?{columns}"
+            " WHERE session_id = ?",
+            (record.end_len, self._clock(), last_turn, *changes.values(), record.session_id),
         )
 
     def _insert_session(
@@ -263,7 +263,7 @@ class SqliteSessionStore:
                 record.capacity_tokens,
                 record.open_key,
                 record.tools,
-                _model_text(record.model),
+                self._model_text(record.model),
             ),
         )
         if added.rowcount == 0:
@@ -356,7 +356,10 @@ def _model_text(model: ModelFingerprint | None) -> str | None:
 
 
 def _to_entry(row: tuple[Any, ...]) -> LedgerEntry:
-    return LedgerEntry(**dict(zip(_ENTRY_FIELDS, row, strict=True)))
+    """In the order of _ENTRY_FIELDS, of which the first eight are LedgerEntry's own."""
+    session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s, *rest = row
+    entry = LedgerEntry(session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s)
+    return entry if rest == _NOT_SET else replace(entry, **dict(zip(_ENTRY_FIELDS[8:], rest, strict=True)))
 
 
 def _is_there(db: sqlite3.Connection, session_id: str) -> bool:
