@@ -7,9 +7,12 @@ the id of a closed one starts above it is the log's care.) So a former owner can
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
+from operator import attrgetter
+from typing import Any
 
 from controllers.deadlines import Deadlines
 from controllers.errors import SessionExists, SessionNotFound, StaleEpoch
@@ -41,6 +44,11 @@ class ReplicaUse:
     stale: dict[str, int] = field(default_factory=dict)
 
 
+Row = tuple[Any, ...]
+"""A LedgerEntry's values, in the order of its fields. Python's garbage collector looks at each object that refers to
+others, again and again, but at no tuple of plain values: a million entries would stop the controller for a second."""
+
+
 class OwnershipLedger:
     """Sessions and their owners. `clock` returns Unix time in seconds, `attended` the controller's attended time.
 
@@ -58,32 +66,32 @@ class OwnershipLedger:
         self._clock = clock
         self._attended = attended
         self._default_timeout_s = default_timeout_s
-        self._entries = {entry.session_id: entry for entry in entries}
+        self._rows: dict[str, Row] = {}
         self._by_replica: dict[str, ReplicaUse] = {}
         self._by_tenant: dict[str, TenantUse] = {}
         self._size_bytes = 0
         self._tokens = 0
-        for entry in self._entries.values():
-            self._count(entry)
         keys: dict[str, list[str]] = {}
-        for entry in self._entries.values():
+        for entry in entries:
+            self._rows[entry.session_id] = _row(entry)
+            self._count(entry)
             keys.setdefault(entry.tenant, []).append(entry.session_id)
         self._keys = {tenant: SortedKeys(own) for tenant, own in keys.items()}
         self._tenants = SortedKeys(keys)
         self._expiries = Deadlines(self._expires_at_s)
-        self._expiries.watch_all(self._entries)
+        self._expiries.watch_all(self._rows)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._rows)
 
     def __contains__(self, session_id: str) -> bool:
-        return session_id in self._entries
+        return session_id in self._rows
 
     def configure(self, default_timeout_s: float) -> None:
         """Of sessions that were opened without an idle timeout. Looks at all sessions if it has changed."""
         if default_timeout_s != self._default_timeout_s:
             self._default_timeout_s = default_timeout_s
-            self._expiries.watch_all(self._entries)
+            self._expiries.watch_all(self._rows)
 
     def open(self, record: SessionRecord) -> LedgerEntry:
         """Adds a session with its first owner. Raises SessionExists."""
@@ -91,24 +99,24 @@ class OwnershipLedger:
 
     def add(self, entry: LedgerEntry) -> LedgerEntry:
         """Adds a session as the log has it. Raises SessionExists."""
-        if entry.session_id in self._entries:
+        if entry.session_id in self._rows:
             raise SessionExists(f"{named(entry.session_id)} is open already", "session_id")
-        self._entries[entry.session_id] = entry
+        self._rows[entry.session_id] = _row(entry)
         self._count(entry)
         if entry.tenant not in self._keys:
             self._keys[entry.tenant] = SortedKeys()
             self._tenants.add(entry.tenant)
         self._keys[entry.tenant].add(entry.session_id)
         self._expiries.watch(entry.session_id, self.expires_at_s(entry))
-        self._expiries.forget_outdated(len(self._entries))
+        self._expiries.forget_outdated(len(self._rows))
         return entry
 
     def get(self, session_id: str) -> LedgerEntry:
         """The session's entry. Raises SessionNotFound."""
-        entry = self._entries.get(session_id)
-        if entry is None:
+        row = self._rows.get(session_id)
+        if row is None:
             raise SessionNotFound(f"no {named(session_id)}", "session_id")
-        return entry
+        return LedgerEntry(*row)
 
     def fence(self, session_id: str, epoch: int, replica_id: str | None = None) -> LedgerEntry:
         """The session's entry, if `epoch` (and `replica_id`, if given) owns it.
@@ -135,7 +143,7 @@ class OwnershipLedger:
             in_turn=False,
             reported_s=None,
         )
-        self._entries[session_id] = moved
+        self._rows[session_id] = _row(moved)
         self._count(moved)
         self._forget_unused(entry.replica_id)
         return moved
@@ -165,7 +173,7 @@ class OwnershipLedger:
         """Notes what a replica says of a session it holds. False if it does not own it at that epoch: it is to drop it,
         see `stale`."""
         session_id, use = update.session_id, self._by_replica.setdefault(replica_id, ReplicaUse())
-        entry = self._entries.get(session_id)
+        entry = self._find(session_id)
         use.reports = True
         if entry is None or entry.replica_id != replica_id or entry.epoch != update.epoch:
             use.stale[session_id] = update.epoch
@@ -192,7 +200,7 @@ class OwnershipLedger:
             return
         for session_id in session_ids:
             use.stale.pop(session_id, None)
-            entry = self._entries.get(session_id)
+            entry = self._find(session_id)
             if entry is not None and entry.replica_id == replica_id and entry.reported_s is not None:
                 use.in_turn -= entry.in_turn
                 self._put(replace(entry, reported_s=None, in_turn=False, size_bytes=0), entry)
@@ -218,9 +226,10 @@ class OwnershipLedger:
 
     def expire(self, session_id: str) -> bool:
         """Forgets a session that was closed, has expired or is another cluster's. False if it was unknown."""
-        entry = self._entries.pop(session_id, None)
+        entry = self._find(session_id)
         if entry is None:
             return False
+        del self._rows[session_id]
         self._leaves_owner(entry)
         self._forget_unused(entry.replica_id)
         use, keys = self._by_tenant[entry.tenant], self._keys[entry.tenant]
@@ -235,7 +244,7 @@ class OwnershipLedger:
     ) -> list[LedgerEntry]:
         """The first `limit` sessions (None: all) of the tenant (None: of all tenants) behind the session key `after`,
         which need not be there, in the order of tenants and keys. O(limit + log n)."""
-        return list(islice(map(self._entries.__getitem__, self._keys_after(tenant, after)), limit))
+        return list(map(self.get, islice(self._keys_after(tenant, after), limit)))
 
     def count_of(self, replica_id: str) -> int:
         use = self._by_replica.get(replica_id)
@@ -267,15 +276,19 @@ class OwnershipLedger:
     def past_timeout(self, now_s: float) -> list[LedgerEntry]:
         """Sessions whose idle timeout is over at the Unix time `now_s`. Looks at no others, but at those that were used
         since they were looked at."""
-        return [self._entries[session_id] for session_id in self._expiries.due(now_s)]
+        return list(map(self.get, self._expiries.due(now_s)))
 
     def soonest_expiry_s(self) -> float | None:
         """Before that no session's timeout ends that is not over yet."""
         return self._expiries.soonest_s()
 
     def _expires_at_s(self, session_id: str) -> float | None:
-        entry = self._entries.get(session_id)
+        entry = self._find(session_id)
         return None if entry is None else self.expires_at_s(entry)
+
+    def _find(self, session_id: str) -> LedgerEntry | None:
+        row = self._rows.get(session_id)
+        return None if row is None else LedgerEntry(*row)
 
     def _keys_after(self, tenant: str | None, after: str | None) -> Iterator[str]:
         if tenant is not None:
@@ -319,5 +332,14 @@ class OwnershipLedger:
         self._by_tenant[entry.tenant].tokens += grown
         self._tokens += grown
         self._size_bytes += entry.size_bytes - before.size_bytes
-        self._entries[entry.session_id] = entry
+        self._rows[entry.session_id] = _row(entry)
         return entry
+
+
+_VALUES = attrgetter(*(field.name for field in fields(LedgerEntry)))
+
+
+def _row(entry: LedgerEntry) -> Row:
+    """The names of replicas and tenants are there once, however many sessions have them."""
+    session_id, tenant, replica_id, *rest = _VALUES(entry)
+    return (session_id, sys.intern(tenant), sys.intern(replica_id), *rest)

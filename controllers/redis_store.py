@@ -180,14 +180,13 @@ class RedisSessionStore:
         self._cursor = int(cursor)
         return LogNews(tuple((key.decode(), int(epoch)) for key, epoch in taken.items()), abandoned)
 
-    def load_all_entries(self) -> list[LedgerEntry]:
+    def load_all_entries(self) -> Iterator[LedgerEntry]:
         (members,) = self._log.read(("SMEMBERS", self._log.key("sessions")))
-        session_ids = sorted(member.decode() for member in members)
-        entries = [s.entry for s in self._sessions(session_ids) if s.writer == self._log.cluster]
-        return [
-            entry if tenant_in(entry.session_id) == entry.tenant else self.find(_key_of(entry))
-            for entry in entries
-        ]
+        for session in self._sessions(sorted(member.decode() for member in members)):
+            entry = session.entry
+            if session.writer == self._log.cluster:
+                renamed = tenant_in(entry.session_id) != entry.tenant
+                yield self.find(_key_of(entry)) if renamed else entry
 
     def epoch_floor(self) -> int:
         return int(self._log.read(("GET", self._log.key("epoch_floor")))[0] or 0)

@@ -63,7 +63,6 @@ _ENTRY_FIELDS = (
 )
 """Of a LedgerEntry: the columns that are named like them."""
 _ENTRY_COLUMNS = ", ".join(_ENTRY_FIELDS)
-_NOT_SET = [None] * len(_ENTRY_FIELDS[8:])
 
 _MODELS_AT_ONCE = 16
 """Whose texts are at hand: those that the replicas of a cluster have, before and after an update."""
@@ -144,10 +143,9 @@ class SqliteSessionStore:
     def news(self) -> LogNews:
         return LogNews()
 
-    def load_all_entries(self) -> list[LedgerEntry]:
+    def load_all_entries(self) -> Iterator[LedgerEntry]:
         with self._transaction() as db:
-            rows = db.execute(f"SELECT {_ENTRY_COLUMNS} FROM sessions").fetchall()
-        return [_to_entry(row) for row in rows]
+            yield from map(_to_entry, db.execute(f"SELECT {_ENTRY_COLUMNS} FROM sessions"))
 
     def epoch_floor(self) -> int:
         with self._transaction() as db:
@@ -356,10 +354,10 @@ def _model_text(model: ModelFingerprint | None) -> str | None:
 
 
 def _to_entry(row: tuple[Any, ...]) -> LedgerEntry:
-    """In the order of _ENTRY_FIELDS, of which the first eight are LedgerEntry's own."""
-    session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s, *rest = row
-    entry = LedgerEntry(session_id, tenant, replica_id, epoch, tokens, turns, created_s, last_used_s)
-    return entry if rest == _NOT_SET else replace(entry, **dict(zip(_ENTRY_FIELDS[8:], rest, strict=True)))
+    """What nobody has reported yet stands between the columns, in the order of a LedgerEntry's fields."""
+    timeout_s, capacity_tokens, open_key, closes_after = row[8:]
+    values = (*row[:8], 0, False, None, timeout_s, capacity_tokens, open_key, True, closes_after)
+    return LedgerEntry(*values)
 
 
 def _is_there(db: sqlite3.Connection, session_id: str) -> bool:

@@ -6,7 +6,7 @@ one writer, the cluster that opened or claimed it last. A log in a file has one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,8 +74,8 @@ class SessionStore(Protocol):
     def news(self) -> LogNews:
         """What other clusters did; tells them that this one lives. To be called every few seconds."""
 
-    def load_all_entries(self) -> list[LedgerEntry]:
-        """Every session of this cluster, without histories."""
+    def load_all_entries(self) -> Iterable[LedgerEntry]:
+        """Every session of this cluster, without histories, as they are read: to the end, before any other call."""
 
     def epoch_floor(self) -> int:
         """The highest epoch that any closed session had; 0 if there was none."""

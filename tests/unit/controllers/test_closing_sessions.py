@@ -167,7 +167,7 @@ def test_it_ends_though_its_owner_has_died_and_nobody_comes(world: World) -> Non
     world.cluster.report_unreachable(former.replica_id, True)
     assert world.wait(CLOSING_TIMEOUT_S - 1) == []
     assert world.wait(2) == ["s"]
-    assert world.store.load_all_entries() == []
+    assert list(world.store.load_all_entries()) == []
 
 
 def test_it_ends_though_owner_and_controller_have_died(world: World) -> None:
@@ -213,7 +213,7 @@ def test_a_log_keeps_it_and_gives_it_to_no_fork(place: Place) -> None:
     assert (store.load("s").closes_after, store.load("child").closes_after) == ("k", None)
     store.disconnect()
     again = place()
-    assert {entry.session_id: entry.closes_after for entry in again.load_all_entries()} == {
+    assert {entry.session_id: entry.closes_after for entry in list(again.load_all_entries())} == {
         "s": "k",
         "child": None,
     }

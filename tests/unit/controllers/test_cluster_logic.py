@@ -121,7 +121,7 @@ def test_no_replica_leaves_no_session(tmp_path: Path, clock: ManualClock) -> Non
     world = World(tmp_path / "empty.db", clock)
     with pytest.raises(NoReplica):
         _open(world)
-    assert world.cluster.sessions() == world.store.load_all_entries() == []
+    assert world.cluster.sessions() == list(world.store.load_all_entries()) == []
     world.store.disconnect()
 
 
@@ -357,7 +357,7 @@ def test_expiry_of_sessions_whose_owner_is_gone(world: World) -> None:
     assert world.cluster.expire_idle() == []
     world.clock.advance(0.1)
     assert world.cluster.expire_idle() == ["s"]
-    assert world.cluster.sessions() == world.store.load_all_entries() == []
+    assert world.cluster.sessions() == list(world.store.load_all_entries()) == []
 
 
 def test_a_turn_in_flight_never_expires(world: World) -> None:

@@ -67,7 +67,7 @@ def test_the_log_gives_the_child_a_prefix(parent: SqliteSessionStore, length: in
     child = parent.load("c")
     assert unpack_tokens(child.history).tolist() == [1, 2, 13, 14, 5, 6, 7][:length]
     assert (child.turns, child.results) == (0, ())
-    (entry,) = [entry for entry in parent.load_all_entries() if entry.session_id == "c"]
+    (entry,) = [entry for entry in list(parent.load_all_entries()) if entry.session_id == "c"]
     assert entry == forked
     assert (entry.tokens, entry.turns, entry.timeout_s, entry.open_key) == (length, 0, 40.0, "k")
 
@@ -96,7 +96,7 @@ def test_forks_that_the_log_refuses_change_nothing(parent: SqliteSessionStore) -
         parent.fork("x", 0, CHILD)
     with pytest.raises(SessionExists):
         parent.fork("p", 3, replace(CHILD, session_id="p"))
-    assert [entry.session_id for entry in parent.load_all_entries()] == ["p"]
+    assert [entry.session_id for entry in list(parent.load_all_entries())] == ["p"]
     assert _tokens(parent, "p") == [1, 2, 13, 14, 5, 6, 7]
 
 

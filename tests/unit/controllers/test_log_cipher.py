@@ -94,5 +94,5 @@ def test_encryption_can_be_turned_on_and_off(path: Path, environment: pytest.Mon
     store = SqliteSessionStore(path)
     with pytest.raises(StoreError, match="is encrypted under a key"):
         store.load("s")
-    assert [entry.session_id for entry in store.load_all_entries()] == ["s"]
+    assert [entry.session_id for entry in list(store.load_all_entries())] == ["s"]
     store.disconnect()

@@ -106,7 +106,7 @@ def test_a_log_of_the_layout_before_is_read_and_gone_on_with(place: Place) -> No
     assert store.find(KEY).last_used_s == 1000.0
     epoch = store.claim(KEY, "a").epoch  # in Redis it had no writer, and is no cluster's yet
     assert store.load(KEY) == replace(record, epoch=epoch)
-    (entry,) = store.load_all_entries()
+    (entry,) = list(store.load_all_entries())
     assert (entry.session_id, entry.tokens, entry.turns) == (KEY, 4, 2)
     told_again = turn_of(1, 3, [4], input_len=1, epoch=epoch)
     for turn in (told_again, turn_of(2, 4, [5], model=MODEL, epoch=epoch)):
@@ -126,7 +126,7 @@ def test_a_cluster_finds_its_tenants_sessions_of_the_version_before(reopened: Pl
     store.disconnect()
     for _ in range(2):
         store = reopened()
-        assert [entry.session_id for entry in store.load_all_entries()] == [KEY]
+        assert [entry.session_id for entry in list(store.load_all_entries())] == [KEY]
         assert history_of(store, KEY) == [1, 2]
         store.disconnect()
 

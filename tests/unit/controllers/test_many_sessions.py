@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -42,7 +43,7 @@ def open_sessions(cluster: Cluster, count: int) -> None:
         cluster.register_replica(ReplicaStatus(replica_id, 1000, 1000))
     for number in range(count):
         cluster.open_session(f"s{number}", "acme" if number % 2 else "", None, None)
-    cluster._ledger._entries = NeverWalked(cluster._ledger._entries)
+    cluster._ledger._rows = NeverWalked(cluster._ledger._rows)
 
 
 CALLS: dict[str, Callable[[Cluster], object]] = {
@@ -134,6 +135,15 @@ def test_a_session_book_looks_at_those_that_may_have_expired(
     assert "s1" in book.expired()
 
 
+def test_the_garbage_collector_looks_at_no_session(cluster: Cluster) -> None:
+    """With a million entries each of its full rounds stopped the controller for a second."""
+    open_sessions(cluster, 100)
+    commit_turn(cluster, turn_of(0, 0, [1], session_id="s0"))
+    gc.collect()
+    ledger = cluster._ledger
+    assert not any(map(gc.is_tracked, [*dict.values(ledger._rows), *ledger._expiries._heap]))
+
+
 @COUNTS
 def test_a_page_costs_its_own_length(cluster: Cluster, count: int) -> None:
     """It was cut out of a copy of the whole ledger, by whoever asked."""
@@ -141,11 +151,11 @@ def test_a_page_costs_its_own_length(cluster: Cluster, count: int) -> None:
     read: list[str] = []
 
     class Counted(NeverWalked):
-        def __getitem__(self, key: str) -> Any:
+        def get(self, key: str, default: Any = None) -> Any:
             read.append(key)
-            return super().__getitem__(key)
+            return super().get(key, default)
 
-    cluster._ledger._entries = Counted(dict.items(cluster._ledger._entries))  # type: ignore[assignment]
+    cluster._ledger._rows = Counted(dict.items(cluster._ledger._rows))  # type: ignore[assignment]
     middle = sorted(f"s{number}" for number in range(0, count, 2))[2]
     assert [entry.session_id > middle for entry in cluster.sessions("", middle, 2)] == [True, True]
     assert len(read) == 2

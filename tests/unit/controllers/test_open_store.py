@@ -26,7 +26,7 @@ def test_a_redis_that_comes_back_is_waited_for() -> None:
         began_s = time.monotonic()
         store = open_store(log, CLUSTER, time.time)
         assert time.monotonic() - began_s >= AWAY_S
-        assert store.load_all_entries() == []
+        assert list(store.load_all_entries()) == []
         store.disconnect()
     finally:
         back.join()

@@ -53,7 +53,7 @@ def test_the_last_controller_of_a_cluster_is_its_writer(log: RedisLogSettings) -
         ):
             change()
     assert store.load("s") == SESSION
-    assert [entry.session_id for entry in store.load_all_entries()] == ["s"]
+    assert [entry.session_id for entry in list(store.load_all_entries())] == ["s"]
     append_turn(store, turn_of(0, 0, [1]))
     former.disconnect()
     store.disconnect()
@@ -67,7 +67,7 @@ def test_logs_of_other_names_are_apart(redis_server: RedisServer) -> None:
         append_turn(store, turn_of(0, 0, [index]))
     assert [history_of(store) for store in stores] == [[0], [1], [2], [3]]
     assert stores[0].close("s")
-    assert [len(store.load_all_entries()) for store in stores] == [0, 1, 1, 1]
+    assert [len(list(store.load_all_entries())) for store in stores] == [0, 1, 1, 1]
     for store in stores:
         store.disconnect()
 
@@ -175,7 +175,7 @@ def test_a_redis_that_was_unreachable_is_probed_with_its_password(monkeypatch: p
         with pytest.raises(StoreError, match="Timeout"):
             store.open(SESSION)
         server.go_on()
-        after_probes(timer, store.load_all_entries)
+        after_probes(timer, lambda: list(store.load_all_entries()))
         store.disconnect()
     finally:
         server.stop()
@@ -197,7 +197,7 @@ def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> 
             client.set(keys[b"session"], text)
             for read in (
                 lambda: store.load("s"),
-                store.load_all_entries,
+                lambda: list(store.load_all_entries()),
                 store.news,
                 lambda: store.close("s"),
             ):
@@ -205,7 +205,7 @@ def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> 
                     read()
         client.delete(keys[b"session"])
         with pytest.raises(StoreError, match="session 's' is missing"):
-            store.load_all_entries()
+            list(store.load_all_entries())
     store.disconnect()
 
 
@@ -250,7 +250,7 @@ def test_a_log_of_the_former_layout_is_taken_over(redis_server: RedisServer, log
         client.set(f"{prefix}writer", "7")
         again = RedisSessionStore(log, CLUSTER)
         assert client.get(f"{prefix}writer") is None, "the former writer's number is gone"
-    assert again.load_all_entries() == []
+    assert list(again.load_all_entries()) == []
     with pytest.raises(SessionTakenOver):
         append_turn(again, turn_of(1, 2, [3]))
     assert [entry.session_id for entry in again.news().abandoned] == ["s"]

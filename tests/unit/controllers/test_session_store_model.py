@@ -232,7 +232,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def store_equals_model(self) -> None:
-        entries = {entry.session_id: entry for entry in self.store.load_all_entries()}
+        entries = {entry.session_id: entry for entry in list(self.store.load_all_entries())}
         assert entries.keys() == self.model.keys()
         for session_id, session in self.model.items():
             record = self.store.load(session_id)

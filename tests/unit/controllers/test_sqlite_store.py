@@ -85,7 +85,7 @@ def test_reopening_after_a_crash(store: SqliteSessionStore, path: Path, tmp_path
         append_turn(store, turn_of(index, index, [index], idempotency_key=f"k{index}"))
     copy = SqliteSessionStore(_crashed_copy(path, tmp_path / "copy"))
     assert copy.load("s") == store.load("s")
-    assert copy.load_all_entries() == store.load_all_entries()
+    assert list(copy.load_all_entries()) == list(store.load_all_entries())
     copy.disconnect()
 
 
