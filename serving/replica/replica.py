@@ -195,6 +195,8 @@ class LLMReplica:
         except Exception as error:
             logger.exception("request %s failed", call.turn.request_id)
             emit(TurnEvent(error=error_info(error)))
+        finally:
+            self._answered_s = self._clock()
 
     async def _answer(self, call: AnyCall) -> Any:
         match call:
@@ -319,11 +321,8 @@ class LLMReplica:
             await self._host.farewell()
 
     def _answered_all(self) -> bool:
-        """Whether no call is under way, and the last answers have arrived."""
-        now_s = self._clock()
-        if self._links.calls:
-            self._answered_s = now_s
-        return now_s - self._answered_s > LAST_ANSWERS_S
+        """Whether no call is under way, and the last answer of a turn has arrived."""
+        return not self._links.calls and self._clock() - self._answered_s > LAST_ANSWERS_S
 
     async def _publish_gauges(self) -> None:
         self._publish(self._engine.stats())
