@@ -228,7 +228,11 @@ class Clients:
 
     async def _close(self, session_id: str) -> None:
         life = self._store.living.get(session_id)
-        if await self._ask_to_close(session_id) is True and life is not None:
+        if await self._ask_to_close(session_id) is not True:
+            return
+        if life is None:  # a turn beside has opened it meanwhile
+            life = self._store.living.get(session_id)
+        if life is not None:
             self.told_closed.append(life)
 
     async def _ask_to_close(self, session_id: str) -> object:
