@@ -1,0 +1,255 @@
+"""Turns per second through the cluster controller and its session log, as many streams commit one after another.
+
+    PYTHONPATH=. python benchmarks/controller_commits.py --json benchmarks/results/controller_commits.json
+    PYTHONPATH=. python benchmarks/controller_commits.py --ray --against ../before
+
+Through the methods of the actor's class, in a process of their own, where the streams run as well; with --ray through a
+real actor, as replicas call it. `--against` names another checkout that is measured in turn. The log is in a file, with
+and without a flush of the disk for each transaction, and in Redis where `redis-server` is installed. Each session has
+had ten turns before, so each turn pushes out the answer of another. CPU time is of the controller's process; what a
+flush takes on this disk stands above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+INPUT_TOKENS, OUTPUT_TOKENS = 16, 8
+TURN_TOKENS = INPUT_TOKENS + OUTPUT_TOKENS
+ANSWER = b"x" * 500
+SESSIONS = 1000
+EARLIER_TURNS = 10
+STREAMS = (16, 256)
+REPLICAS = 8
+"""That call the actor, with --ray."""
+FILE, FLUSHED_FILE, REDIS = "file", "file, full_sync", "redis"
+FLUSHES = 50
+
+Commit = Callable[[Any], Awaitable[object]]
+
+
+class Streams:
+    """Each goes round its own sessions, one turn after another. `took_s`: of each turn."""
+
+    def __init__(self, commits: list[Commit], streams: int) -> None:
+        from controllers.records import ModelFingerprint, TurnRecord
+        from controllers.tokens import encode_tokens
+
+        self._make = TurnRecord
+        self._model = ModelFingerprint("a" * 64, "b" * 64, "c" * 64)
+        self._tokens = encode_tokens(range(TURN_TOKENS))
+        self._commits = commits
+        self._streams = streams
+        self._turns = [0] * SESSIONS
+        self.took_s: list[float] = []
+
+    async def run(self, goes_on: Callable[[], bool]) -> None:
+        await asyncio.gather(*(self._stream(number, goes_on) for number in range(self._streams)))
+
+    async def _stream(self, number: int, goes_on: Callable[[], bool]) -> None:
+        commit = self._commits[number % len(self._commits)]
+        while True:
+            for session in range(number, SESSIONS, self._streams):
+                if not goes_on():
+                    return
+                began_s = time.perf_counter()
+                await commit(self._record(session))
+                self.took_s.append(time.perf_counter() - began_s)
+                self._turns[session] += 1
+
+    def _record(self, session: int) -> Any:
+        turn = self._turns[session]
+        return self._make(
+            session_id=f"s{session}",
+            epoch=1,
+            turn_index=turn,
+            start_len=turn * TURN_TOKENS,
+            tokens=self._tokens,
+            input_len=INPUT_TOKENS,
+            idempotency_key=f"call-{session:016x}{turn:016x}",
+            result=ANSWER,
+            digest="d" * 64,
+            model=self._model,
+        )
+
+
+async def measure(
+    commits: list[Commit],
+    open_session: Callable[[str], Awaitable[object]],
+    cpu_s: Callable[[], Awaitable[float]],
+    asked: dict[str, Any],
+) -> dict[str, float]:
+    """`cpu_s` is the controller's CPU time."""
+    for number in range(SESSIONS):
+        await open_session(f"s{number}")
+    streams = Streams(commits, asked["streams"])
+    await streams.run(lambda: len(streams.took_s) < EARLIER_TURNS * SESSIONS)
+    streams.took_s.clear()
+    cpu_before_s, began_s = await cpu_s(), time.perf_counter()
+    await streams.run(lambda: time.perf_counter() - began_s < asked["seconds"])
+    lasted_s, took_s = time.perf_counter() - began_s, sorted(streams.took_s)
+    return {
+        "turns_per_s": len(took_s) / lasted_s,
+        "controller_cpu_us": (await cpu_s() - cpu_before_s) / len(took_s) * 1e6,
+        "p50_ms": took_s[len(took_s) // 2] * 1e3,
+        "p99_ms": took_s[int(len(took_s) * 0.99)] * 1e3,
+    }
+
+
+async def through_methods(asked: dict[str, Any]) -> dict[str, float]:
+    from controllers.cluster_actor import ClusterController
+    from controllers.records import ReplicaStatus
+    from controllers.settings import ClusterSettings
+
+    controller = ClusterController(ClusterSettings(), log_of(asked), "cluster")
+    await controller.register_replica(ReplicaStatus("a", 10**6, 10**6))
+
+    async def open_session(name: str) -> None:
+        await controller.open_session(name, "", None, None, name)
+
+    async def cpu_s() -> float:
+        return time.process_time()
+
+    return await measure([controller.commit_turn], open_session, cpu_s, asked)
+
+
+async def through_ray(asked: dict[str, Any]) -> dict[str, float]:
+    import ray
+
+    from controllers.cluster_actor import ClusterController
+    from controllers.records import ReplicaStatus
+    from controllers.settings import ClusterSettings
+    from serving.wire.controller_calls import ControllerCalls
+
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    actor = (
+        ray.remote(ClusterController).options(num_cpus=0).remote(ClusterSettings(), log_of(asked), "cluster")
+    )
+    calls = [ControllerCalls(lambda: actor, timeout_s=30.0) for _ in range(REPLICAS)]
+    await calls[0].register_replica(ReplicaStatus("a", 10**6, 10**6))
+
+    async def open_session(name: str) -> None:
+        await calls[0].open_session(name, "", None, None, name)
+
+    async def cpu_s() -> float:
+        return float(await actor.__ray_call__.remote(lambda _: __import__("time").process_time()))
+
+    return await measure([each.commit_turn for each in calls], open_session, cpu_s, asked)
+
+
+def log_of(asked: dict[str, Any]) -> Any:
+    from controllers.settings import RedisLogSettings, SqliteLogSettings
+
+    if asked["log"] == REDIS:
+        return RedisLogSettings(asked["redis"], f"log{os.getpid()}")
+    folder = tempfile.mkdtemp(dir=asked["folder"])
+    return SqliteLogSettings(f"{folder}/sessions.sqlite3", full_sync=asked["log"] == FLUSHED_FILE)
+
+
+@contextmanager
+def redis_server(folder: str) -> Iterator[str | None]:
+    """With what it is told in a file, flushed each second. Its address; None where it is not installed."""
+    program = shutil.which("redis-server")
+    if program is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="kr") as short:  # sockets need a short path
+        options = ["--port", "0", "--unixsocket", f"{short}/s", "--dir", folder, "--appendonly", "yes"]
+        server = subprocess.Popen([program, *options, "--save", ""], stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        next(line for line in server.stdout if "ready to accept connections" in line.lower())
+        try:
+            yield f"unix://{short}/s"
+        finally:
+            server.kill()
+            server.wait()
+
+
+def flush_ms(folder: str) -> float:
+    """Of some kilobytes that were appended to a file, median."""
+    took_s = []
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        for _ in range(FLUSHES):
+            file.write(bytes(4096))
+            file.flush()
+            began_s = time.perf_counter()
+            os.fsync(file.fileno())
+            took_s.append(time.perf_counter() - began_s)
+    return statistics.median(took_s) * 1e3
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    from checkouts import measure_in_turn
+
+    rows = []
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder, redis_server(folder) as redis:
+        flushes = [flush_ms(folder)]
+        for log in (FILE, FLUSHED_FILE, REDIS) if redis else (FILE, FLUSHED_FILE):
+            for streams in STREAMS:
+                asked = {"log": log, "streams": streams, "seconds": args.seconds, "ray": args.ray}
+                asked |= {"folder": folder, "redis": redis}
+                found = measure_in_turn(__file__, asked, args.against, args.rounds)
+                rows += [
+                    {"log": log, "streams": streams, "tree": name} | each for name, each in found.items()
+                ]
+            flushes.append(flush_ms(folder))
+    settings = {"through": "a Ray actor" if args.ray else "the actor's methods", "sessions": SESSIONS}
+    settings |= {"tokens_a_turn": TURN_TOKENS, "answer_bytes": len(ANSWER)}
+    settings |= {"seconds": args.seconds, "rounds": args.rounds}
+    return {"settings": settings, "flush_ms": flushes, "rows": rows}
+
+
+def table_of(found: dict[str, Any]) -> Table:
+    flush = statistics.median(found["flush_ms"])
+    table = Table(title=f"through {found['settings']['through']}; a flush takes {flush:.2f} ms")
+    for name in ("log", "streams", "", "turns/s", "CPU a turn, µs", "p50, ms", "p99, ms"):
+        table.add_column(name)
+    for row in found["rows"]:
+        cells = [row["log"], str(row["streams"]), row["tree"], f"{row['turns_per_s']:,.0f}"]
+        table.add_row(
+            *cells, f"{row['controller_cpu_us']:.0f}", f"{row['p50_ms']:.1f}", f"{row['p99_ms']:.1f}"
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument(
+        "--ray", action="store_true", help="through a real actor, on a Ray cluster of its own"
+    )
+    parser.add_argument("--folder", type=Path, help="of the log: the disk to measure")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.worker is not None:
+        through = through_ray if args.worker["ray"] else through_methods
+        print(json.dumps(asyncio.run(through(args.worker))))
+        return
+    from measure import machine
+
+    found = {"machine": machine()} | measured(args)
+    Console(width=110).print(table_of(found))
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
