@@ -43,5 +43,5 @@ class StoredSession:
 
 
 def _values(record: Any) -> dict[str, Any]:
-    """Of a dataclass, by field. `asdict` copies what is in them, too: that took longer than all else of a commit."""
+    """Of a dataclass, by field. `asdict` copies what is in them, too: that was a third of a commit's time."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
