@@ -15,10 +15,10 @@ import torch
 from cache.token_chain import KVIdentity
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.device import dtype_name, is_gpu, memory_room, peak_bytes, reset_peak, resolve_device
+from engine.kernels.choose import choose_ops
 from engine.memory import check_host, memory_for
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
-from engine.models.ops import choose_ops
 from engine.parallel.ranks import OneRank, RankGroup
 from engine.parallel.shared_logits import SharedLogits
 from engine.runner.device_runner import DeviceRunner

@@ -18,9 +18,9 @@ from engine.api import DeltaSink, FinishReason, GenerateRequest, SamplingParams,
 from engine.build import assemble_engine
 from engine.build_runner import build_runner
 from engine.engine import LocalEngine
+from engine.kernels.choose import choose_ops
 from engine.models.config import read_spec
 from engine.models.loader import LoadedModel, load_model
-from engine.models.ops import choose_ops
 from engine.models.weights import DummyWeights, tensor_shapes
 from engine.settings import (
     CacheSettings,

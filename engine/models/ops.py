@@ -7,10 +7,8 @@ of the MLP, C = D / 2 rotary frequencies, A query, key and value heads.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -75,13 +73,3 @@ class _NormedRotation:
     def __call__(self, x_NHD: Tensor, rotations_N1C: Tensor) -> None:
         x_NHD.copy_(self._norm(x_NHD))
         rotate_(x_NHD, rotations_N1C)
-
-
-def choose_ops(device: torch.device) -> DecoderOps:
-    """Fused kernels on a GPU where Triton is installed, torch's own operators elsewhere."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return TorchOps()
-    # Imports triton, which machines without a GPU need not have.
-    from engine.kernels.decoder_ops import TritonOps
-
-    return TritonOps()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 
 import pytest
 from source_tree import PACKAGES, Source, sources
@@ -63,6 +65,13 @@ def test_ray_only_in_serving_and_the_cluster_actor(source: Source) -> None:
     assert "ray" not in {name.split(".")[0] for name in source.imports()}
 
 
+def test_no_circles() -> None:
+    """No module imports itself by way of others, inside functions either."""
+    modules = {source.name.removesuffix(".py").replace("/", "."): source for source in sources(*PACKAGES)}
+    imported = {name: modules.keys() & set(_modules(source)) - {name} for name, source in modules.items()}
+    TopologicalSorter(imported).prepare()  # raises CycleError, which names them
+
+
 @every_file
 def test_http_only_in_serving(source: Source) -> None:
     if source.package == "serving":
@@ -94,6 +103,14 @@ def test_no_module_state(source: Source) -> None:
         if isinstance(value, ast.List | ast.Dict | ast.Set | ast.Call) and variables:
             allowed = isinstance(value, ast.Call) and _makes_no_state(value)
             assert allowed, f"{source.name}:{node.lineno}: {variables} can be changed by anybody"
+
+
+def _modules(source: Source) -> Iterator[str]:
+    """What may be a module of what is imported: `from a import b` names a, and a.b if that is one."""
+    yield from source.imports()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _makes_no_state(call: ast.Call) -> bool:

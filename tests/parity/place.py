@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from engine.device import resolve_device
+from engine.kernels.choose import choose_ops
 from engine.models.loader import LoadedModel, load_model
-from engine.models.ops import choose_ops
 from engine.runner.protocol import Runner
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import DTypeName, ModelSettings

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.kernels.choose import choose_ops
 from engine.kernels.decoder_ops import TritonOps
 from engine.models.config import RopeSpec
 from engine.models.decoder import Decoder
 from engine.models.layers import RotaryTable
 from engine.models.loader import load_model
-from engine.models.ops import DecoderOps, TorchOps, choose_ops
+from engine.models.ops import DecoderOps, TorchOps
 from engine.settings import ModelSettings
 from tests.parity.streams import CONTEXT, VOCAB, prompts, serve
 
@@ -103,7 +104,7 @@ def test_without_triton_torch_does_it_all() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, engine.models.loader\n"
-        "from engine.models.ops import choose_ops\n"
+        "from engine.kernels.choose import choose_ops\n"
         "print(*(type(choose_ops(torch.device(kind))).__name__ for kind in ('cpu', 'cuda')))"
     )
     done = subprocess.run(

@@ -20,8 +20,8 @@ from engine.attention.table_torch import TorchTables
 from engine.batch import PENDING, BatchItem, SampleSpec, ScheduledBatch, SeenTokens
 from engine.build_runner import StepLimits, careful_runner, device_runner
 from engine.device import device_name, resolve_device
+from engine.kernels.choose import choose_ops
 from engine.models.loader import LoadedModel, load_model
-from engine.models.ops import choose_ops
 from engine.parallel.ranks import OneRank
 from engine.runner import device_runner as device_runner_module
 from engine.runner.device_runner import DeviceRunner
