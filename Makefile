@@ -62,6 +62,9 @@ format: install-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# What the project's own C files are: setup.py compiles them where there is a compiler.
+KERNELS := $(wildcard engine/cpu/source/*.[ch])
+
 install: $(STAMPS)/run
 install-dev: $(STAMPS)/dev
 
@@ -71,11 +74,12 @@ $(STAMPS)/venv:
 	mkdir -p $(STAMPS)
 	touch $@
 
-$(STAMPS)/run: requirements.lock requirements-cuda.lock pyproject.toml $(STAMPS)/venv
+$(STAMPS)/run: requirements.lock requirements-cuda.lock pyproject.toml setup.py $(KERNELS) $(STAMPS)/venv
 	if $(CPU_TORCH) --dry-run >/dev/null 2>&1; then $(CPU_TORCH); fi
 	$(LOCKED) -r requirements.lock
 	$(BIN)/python -c $(IS_CPU_TORCH) || $(LOCKED) -r requirements-cuda.lock
 	$(PIP) install --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m engine.cpu
 	$(PIP) check
 	touch $@
 

@@ -8,7 +8,7 @@ from typing import Literal
 LoadFormat = Literal["auto", "dummy"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-AttentionName = Literal["auto", "triton", "flash", "torch"]
+AttentionName = Literal["auto", "triton", "flash", "torch", "cpu"]
 LinearName = Literal["auto", "torch"]
 KVDType = Literal["auto", "fp8"]
 BooksCheck = Literal["off", "balance", "strict"]
@@ -99,7 +99,8 @@ class SchedulerSettings:
 class ExecutionSettings:
     """How steps run.
 
-    `attention` auto is the first that this machine can run of triton and flash on a GPU, torch on a CPU. `graphs`: on a
+    `attention` auto is the first that this machine can run of triton and flash on a GPU; on a CPU the
+    compiled kernels (cpu), and torch where there are none. `graphs`: on a
     GPU, steps of up to `max_graph_tokens` tokens are replayed as CUDA graphs. `overlap`: on a GPU, the next step is
     planned and launched while this one runs. `decode_steps` is how many steps are run in one go when nothing waits.
     `tensor_parallel` processes hold one model between them. `linear`: who multiplies by the weights; auto is on a GPU

@@ -8,15 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import AttentionBackend, AttentionUnavailable, TableAttention
 from engine.attention.table_torch import TorchTables
 from engine.attention.tables import ItemAttention
 from engine.attention.torch_backend import TorchAttention
+from engine.cpu.library import NoKernels, find_kernels
 from engine.runner.kv_pool import KVPool
 from engine.settings import AttentionName
 
 GPU_ORDER = ("triton", "flash", "torch")
 """What auto tries on a GPU, the first first."""
+
+CPU_ORDER = ("cpu", "torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +52,7 @@ def choose_attention(
     place = _Place(pool, device, sinks)
     if name != "auto":
         return _choice(name, "it was asked for", place)
-    order = GPU_ORDER if device.type == "cuda" else ("torch",)
+    order = GPU_ORDER if device.type == "cuda" else CPU_ORDER
     passed_over: list[str] = []
     for candidate in order:
         reason = "; ".join(["the first that can run here", *passed_over])
@@ -60,10 +64,21 @@ def choose_attention(
 
 
 def _choice(name: str, reason: str, place: _Place) -> AttentionChoice:
+    if name == "cpu":
+        return AttentionChoice(name, reason, _cpu(place), TorchTables(place.pool))
     tables = _MAKERS[name](place)
     if name == "torch":
         return AttentionChoice(name, reason, TorchAttention(place.pool), tables)
     return AttentionChoice(name, reason, ItemAttention(tables, place.device), tables)
+
+
+def _cpu(place: _Place) -> CpuAttention:
+    if place.device.type != "cpu":
+        raise AttentionUnavailable("cpu", "the model is on a GPU")
+    kernels = find_kernels()
+    if isinstance(kernels, NoKernels):
+        raise AttentionUnavailable("cpu", kernels.reason)
+    return CpuAttention(place.pool, kernels)
 
 
 def _torch(place: _Place) -> TableAttention:

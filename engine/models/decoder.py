@@ -1,10 +1,12 @@
 """The one decoder behind every native family.
 
 Legend: N tokens, E hidden size, H query heads, K key/value heads, D head size, F inner size of the MLP,
-V vocabulary, v = V / ranks rounded up, R rows of which logits are wanted, C rotary frequencies.
+V vocabulary, v = V / ranks rounded up, R rows of which logits are wanted, C rotary frequencies, A query and key heads.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,11 +15,25 @@ from torch.nn import functional as F
 from engine.attention.interface import AttentionStep, LayerTraits, OpenStep
 from engine.models.config import ModelSpec
 from engine.models.layers import RotaryTable, interleave_rotary
-from engine.models.linear import Linear, LinearFactory
+from engine.models.linear import GatedLinears, Linear, LinearFactory
 from engine.models.ops import DecoderOps, WritingRotation
 from engine.models.shares import vocabulary_share
 from engine.models.weights import WeightSource
 from engine.parallel.ranks import RankGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """One layer's norms, and its products. `gated` is silu(gate) * up of the MLP, `head_norm_AD` of query and key
+    heads."""
+
+    attention_norm_E: Tensor
+    mlp_norm_E: Tensor
+    head_norm_AD: Tensor | None
+    qkv: Linear
+    out: Linear
+    gated: Linear
+    down: Linear
 
 
 class DecoderLayer:
@@ -27,23 +43,19 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, spec: ModelSpec, index: int, weights: LayerWeights, ops: DecoderOps, ranks: RankGroup
+        self, spec: ModelSpec, index: int, parts: LayerParts, ops: DecoderOps, ranks: RankGroup
     ) -> None:
         self._index = index
-        self._silu_mul = ops.silu_mul
         self._ranks = ranks
         self._num_heads = spec.num_heads
         self._num_kv_heads = spec.num_kv_heads
         self._head_dim = spec.head_dim
         self._traits = LayerTraits(spec.head_dim**-0.5, spec.windows[index])
-        self._attention_norm = ops.norm(weights.vector("input_layernorm.weight"), spec.rms_norm_eps)
-        self._mlp_norm = ops.norm(weights.vector("post_attention_layernorm.weight"), spec.rms_norm_eps)
-        self._rotate_ = ops.rotation(weights.qk_norm() if spec.qk_norm else None, spec.rms_norm_eps)
+        self._attention_norm = ops.norm(parts.attention_norm_E, spec.rms_norm_eps)
+        self._mlp_norm = ops.norm(parts.mlp_norm_E, spec.rms_norm_eps)
+        self._rotate_ = ops.rotation(parts.head_norm_AD, spec.rms_norm_eps)
         self._writing_rotation = self._rotate_ if isinstance(self._rotate_, WritingRotation) else None
-        self._qkv = weights.qkv()
-        self._out = weights.linear("self_attn.o_proj", spec.out_bias)
-        self._gate_up = weights.gate_up()
-        self._down = weights.linear("mlp.down_proj", spec.mlp_bias)
+        self._qkv, self._out, self._gated, self._down = parts.qkv, parts.out, parts.gated, parts.down
 
     def __call__(
         self, x_NE: Tensor, delta_NE: Tensor | None, rotations_N1C: Tensor, attend: AttentionStep
@@ -54,8 +66,7 @@ class DecoderLayer:
         qkv = self._qkv(norm(x_NE) if delta_NE is None else norm.add_(x_NE, delta_NE))
         delta_NE = self._out(self._attend(qkv, rotations_N1C, attend))
         self._ranks.sum_(delta_NE)
-        gate_up_N2F = self._gate_up(self._mlp_norm.add_(x_NE, delta_NE))
-        delta_NE = self._down(self._silu_mul(gate_up_N2F))
+        delta_NE = self._down(self._gated(self._mlp_norm.add_(x_NE, delta_NE)))
         self._ranks.sum_(delta_NE)
         return delta_NE
 
@@ -75,7 +86,8 @@ class DecoderLayer:
 class Decoder:
     """A CausalModel. Of several ranks each has the whole embedding and its share of the head's rows.
 
-    `spec` is of this rank's share (ModelSpec.shard), and so are the tensors of `source`.
+    `spec` is of this rank's share (ModelSpec.shard), and so are the tensors of `source`. What it is made of is there
+    for those who run it in another way: `parts` by layer, `final_norm_E`, `head` and `rotary`.
     """
 
     def __init__(
@@ -91,33 +103,47 @@ class Decoder:
         self._activations = activations
         self._ranks = ranks
         self._embedding_VE = source.take("model.embed_tokens.weight").to(device)
-        self._layers = [
-            DecoderLayer(
-                spec, index, LayerWeights(spec, index, source, make_linear, device, activations), ops, ranks
-            )
+        self.spec = spec
+        self.parts = [
+            LayerWeights(spec, index, source, make_linear, device, activations).parts(ops)
             for index in range(spec.num_layers)
         ]
-        norm_E = source.take("model.norm.weight").to(device, activations)
-        self._norm = ops.norm(norm_E, spec.rms_norm_eps)
+        self._layers = [
+            DecoderLayer(spec, index, parts, ops, ranks) for index, parts in enumerate(self.parts)
+        ]
+        self.final_norm_E = source.take("model.norm.weight").to(device, activations)
+        self._norm = ops.norm(self.final_norm_E, spec.rms_norm_eps)
         self._vocab_size = spec.vocab_size
         head_vE = (
             vocabulary_share(self._embedding_VE, ranks.rank, ranks.size)
             if spec.tied_embeddings
             else source.take("lm_head.weight").to(device)
         )
-        self._head = make_linear(head_vE, None)
-        self._rotary = RotaryTable(spec.rope, spec.head_dim, spec.max_context_len, device)
+        self.head = make_linear(head_vE, None)
+        self.rotary = RotaryTable(spec.rope, spec.head_dim, spec.max_context_len, device)
+
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        return F.embedding(tokens_N, self._embedding_VE).to(self._activations)
 
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep) -> Tensor:
-        x_NE = F.embedding(tokens_N, self._embedding_VE).to(self._activations)
-        rotations_N1C = self._rotary.rotations(positions_N)
+        x_NE = self.embed(tokens_N)
+        rotations_N1C = self.rotary.rotations(positions_N)
         delta_NE = None
         for layer in self._layers:
             delta_NE = layer(x_NE, delta_NE, rotations_N1C, attend)
         return x_NE if delta_NE is None else x_NE.add_(delta_NE)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._ranks.join(self._head(self._norm(hidden_RE)))[:, : self._vocab_size].float()
+        return self._ranks.join(self.head(self._norm(hidden_RE)))[:, : self._vocab_size].float()
+
+
+class _Gated:
+    def __init__(self, gate_up: Linear, ops: DecoderOps) -> None:
+        self._gate_up = gate_up
+        self._silu_mul = ops.silu_mul
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return self._silu_mul(self._gate_up(x_NE))
 
 
 class LayerWeights:
@@ -143,6 +169,18 @@ class LayerWeights:
         """A norm's weights, in the dtype of activations."""
         return self._source.take(self._prefix + name).to(self._device, self._activations)
 
+    def parts(self, ops: DecoderOps) -> LayerParts:
+        spec = self._spec
+        return LayerParts(
+            attention_norm_E=self.vector("input_layernorm.weight"),
+            mlp_norm_E=self.vector("post_attention_layernorm.weight"),
+            head_norm_AD=self.qk_norm() if spec.qk_norm else None,
+            qkv=self.qkv(),
+            out=self.linear("self_attn.o_proj", spec.out_bias),
+            gated=self.gated(ops),
+            down=self.linear("mlp.down_proj", spec.mlp_bias),
+        )
+
     def linear(self, name: str, has_bias: bool) -> Linear:
         return self._fused([name], has_bias, frozenset())
 
@@ -151,8 +189,12 @@ class LayerWeights:
         names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
         return self._fused(names, self._spec.qkv_bias, frozenset(names[:2]))
 
-    def gate_up(self) -> Linear:
-        return self._fused(["mlp.gate_proj", "mlp.up_proj"], self._spec.mlp_bias, frozenset())
+    def gated(self, ops: DecoderOps) -> Linear:
+        names, has_bias, none = ["mlp.gate_proj", "mlp.up_proj"], self._spec.mlp_bias, frozenset[str]()
+        if not isinstance(self._make_linear, GatedLinears):
+            return _Gated(self._fused(names, has_bias, none), ops)
+        bias_O = self._stack(names, "bias", none) if has_bias else None
+        return self._make_linear.gated(self._stack(names, "weight", none), bias_O)
 
     def qk_norm(self) -> Tensor:
         """Per-head norm weights [H + K, D] of queries and keys."""

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from engine.cpu.library import NoKernels, Workers, find_kernels
+from engine.cpu.matrix import PackedLinears
 from engine.device import is_gpu, seconds_of_each
 from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, linear_factory
 from engine.settings import LinearName
@@ -37,12 +39,13 @@ Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 """Seconds of each call, while the weights are in no cache."""
 
 
+@runtime_checkable
 class Linears(Protocol):
     """Makes a model's products, and says what it made."""
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, /) -> Linear: ...
 
-    def describe(self) -> dict[str, str]:
+    def describe(self) -> Mapping[str, str]:
         """To be asked once all are made."""
 
 
@@ -56,7 +59,7 @@ class FixedLinears:
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return self._make(weight_OI, bias_O)
 
-    def describe(self) -> dict[str, str]:
+    def describe(self) -> Mapping[str, str]:
         return self._about
 
 
@@ -153,7 +156,7 @@ def choose_linears(
     if name == "torch":
         return FixedLinears(own, _torch("it was asked for"))
     if not is_gpu(device):
-        return FixedLinears(linear_factory(device, weights, activations), {})
+        return _on_cpu(device, weights, activations)
     if weights != activations or weights not in (torch.bfloat16, torch.float16):
         return FixedLinears(own, _torch(f"there is no other for weights in {weights}"))
     try:
@@ -164,6 +167,19 @@ def choose_linears(
     for tiles in TILES:
         ways[f"few{tiles.block_o}"] = partial(FewRowsLinear, tiles=tiles)
     return MeasuredLinears(ways, partial(seconds_of_each, device))
+
+
+def _on_cpu(device: torch.device, weights: torch.dtype, activations: torch.dtype) -> Linears:
+    """The compiled kernels where the project was installed with a compiler, else what torch brings."""
+    kernels = find_kernels()
+    if isinstance(kernels, NoKernels):
+        return FixedLinears(linear_factory(device, weights, activations), _torch(kernels.reason))
+    if activations != torch.float32:
+        return FixedLinears(
+            linear_factory(device, weights, activations), _torch(f"activations in {activations}")
+        )
+    workers = Workers(kernels, torch.get_num_threads())
+    return PackedLinears(workers, rounds=weights == torch.bfloat16)
 
 
 def _torch(reason: str) -> dict[str, str]:

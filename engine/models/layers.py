@@ -54,11 +54,11 @@ class RotaryTable:
     def __init__(self, spec: RopeSpec, head_dim: int, context_len: int, device: torch.device) -> None:
         positions_P = torch.arange(context_len, device=device).float()
         angles_PC = torch.outer(positions_P, rotary_frequencies(spec, head_dim).to(device))
-        self._rotations_P1C = torch.polar(torch.ones_like(angles_PC), angles_PC)[:, None].contiguous()
+        self.rotations_P1C = torch.polar(torch.ones_like(angles_PC), angles_PC)[:, None].contiguous()
 
     def rotations(self, positions_N: Tensor) -> Tensor:
         """Unit complex numbers [N, 1, C]; the middle dimension is for heads."""
-        return self._rotations_P1C.index_select(0, positions_N)
+        return self.rotations_P1C.index_select(0, positions_N)
 
 
 def rotate_(x_NHD: Tensor, rotations_N1C: Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,11 +41,21 @@ TYPICAL_ROWS = 8
 class Linear(Protocol):
     """y_NO = x_NI @ weight_OI.T + bias_O, in the dtype of x."""
 
-    def __call__(self, x_NI: Tensor) -> Tensor: ...
+    def __call__(self, x_NI: Tensor, /) -> Tensor: ...
 
 
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """Takes weight_OI and bias_O, which it may keep."""
+
+
+@runtime_checkable
+class GatedLinears(Protocol):
+    """A LinearFactory that can do more than that with the two matrices of a gated MLP."""
+
+    def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, /) -> Linear: ...
+
+    def gated(self, gate_up_OI: Tensor, bias_O: Tensor | None, /) -> Linear:
+        """silu(gate) * up, O / 2 features wide; the gate is the first half of the outputs."""
 
 
 class PlainLinear:

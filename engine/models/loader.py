@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.cpu.steps import in_whole_steps
 from engine.device import activation_dtype, resolve_device, resolve_dtype, use_cpu_threads
 from engine.models.config import ModelSpec, parse_spec, read_config, read_json
 from engine.models.decoder import Decoder
@@ -76,8 +77,10 @@ def load_model(
                 f"tensor_parallel {ranks.size}: only native families are shared out to ranks ({refusal})"
             ) from refusal
         return _load_bridged(directory, config, settings, device, refusal)
-    given = None if make_linear is None else FixedLinears(make_linear, {})
-    return _load_native(directory, spec, settings, device, given or linear, ops or TorchOps(), ranks)
+    linears: Linears | LinearName = linear
+    if make_linear is not None:
+        linears = make_linear if isinstance(make_linear, Linears) else FixedLinears(make_linear, {})
+    return _load_native(directory, spec, settings, device, linears, ops or TorchOps(), ranks)
 
 
 def _load_native(
@@ -101,8 +104,9 @@ def _load_native(
         else:
             with closing(CheckpointWeights(directory, whole, weights_dtype, device, shares)) as source:
                 model = Decoder(spec, source, linears, device, dtype, ops, ranks)
+        runs = model if ranks.size > 1 else in_whole_steps(model, linears)
     return LoadedModel(
-        model=model,
+        model=runs,
         layout=spec.kv_layout,
         vocab_size=spec.vocab_size,
         directory=directory,

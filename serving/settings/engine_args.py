@@ -209,12 +209,14 @@ class ExecutionArgs(StrictModel):
         in_float32 = model is not None and model.dtype == "float32"
         reasons = []
         if cache is not None and cache.kv_dtype == "fp8":
-            if self.attention in ("flash", "torch"):
+            if self.attention in ("flash", "torch", "cpu"):
                 reasons.append(
                     f"attention {self.attention!r} has no fp8: cache.kv_dtype 'fp8' needs 'triton'"
                 )
             elif on_cpu and self.attention == "auto":
                 reasons.append("cache.kv_dtype 'fp8' needs a GPU, model.device is 'cpu'")
+        if self.attention == "cpu" and model is not None and model.device == "cuda":
+            reasons.append("attention 'cpu' is for processors, model.device is 'cuda'")
         if self.attention == "flash":
             if on_cpu:
                 reasons.append("attention 'flash' needs a GPU, model.device is 'cpu'")

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from engine.batch import BatchItem, ScheduledBatch
-from engine.models.decoder import Decoder
 from tests.parity.streams import CONTEXT, VOCAB, Peer, plain_runner, poisoned_pool, prompts, serve
 
 EMBEDDED = Path(__file__).parents[2] / "assets" / "models" / "kedge-chat"
@@ -99,7 +98,7 @@ def embedded() -> Peer:
 def test_greedy_tokens_equal(peer: Peer, page_size: int, scattered: bool) -> None:
     texts = prompts()
     loaded = peer.load()
-    assert isinstance(loaded.model, Decoder)
+    assert loaded.native
     for stream, text in zip(serve(loaded, texts, page_size, scattered, chunk=13), texts, strict=True):
         assert stream.produced == peer.generate(text)
 

@@ -27,6 +27,7 @@ from engine.build_runner import (
     make_rank,
     steps_beyond_graphs,
 )
+from engine.cpu.library import Kernels, find_kernels
 from engine.memory import MemoryShort
 from engine.models.loader import LoadedModel, load_model
 from engine.models.ops import TorchOps
@@ -68,7 +69,7 @@ def test_a_cpu_gets_the_plain_runner_and_a_pool_of_fixed_size(loaded: LoadedMode
     assert isinstance(runner, TorchRunner)
     assert not runner.facts.runs_ahead
     assert runner.facts.num_pages == 256 * 2**20 // PAGE_BYTES
-    assert runner.describe()["attention"] == "torch"
+    assert runner.describe()["attention"] == ("cpu" if isinstance(find_kernels(), Kernels) else "torch")
     runner.close()
 
 

@@ -9,15 +9,18 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.attention import flash_backend
+from engine.attention import choose, flash_backend
 from engine.attention.choose import choose_attention
+from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_backend import FlashFunction
 from engine.attention.interface import AttentionUnavailable
 from engine.attention.table_torch import TorchTables
 from engine.attention.tables import ItemAttention
 from engine.attention.torch_backend import TorchAttention
+from engine.cpu.library import NoKernels
 from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings, KVDType
+from tests.unit.engine.cpu.builds import every_build, kernels_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -56,7 +59,24 @@ def without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, source, None)
 
 
-def test_a_cpu_has_torch() -> None:
+@every_build
+def test_a_cpu_has_the_compiled_kernels(variant: str) -> None:
+    kernels_of(variant)
+    for name in ("auto", "cpu"):
+        choice = choose_attention(name, pool(torch.float32), CPU)  # type: ignore[arg-type]
+        assert choice.name == "cpu"
+        assert isinstance(choice.items, CpuAttention)
+    with pytest.raises(AttentionUnavailable, match="on a GPU"):
+        choose_attention("cpu", pool(torch.float32), GPU)
+    other = choose_attention("auto", pool(torch.bfloat16), CPU)
+    assert (other.name, "not cpu: " in other.reason) == ("torch", True)
+
+
+def test_without_them_it_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "find_kernels", lambda: NoKernels("there was no compiler"))
+    assert choose_attention("auto", pool(torch.float32), CPU).reason.endswith(
+        "not cpu: there was no compiler"
+    )
     for name in ("auto", "torch"):
         choice = choose_attention(name, pool(torch.float32), CPU)  # type: ignore[arg-type]
         assert choice.name == choice.tables.name == "torch"

@@ -17,7 +17,6 @@ from engine.attention.interface import AttentionItem
 from engine.attention.torch_backend import TorchAttention
 from engine.models.bridge import BridgedModel, PagedAttention
 from engine.models.bridge_probe import CAUSAL, STRANGE, context_limit, mask_verdict
-from engine.models.decoder import Decoder
 from engine.models.errors import BadCheckpoint, UnsupportedModel
 from engine.models.loader import LoadedModel, load_model
 from engine.runner.kv_pool import KVLayout, make_kv_pool
@@ -106,7 +105,7 @@ def test_a_model_unknown_to_transformers(tmp_path: Path) -> None:
 
 def test_native_families_stay_native(tmp_path: Path) -> None:
     native = load(transformers.LlamaConfig(**SMALL), tmp_path)
-    assert isinstance(native.model, Decoder)
+    assert native.native
     partial = transformers.LlamaConfig(**SMALL, rope_parameters={"rope_type": "yarn", "factor": 2.0})
     assert isinstance(load(partial, tmp_path).model, BridgedModel), (
         "what no native family has goes over the bridge"

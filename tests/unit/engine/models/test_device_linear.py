@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.cpu.library import Kernels, NoKernels, find_kernels
+from engine.cpu.matrix import PackedMatrix
+from engine.models import device_linear
 from engine.models.device_linear import ROWS, FixedLinears, MeasuredLinears, choose_linears
 from engine.models.linear import CastingLinear, Linear, LinearFactory, PlainLinear, SplitLinear
 from engine.models.loader import load_model
 from engine.settings import ModelSettings
+from tests.unit.engine.cpu.builds import every_build, kernels_of
 from tests.unit.engine.tiny_llama import TINY_LLAMA
 
 ROOT = Path(__file__).parents[4]
@@ -154,17 +158,28 @@ def test_what_each_device_gets() -> None:
     assert isinstance(choose_linears("torch", CPU, half, wide)(weight_OI.to(half), None), CastingLinear)
 
 
-def test_a_cpu_has_its_own_and_says_nothing() -> None:
+@every_build
+def test_a_cpu_has_the_compiled_kernels(variant: str) -> None:
+    kernels_of(variant)
+    linears = choose_linears("auto", CPU, torch.float32, torch.float32)
+    assert isinstance(linears(torch.rand(4, 6), None), PackedMatrix)
+    assert linears.describe()["linear"] == "cpu"
+    wide = choose_linears("auto", CPU, torch.bfloat16, torch.bfloat16)
+    assert "bfloat16" in wide.describe()["linear_reason"]
+
+
+def test_without_them_it_has_what_torch_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_linear, "find_kernels", lambda: NoKernels("there was no compiler"))
     linears = choose_linears("auto", CPU, torch.float32, torch.float32)
     assert isinstance(linears(torch.rand(4, 6), None), SplitLinear)
-    assert linears.describe() == {}
+    assert linears.describe() == {"linear": "torch", "linear_reason": "there was no compiler"}
 
 
 def test_what_was_chosen_is_told_with_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     settings = ModelSettings(str(tmp_path), load_format="dummy", device="cpu")
     assert load_model(settings, linear="torch").about["linear"] == "torch"
-    assert load_model(settings).about == {}
+    assert load_model(settings).about["linear"] == ("cpu" if isinstance(find_kernels(), Kernels) else "torch")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -230,6 +230,7 @@ def test_draft_needs_a_model(speculation: dict[str, object]) -> None:
             "cache.kv_dtype 'fp8' needs 'triton'",
         ),
         ({"cache": {"kv_dtype": "fp8"}, "model": {**MODEL, "device": "cpu"}}, "'fp8' needs a GPU"),
+        ({"execution": {"attention": "cpu"}, "model": {**MODEL, "device": "cuda"}}, "is for processors"),
         ({"model": {**MODEL, "device": "cpu"}, "execution": {"attention": "flash"}}, "model.device is 'cpu'"),
         (
             {"model": {**MODEL, "dtype": "float32"}, "execution": {"attention": "flash"}},

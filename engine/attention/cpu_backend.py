@@ -1,0 +1,113 @@
+"""Attention with the compiled kernels for processors: all items at once, keys and values read in place page by page.
+
+Legend: P pools, N tokens of the step, B items, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, addressof, byref, c_void_p
+
+import torch
+from torch import Tensor
+
+from engine.attention.interface import AttentionItem, AttentionStep, AttentionUnavailable, LayerTraits
+from engine.attention.torch_backend import TorchAttention
+from engine.cpu.library import LARGEST_HEAD, HeadsC, ItemC, ItemsC, Kernels, LayerKVC, Workers
+from engine.runner.kv_pool import KVPool, PagedKV
+
+
+class CpuAttention:
+    """An AttentionBackend. Raises AttentionUnavailable for pools that the kernels do not read.
+
+    Layers with soft caps or sinks are computed by torch's operators.
+    """
+
+    name = "cpu"
+
+    def __init__(self, pool: KVPool, kernels: Kernels) -> None:
+        dtype, head_dim = pool.full.kv_L2KSD.dtype, pool.full.kv_L2KSD.shape[-1]
+        if dtype != torch.float32 or head_dim > LARGEST_HEAD:
+            raise AttentionUnavailable(self.name, f"no kernels for heads of {head_dim} in {dtype}")
+        self._pool = pool
+        self._kernels = kernels
+        self._workers: Workers | None = None
+        self._fallback = TorchAttention(pool)
+        self._handle = kernels.c.kedge_attention_new()
+        self._free = kernels.c.kedge_attention_free
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._free(self._handle)
+
+    def begin(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> CpuAttentionStep:
+        return CpuAttentionStep(self, items, slots_PN)
+
+    def layers(self, windows: Sequence[int | None]) -> Array[LayerKVC]:
+        """Where each layer's keys and values lie."""
+        places = self._pool.places
+        layers = (LayerKVC * len(places))()
+        for index, ((paged, place), window) in enumerate(zip(places, windows, strict=True)):
+            layers[index] = self._layer(paged, place, window)
+        return layers
+
+    def attend(self, step: ItemsC, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        rows, heads, dim = q_NHD.shape
+        q_NHD = q_NHD.mul(traits.scale).contiguous()
+        kv_N2KD = kv_N2KD.contiguous()
+        out_NA = torch.empty(rows, heads * dim)
+        layer_kv = self._layer(*self._pool.places[layer], traits.window)
+        if self._workers is None:  # models that run in whole steps have threads of their own
+            self._workers = Workers(self._kernels, torch.get_num_threads())
+        done = self._kernels.c.kedge_attention_layer(
+            self._handle, self._workers.team, byref(step), byref(HeadsC(heads, kv_N2KD.shape[2], dim)), byref(layer_kv),
+            q_NHD.data_ptr(), kv_N2KD.data_ptr(), out_NA.data_ptr(),
+        )  # fmt: skip
+        if not done:
+            raise MemoryError(f"attention over {rows} rows")
+        return out_NA
+
+    def fall_back(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> AttentionStep:
+        return self._fallback.begin(items, slots_PN)
+
+    @property
+    def page_size(self) -> int:
+        return self._pool.page_size
+
+    def _layer(self, paged: PagedKV, place: int, window: int | None) -> LayerKVC:
+        keys_KSD, values_KSD = paged.kv_L2KSD[place].unbind(0)
+        in_window_pool = paged is self._pool.window
+        return LayerKVC(
+            keys_KSD.data_ptr(), values_KSD.data_ptr(), keys_KSD.stride(0), in_window_pool, window or 0
+        )
+
+
+class CpuAttentionStep:
+    """An AttentionStep. `items_c` is the same for kernels that run all layers in one go."""
+
+    def __init__(
+        self, backend: CpuAttention, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]
+    ) -> None:
+        self.backend = backend
+        self._items = items
+        self._slots_PN = slots_PN
+        self._fallback: AttentionStep | None = None
+        self._array = (ItemC * len(items))()
+        row = 0
+        for index, item in enumerate(items):
+            window_pages = None if item.window_pages is None else _address(item.window_pages)
+            self._array[index] = ItemC(_address(item.pages), window_pages, row, item.query_len, item.kv_len)
+            row += item.query_len
+        self.items_c = ItemsC(c_void_p(addressof(self._array)), len(items), row, backend.page_size)
+
+    def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
+        if traits.plain_scores:
+            return self.backend.attend(self.items_c, layer, q_NHD, kv_N2KD, traits)
+        if self._fallback is None:
+            self._fallback = self.backend.fall_back(self._items, self._slots_PN)
+        return self._fallback(layer, q_NHD, kv_N2KD, traits)
+
+
+def _address(pages: object) -> int:
+    """Of an int32 array that the item keeps."""
+    return int(pages.__array_interface__["data"][0])  # type: ignore[attr-defined]

@@ -1,0 +1,206 @@
+"""The compiled kernels for processors: found, checked and declared.
+
+They are built from engine/cpu/source/ when the project is installed (setup.py), once for each kind of processor of this
+architecture. Where no compiler was found there are none, and torch's operators do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Sequence
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+VARIANTS = ("avx512bf16", "avx512", "avx2", "neon")
+"""The best first. Names of setup.py."""
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+"""Formats of weights, as in product.h."""
+
+LARGEST_HEAD = 512
+MOST_WINDOWS = 8
+
+
+class MatrixC(Structure):
+    """Matrix of product.h."""
+
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("format", c_int32),
+        ("outputs", c_int32),
+        ("inputs", c_int32),
+        ("paired", c_int32),
+        ("rounds", c_int32),
+    )
+
+
+class ItemC(Structure):
+    """Item of attention.h."""
+
+    _fields_ = (
+        ("pages", c_void_p),
+        ("window_pages", c_void_p),
+        ("row", c_int32),
+        ("queries", c_int32),
+        ("length", c_int32),
+    )
+
+
+class ItemsC(Structure):
+    """Items of attention.h."""
+
+    _fields_ = (("items", c_void_p), ("count", c_int32), ("rows", c_int32), ("page_size", c_int32))
+
+
+class LayerKVC(Structure):
+    """LayerKV of attention.h."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("head_stride", c_int64),
+        ("in_window_pool", c_int32),
+        ("window", c_int32),
+    )
+
+
+class HeadsC(Structure):
+    """Heads of attention.h."""
+
+    _fields_ = (("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32))
+
+
+class LayerC(Structure):
+    """Layer of decoder.c."""
+
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("head_norm", c_void_p),
+        ("qkv", c_void_p),
+        ("out", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+    )
+
+
+class ModelC(Structure):
+    """Model of decoder.c."""
+
+    _fields_ = (
+        ("layers", c_void_p),
+        ("rotations", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", c_void_p),
+        ("heads", HeadsC),
+        ("num_layers", c_int32),
+        ("hidden", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
+MATRIX = POINTER(MatrixC)
+
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "kedge_team_new": (c_void_p, (c_int,)),
+    "kedge_team_free": (None, (c_void_p,)),
+    "kedge_packed_bytes": (c_size_t, (MATRIX,)),
+    "kedge_pack": (None, (MATRIX, c_void_p, c_void_p)),
+    "kedge_pack_bias": (None, (MATRIX, c_void_p, c_void_p)),
+    "kedge_product_width": (c_int, (MATRIX,)),
+    "kedge_product_scratch": (c_size_t, (MATRIX, c_int)),
+    "kedge_product": (
+        None,
+        (c_void_p, MATRIX, c_int, c_void_p, c_int, c_void_p, c_int, c_int, c_void_p),
+    ),
+    "kedge_attention_new": (c_void_p, ()),
+    "kedge_attention_free": (None, (c_void_p,)),
+    "kedge_attention_layer": (c_int, (c_void_p,) * 8),
+    "kedge_decoder_new": (c_void_p, (c_void_p,)),
+    "kedge_decoder_free": (None, (c_void_p,)),
+    "kedge_decoder_step": (c_int, (c_void_p,) * 6),
+    "kedge_decoder_head": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernels:
+    """One build, for a processor that this machine has. Calls of `c` let other Python threads run meanwhile."""
+
+    variant: str
+    c: ctypes.CDLL
+
+
+@dataclass(frozen=True, slots=True)
+class NoKernels:
+    """`reason` is for people."""
+
+    reason: str
+
+
+def find_kernels(folder: Path = FOLDER, variants: Sequence[str] = VARIANTS) -> Kernels | NoKernels:
+    """The first of the builds in the folder that runs here."""
+    reasons = []
+    for variant in variants:
+        path = folder / f"_{variant}{EXTENSION_SUFFIXES[0]}"
+        if not path.is_file():
+            continue
+        try:
+            c = ctypes.CDLL(str(path))
+            found = _sources_of(c)
+            if not c.kedge_runs_here():
+                continue
+        except (OSError, AttributeError) as error:
+            reasons.append(f"{path.name}: {error}")
+            continue
+        if found != (expected := sources_digest(folder / "source")) and expected is not None:
+            reasons.append(f"{path.name} was built from other sources: install the project again")
+            continue
+        _declare(c)
+        return Kernels(variant, c)
+    return NoKernels("; ".join(reasons) or "no compiled kernels for this processor: see docs/operations.md")
+
+
+def sources_digest(folder: Path) -> str | None:
+    """Of the C files; None where they did not come along."""
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".c", ".h"))
+    return digest_of(files) if files else None
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def _sources_of(c: ctypes.CDLL) -> str:
+    c.kedge_sources.restype = c_char_p
+    found: bytes = c.kedge_sources()
+    return found.decode()
+
+
+def _declare(c: ctypes.CDLL) -> None:
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(c, name)
+        function.restype = result
+        function.argtypes = arguments
+
+
+class Workers:
+    """The threads that work through a step: the caller's, and `threads` - 1 that sleep between steps."""
+
+    def __init__(self, kernels: Kernels, threads: int) -> None:
+        self.kernels = kernels
+        self.threads = threads
+        self.team = kernels.c.kedge_team_new(threads)
+        if not self.team:
+            raise MemoryError(f"no {threads} threads are to be had (model.num_threads)")
+        self._free = kernels.c.kedge_team_free
+
+    def __del__(self) -> None:
+        if getattr(self, "team", None):
+            self._free(self.team)

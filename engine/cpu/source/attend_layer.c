@@ -1,0 +1,63 @@
+/* Attention of one layer by itself, for models whose layers run one by one. */
+
+#include "vectors.h"
+
+#include "attention.h"
+
+#include <stdlib.h>
+
+#define API __attribute__((visibility("default")))
+
+typedef struct {
+    Tiling tiling;
+    float *partials;
+    int64_t room;
+} LayerAttention;
+
+typedef struct {
+    const LayerAttention *attention;
+    const Items *items;
+    Heads heads;
+    const LayerKV *layer;
+    const float *q, *kv;
+    float *out;
+} Job;
+
+API LayerAttention *kedge_attention_new(void) { return calloc(1, sizeof(LayerAttention)); }
+
+API void kedge_attention_free(LayerAttention *attention) {
+    tiling_free(&attention->tiling);
+    free(attention->partials);
+    free(attention);
+}
+
+static void work(void *argument, Team *team, int thread) {
+    const Job *job = argument;
+    size_t kv_floats = (size_t)(job->heads.kv_heads * job->heads.head_dim);
+    size_t q_floats = (size_t)(job->heads.heads * job->heads.head_dim);
+    int first, end;
+    team_share(team, thread, job->items->rows, &first, &end);
+    write_kv(job->items, job->heads, job->layer, job->kv, job->kv + kv_floats, 2 * kv_floats, first, end);
+    team_meet(team);
+    attend(&job->attention->tiling, job->items, job->heads, job->layer, job->q, q_floats, job->out, q_floats,
+           job->attention->partials, team);
+}
+
+/* Writes `kv` [rows][2][kv_heads][head_dim] to the pool and attends with `q` [rows][heads][head_dim], already scaled;
+   `out` is like q. Returns 0 if there was no memory for it. */
+API int kedge_attention_layer(LayerAttention *attention, Team *team, const Items *items, const Heads *heads,
+                              const LayerKV *layer, const float *q, const float *kv, float *out) {
+    if (!tile_items(&attention->tiling, items, *heads, layer, team_size(team))) return 0;
+    if (attention->tiling.partial_floats > attention->room) {
+        free(attention->partials);
+        attention->room = attention->tiling.partial_floats;
+        attention->partials = malloc((size_t)attention->room * sizeof(float));
+        if (attention->partials == NULL) {
+            attention->room = 0;
+            return 0;
+        }
+    }
+    Job job = {attention, items, *heads, layer, q, kv, out};
+    team_run(team, work, &job);
+    return 1;
+}

@@ -1,0 +1,67 @@
+/* Attention over the paged KV pool. */
+
+#ifndef KEDGE_ATTENTION_H
+#define KEDGE_ATTENTION_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "team.h"
+
+/* One request's share of a step: its last `queries` of `length` tokens are rows row .. row+queries-1. Token t lies in
+   slot pages[t / page_size] * page_size + t % page_size. Structs of this file but Tile and Tiling are shared with
+   engine/cpu/library.py. */
+typedef struct {
+    const int32_t *pages, *window_pages;
+    int32_t row, queries, length;
+} Item;
+
+/* The items of a step. */
+typedef struct {
+    const Item *items;
+    int32_t count, rows, page_size;
+} Items;
+
+/* One layer's keys and values: head h of slot s is at keys + h * head_stride + s * head_dim, and likewise values. A
+   query sees the last `window` tokens up to its own, all if that is 0. */
+typedef struct {
+    float *keys, *values;
+    int64_t head_stride;
+    int32_t in_window_pool, window;
+} LayerKV;
+
+typedef struct {
+    int32_t heads, kv_heads, head_dim;
+} Heads;
+
+/* Rows of one key head that are computed together: row r is query r / group of the item, head r % group of the group.
+   They see keys `first` .. `end`-1, some of them masked. If the keys are split among `parts` tiles, each leaves its sums,
+   to be added up. */
+typedef struct {
+    int32_t item, kv_head, row, rows, first, end, part, parts;
+    int64_t partial; /* where the first part leaves its sums, in floats */
+} Tile;
+
+/* How the items of a step are cut, for one window. */
+typedef struct {
+    int32_t window, in_window_pool;
+    int64_t count, room, partial_floats;
+    Tile *tiles;
+} Tiling;
+
+/* Cuts the items anew; memory is kept from step to step. Returns 0 where there is none. */
+int tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int threads);
+
+void tiling_free(Tiling *tiling);
+
+/* Writes rows first .. end-1 of keys and values, [row][kv_heads][head_dim] at row_stride floats, to the pool. */
+void write_kv(const Items *items, Heads heads, const LayerKV *layer, const float *keys, const float *values,
+              size_t row_stride, int first, int end);
+
+/* Called by every thread of a team that has met since the queries (already scaled) and the pool were written, and must
+   meet before `out` is read. A row's heads are one after another, rows q_stride and out_stride floats apart. `partials` has
+   room for the tiling's partial_floats. */
+void attend(const Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, const float *q, size_t q_stride,
+            float *out, size_t out_stride, float *partials, Team *team);
+
+#endif

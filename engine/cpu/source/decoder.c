@@ -1,0 +1,252 @@
+/* Whole steps of a decoder, by a team of threads that meets between the parts of a layer. */
+
+#include "vectors.h"
+
+#include "attention.h"
+#include "product.h"
+#include "team.h"
+
+#include <stdlib.h>
+
+#define API __attribute__((visibility("default")))
+#define CACHE_LINE 64
+
+/* Different windows of a model's layers: their items are cut once a step. */
+#define MOST_WINDOWS 8
+
+/* Shared with engine/cpu/library.py. `head_norm` has head_dim weights for each query and key head, or is NULL. */
+typedef struct {
+    const float *attention_norm, *mlp_norm, *head_norm;
+    const Matrix *qkv, *out, *gate_up, *down;
+} Layer;
+
+/* `rotations` has cosine and sine of each rotary pair, head_dim floats for each position. */
+typedef struct {
+    const Layer *layers;
+    const float *rotations, *final_norm;
+    const Matrix *head;
+    Heads heads;
+    int32_t num_layers, hidden;
+    float eps, scale;
+} Model;
+
+typedef struct {
+    void *at;
+    size_t bytes;
+} Memory;
+
+typedef struct {
+    Model model;
+    Memory memory;
+    Tiling tilings[MOST_WINDOWS];
+    int num_tilings;
+} Decoder;
+
+static int reserve(Memory *memory, size_t bytes) {
+    if (bytes <= memory->bytes) return 1;
+    free(memory->at);
+    bytes = (bytes + bytes / 4 + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+    memory->at = aligned_alloc(CACHE_LINE, bytes);
+    memory->bytes = memory->at == NULL ? 0 : bytes;
+    return memory->at != NULL;
+}
+
+/* Gives out `floats` of memory, whole cache lines of it. With a memory of NULL `at` only counts. */
+static float *take(char *base, size_t *used, size_t floats) {
+    float *at = base == NULL ? NULL : (float *)(base + *used);
+    *used += (floats * sizeof(float) + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+    return at;
+}
+
+/* x / sqrt(mean(x^2) + eps) * weights, which may be where x is. */
+static void normalise(const float *x, const float *weights, int size, float eps, float *to) {
+    Floats squares = {0};
+    for (int i = 0; i < size; i += LANES) {
+        Floats part = load_some(x + i, size - i);
+        squares += part * part;
+    }
+    float scale = 1.0f / sqrtf(total(squares) / (float)size + eps);
+    for (int i = 0; i < size; i += LANES)
+        store_some(to + i, load_some(x + i, size - i) * scale * load_some(weights + i, size - i), size - i);
+}
+
+static void rotate(float *head, const float *rotation, int head_dim, float scale) {
+    for (int i = 0; i < head_dim; i += 2) {
+        float a = head[i], b = head[i + 1], cosine = rotation[i] * scale, sine = rotation[i + 1] * scale;
+        head[i] = a * cosine - b * sine;
+        head[i + 1] = a * sine + b * cosine;
+    }
+}
+
+typedef struct {
+    const Model *model;
+    const Items *items;
+    const LayerKV *kv;
+    const int64_t *positions;
+    const Tiling **tilings; /* by layer */
+    int rows, x_width, qkv_width, heads_width, inner_width;
+    float *given, *x, *normed, *qkv, *attended, *inner, *partials;
+    void *scratch;
+} Step;
+
+static void norm_rows(const Step *step, const float *weights, Team *team, int thread) {
+    int first, end, hidden = step->model->hidden;
+    team_share(team, thread, step->rows, &first, &end);
+    for (int row = first; row < end; row++)
+        normalise(step->x + (size_t)row * (size_t)step->x_width, weights, hidden, step->model->eps,
+                  step->normed + (size_t)row * (size_t)step->x_width);
+    team_meet(team);
+}
+
+static void turn_heads(const Step *step, const Layer *layer, const LayerKV *kv, Team *team, int thread) {
+    const Model *model = step->model;
+    Heads heads = model->heads;
+    int first, end, dim = heads.head_dim;
+    team_share(team, thread, step->rows, &first, &end);
+    for (int row = first; row < end; row++) {
+        float *head = step->qkv + (size_t)row * (size_t)step->qkv_width;
+        const float *rotation = model->rotations + (size_t)step->positions[row] * (size_t)dim;
+        for (int h = 0; h < heads.heads + heads.kv_heads; h++, head += dim) {
+            if (layer->head_norm != NULL)
+                normalise(head, layer->head_norm + (size_t)(h * dim), dim, model->eps, head);
+            rotate(head, rotation, dim, h < heads.heads ? model->scale : 1.0f);
+        }
+    }
+    const float *keys = step->qkv + heads.heads * dim;
+    write_kv(step->items, heads, kv, keys, keys + heads.kv_heads * dim, (size_t)step->qkv_width, first, end);
+    team_meet(team);
+}
+
+static void run_layer(const Step *step, int index, Team *team, int thread) {
+    const Model *model = step->model;
+    const Layer *layer = &model->layers[index];
+    const LayerKV *kv = &step->kv[index];
+    int rows = step->rows;
+    norm_rows(step, layer->attention_norm, team, thread);
+    product(layer->qkv, rows, step->normed, step->x_width, step->qkv, step->qkv_width, STORE, step->scratch, team, thread);
+    team_meet(team);
+    turn_heads(step, layer, kv, team, thread);
+    attend(step->tilings[index], step->items, model->heads, kv, step->qkv, (size_t)step->qkv_width, step->attended,
+           (size_t)step->heads_width, step->partials, team);
+    team_meet(team);
+    product(layer->out, rows, step->attended, step->heads_width, step->x, step->x_width, ADD, step->scratch, team, thread);
+    team_meet(team);
+    norm_rows(step, layer->mlp_norm, team, thread);
+    product(layer->gate_up, rows, step->normed, step->x_width, step->inner, step->inner_width, SILU_MUL, step->scratch,
+            team, thread);
+    team_meet(team);
+    product(layer->down, rows, step->inner, step->inner_width, step->x, step->x_width, ADD, step->scratch, team, thread);
+    team_meet(team);
+}
+
+static void copy_rows(const Step *step, int out, Team *team, int thread) {
+    int first, end, hidden = step->model->hidden;
+    team_share(team, thread, step->rows, &first, &end);
+    for (int row = first; row < end; row++) {
+        float *given = step->given + (size_t)row * (size_t)hidden, *x = step->x + (size_t)row * (size_t)step->x_width;
+        memcpy(out ? given : x, out ? x : given, (size_t)hidden * sizeof(float));
+    }
+    team_meet(team);
+}
+
+static void run_step(void *job, Team *team, int thread) {
+    const Step *step = job;
+    copy_rows(step, 0, team, thread);
+    for (int index = 0; index < step->model->num_layers; index++) run_layer(step, index, team, thread);
+    copy_rows(step, 1, team, thread);
+}
+
+static void run_head(void *job, Team *team, int thread) {
+    const Step *step = job;
+    copy_rows(step, 0, team, thread);
+    norm_rows(step, step->model->final_norm, team, thread);
+    const Matrix *head = step->model->head;
+    product(head, step->rows, step->normed, step->x_width, step->qkv, product_width(head), STORE, step->scratch, team, thread);
+}
+
+API Decoder *kedge_decoder_new(const Model *model) {
+    Decoder *decoder = calloc(1, sizeof(Decoder));
+    if (decoder != NULL) decoder->model = *model;
+    return decoder;
+}
+
+API void kedge_decoder_free(Decoder *decoder) {
+    for (int index = 0; index < decoder->num_tilings; index++) tiling_free(&decoder->tilings[index]);
+    free(decoder->memory.at);
+    free(decoder);
+}
+
+/* The cut of the items for a layer's window: that of a layer before, or a new one. NULL without memory. */
+static const Tiling *tiling_for(Decoder *decoder, int *made, const Items *items, const LayerKV *layer, int threads) {
+    for (int index = 0; index < *made; index++) {
+        const Tiling *tiling = &decoder->tilings[index];
+        if (tiling->window == layer->window && tiling->in_window_pool == layer->in_window_pool) return tiling;
+    }
+    if (*made == MOST_WINDOWS) return NULL;
+    Tiling *tiling = &decoder->tilings[(*made)++];
+    if (*made > decoder->num_tilings) decoder->num_tilings = *made;
+    return tile_items(tiling, items, decoder->model.heads, layer, threads) ? tiling : NULL;
+}
+
+static size_t scratch_floats(const Model *model, int rows) {
+    size_t most = 0;
+    for (int index = 0; index < model->num_layers; index++) {
+        const Layer *layer = &model->layers[index];
+        const Matrix *matrices[] = {layer->qkv, layer->out, layer->gate_up, layer->down};
+        for (int m = 0; m < 4; m++) {
+            size_t bytes = product_scratch(matrices[m], rows);
+            most = bytes > most ? bytes : most;
+        }
+    }
+    return most / sizeof(float) + 1;
+}
+
+static size_t lay_out(Step *step, char *base, size_t scratch, size_t partials) {
+    size_t used = 0, rows = (size_t)step->rows;
+    step->x = take(base, &used, rows * (size_t)step->x_width);
+    step->normed = take(base, &used, rows * (size_t)step->x_width);
+    step->qkv = take(base, &used, rows * (size_t)step->qkv_width);
+    step->attended = take(base, &used, rows * (size_t)step->heads_width);
+    step->inner = take(base, &used, rows * (size_t)step->inner_width);
+    step->scratch = take(base, &used, scratch);
+    step->partials = take(base, &used, partials);
+    return used;
+}
+
+/* One step of `rows` tokens: `x` [rows][hidden] comes with their embeddings and leaves with the last layer's output.
+   `kv` is by layer. Returns 0 if there was no memory for it, and then x and the pool are as they were. */
+API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, const LayerKV *kv, const int64_t *positions,
+                           float *x) {
+    const Model *model = &decoder->model;
+    const Layer *layer = model->layers;
+    const Tiling *tilings[model->num_layers + 1];
+    int made = 0;
+    size_t partials = 0;
+    for (int index = 0; index < model->num_layers; index++) {
+        tilings[index] = tiling_for(decoder, &made, items, &kv[index], team_size(team));
+        if (tilings[index] == NULL) return 0;
+        if ((size_t)tilings[index]->partial_floats > partials) partials = (size_t)tilings[index]->partial_floats;
+    }
+    Step step = {.model = model, .items = items, .kv = kv, .positions = positions, .tilings = tilings,
+                 .rows = items->rows, .x_width = product_width(layer->out), .qkv_width = product_width(layer->qkv),
+                 .heads_width = PADDED(model->heads.heads * model->heads.head_dim),
+                 .inner_width = product_width(layer->gate_up), .given = x};
+    size_t scratch = scratch_floats(model, step.rows);
+    if (!reserve(&decoder->memory, lay_out(&step, NULL, scratch, partials))) return 0;
+    lay_out(&step, decoder->memory.at, scratch, partials);
+    team_run(team, run_step, &step);
+    return 1;
+}
+
+/* Scores of the next token, [rows][product_width of the head], after rows `x` [rows][hidden] of a step's output. Returns
+   0 if there was no memory for it. */
+API int kedge_decoder_head(Decoder *decoder, Team *team, int rows, float *x, float *logits) {
+    const Model *model = &decoder->model;
+    Step step = {.model = model, .rows = rows, .x_width = PADDED(model->hidden), .given = x};
+    size_t scratch = product_scratch(model->head, rows) / sizeof(float) + 1;
+    if (!reserve(&decoder->memory, lay_out(&step, NULL, scratch, 0))) return 0;
+    lay_out(&step, decoder->memory.at, scratch, 0);
+    step.qkv = logits;
+    team_run(team, run_head, &step);
+    return 1;
+}

@@ -1,0 +1,325 @@
+#include "vectors.h"
+
+#include "product.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define API __attribute__((visibility("default")))
+
+#if defined(__AVX512BF16__)
+#define HAS_BFLOAT16 1
+#else
+#define HAS_BFLOAT16 0
+#endif
+
+/* Rows up to which reading the weights takes longer than multiplying them: rounding rows would gain nothing. */
+#define FEW_ROWS 8
+
+/* A tile is `wide` blocks of outputs times `tall` rows, all of it in registers. */
+#define MOST_WIDE 4
+#if REGISTERS == 32
+#define WIDE_TALL 6
+#define MOST_TALL 12
+#else
+#define WIDE_TALL 2
+#define MOST_TALL 5
+#endif
+
+/* Rows that stay in the second cache while a thread works through its blocks, by their bytes. */
+#define GROUP_BYTES (384 * 1024)
+
+static int blocks_of(const Matrix *matrix) { return PADDED(matrix->outputs) / LANES; }
+
+static int half_blocks(const Matrix *matrix) { return PADDED(matrix->outputs / 2) / LANES; }
+
+/* Blocks as they are packed, always an even number: a paired matrix pads both its halves, another is padded itself. */
+static int packed_blocks(const Matrix *matrix) {
+    return matrix->paired ? 2 * half_blocks(matrix) : (blocks_of(matrix) + 1) / 2 * 2;
+}
+
+API int kedge_lanes(void) { return LANES; }
+
+API size_t kedge_packed_bytes(const Matrix *matrix) {
+    size_t width = matrix->format == FLOAT32 ? 4 : 2;
+    size_t inputs = matrix->format == BFLOAT16 ? (size_t)(matrix->inputs + 1) / 2 * 2 : (size_t)matrix->inputs;
+    return (size_t)packed_blocks(matrix) * LANES * inputs * width;
+}
+
+/* Which output stands in a lane of a block; -1 for padding. */
+static int output_at(const Matrix *matrix, int block, int lane) {
+    if (!matrix->paired) {
+        int output = block * LANES + lane;
+        return output < matrix->outputs ? output : -1;
+    }
+    int half = matrix->outputs / 2, output = block / 2 * LANES + lane;
+    return output < half ? block % 2 * half + output : -1;
+}
+
+/* `weights` has a row of inputs for each output, in the matrix's format. */
+API void kedge_pack(const Matrix *matrix, const void *weights, void *packed) {
+    int inputs = matrix->inputs, blocks = packed_blocks(matrix);
+    int step = matrix->format == BFLOAT16 ? 2 : 1, groups = (inputs + step - 1) / step;
+    for (int block = 0; block < blocks; block++)
+        for (int lane = 0; lane < LANES; lane++) {
+            int output = output_at(matrix, block, lane);
+            for (int input = 0; input < groups * step; input++) {
+                size_t to = (((size_t)block * groups + input / step) * LANES + lane) * step + input % step;
+                size_t from = (size_t)(output < 0 ? 0 : output) * inputs + input;
+                int empty = output < 0 || input >= inputs;
+                if (matrix->format == FLOAT32)
+                    ((uint32_t *)packed)[to] = empty ? 0 : ((const uint32_t *)weights)[from];
+                else
+                    ((uint16_t *)packed)[to] = empty ? 0 : ((const uint16_t *)weights)[from];
+            }
+        }
+}
+
+API void kedge_pack_bias(const Matrix *matrix, const float *bias, float *packed) {
+    for (int block = 0; block < packed_blocks(matrix); block++)
+        for (int lane = 0; lane < LANES; lane++) {
+            int output = output_at(matrix, block, lane);
+            packed[block * LANES + lane] = output < 0 ? 0 : bias[output];
+        }
+}
+
+int product_width(const Matrix *matrix) {
+    return packed_blocks(matrix) / (matrix->paired ? 2 : 1) * LANES;
+}
+
+static int rounds_rows(const Matrix *matrix, int rows) {
+    return HAS_BFLOAT16 && matrix->format == BFLOAT16 && matrix->rounds && rows > FEW_ROWS;
+}
+
+size_t product_scratch(const Matrix *matrix, int rows) {
+    return rounds_rows(matrix, rows) ? (size_t)rows * (matrix->inputs + 1) / 2 * 4 + 64 : 0;
+}
+
+#if defined(__F16C__) || defined(__AVX512F__)
+INLINE Floats load_halves(const uint16_t *from) {
+#if LANES == 16
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#else
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#endif
+}
+#elif defined(__aarch64__)
+typedef __fp16 Halves __attribute__((vector_size(2 * LANES)));
+INLINE Floats load_halves(const uint16_t *from) {
+    Halves value;
+    memcpy(&value, from, sizeof value);
+    return __builtin_convertvector(value, Floats);
+}
+#else
+#error "no float16 here"
+#endif
+
+/* What a tile is multiplied from: rows of floats, or with BFLOAT16 pairs of rounded ones (ROUNDED). */
+#define ROUNDED 3
+
+typedef struct {
+    const Matrix *matrix;
+    const char *x;
+    size_t x_stride; /* bytes */
+    float *y;
+    size_t y_stride; /* floats */
+    int how;
+} Tiles;
+
+INLINE void finish(const Tiles *tiles, int block, int row, const int wide, const int tall,
+                   Floats sums[MOST_WIDE][MOST_TALL]) {
+    const float *bias = tiles->matrix->bias;
+    if (bias != NULL)
+        UNROLL for (int o = 0; o < wide; o++) {
+            Floats added = load(bias + (size_t)(block + o) * LANES);
+            UNROLL for (int n = 0; n < tall; n++) sums[o][n] += added;
+        }
+    UNROLL for (int n = 0; n < tall; n++) {
+        float *y = tiles->y + (size_t)(row + n) * tiles->y_stride;
+        if (tiles->how == SILU_MUL) {
+            UNROLL for (int o = 0; o + 1 < wide; o += 2) {
+                Floats gate = sums[o][n], up = sums[o + 1][n];
+                store(y + (size_t)(block + o) / 2 * LANES, gate / (1.0f + exponential(-gate)) * up);
+            }
+            continue;
+        }
+        UNROLL for (int o = 0; o < wide; o++) {
+            float *to = y + (size_t)(block + o) * LANES;
+            store(to, tiles->how == ADD ? load(to) + sums[o][n] : sums[o][n]);
+        }
+    }
+}
+
+INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const int tall, const int kind) {
+    Floats sums[MOST_WIDE][MOST_TALL], weights[MOST_WIDE];
+    const Matrix *matrix = tiles->matrix;
+    const char *x = tiles->x + (size_t)row * tiles->x_stride;
+    const size_t x_stride = tiles->x_stride;
+    const int inputs = matrix->inputs, pairs = inputs / 2;
+    UNROLL for (int o = 0; o < wide; o++) UNROLL for (int n = 0; n < tall; n++) sums[o][n] = (Floats){0};
+#define X(n, i) (((const float *)(x + (n) * x_stride))[i])
+#define ADD_INPUT(i)                                        \
+    UNROLL for (int n = 0; n < tall; n++) {                 \
+        float value = X(n, i);                              \
+        UNROLL for (int o = 0; o < wide; o++) sums[o][n] += weights[o] * value; \
+    }
+    if (kind == FLOAT32 || kind == FLOAT16) {
+        const size_t stride = (size_t)inputs * LANES;
+        const size_t first = (size_t)block * stride;
+        for (int i = 0; i < inputs; i++) {
+            UNROLL for (int o = 0; o < wide; o++) {
+                size_t at = first + o * stride + (size_t)i * LANES;
+                weights[o] = kind == FLOAT32 ? load((const float *)matrix->packed + at)
+                                             : load_halves((const uint16_t *)matrix->packed + at);
+            }
+            ADD_INPUT(i)
+        }
+    } else {
+        const size_t stride = (size_t)((inputs + 1) / 2) * LANES;
+        const uint32_t *packed = (const uint32_t *)matrix->packed + (size_t)block * stride;
+#if HAS_BFLOAT16
+        if (kind == ROUNDED) {
+            for (int i = 0; i < (inputs + 1) / 2; i++) {
+                UNROLL for (int o = 0; o < wide; o++) weights[o] = load((const float *)(packed + o * stride) + (size_t)i * LANES);
+                UNROLL for (int n = 0; n < tall; n++) {
+                    __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(x + n * x_stride))[i]);
+                    UNROLL for (int o = 0; o < wide; o++)
+                        sums[o][n] = (Floats)_mm512_dpbf16_ps((__m512)sums[o][n], (__m512bh)weights[o], pair);
+                }
+            }
+            finish(tiles, block, row, wide, tall, sums);
+            return;
+        }
+#endif
+        for (int i = 0; i < pairs; i++) {
+            Words both[MOST_WIDE];
+            UNROLL for (int o = 0; o < wide; o++) {
+                memcpy(&both[o], packed + o * stride + (size_t)i * LANES, sizeof both[o]);
+                weights[o] = (Floats)(both[o] << 16);
+            }
+            ADD_INPUT(2 * i)
+            UNROLL for (int o = 0; o < wide; o++) weights[o] = (Floats)(both[o] & 0xffff0000u);
+            ADD_INPUT(2 * i + 1)
+        }
+        if (inputs % 2) {
+            UNROLL for (int o = 0; o < wide; o++) {
+                Words both;
+                memcpy(&both, packed + o * stride + (size_t)pairs * LANES, sizeof both);
+                weights[o] = (Floats)(both << 16);
+            }
+            ADD_INPUT(inputs - 1)
+        }
+    }
+#undef ADD_INPUT
+#undef X
+    finish(tiles, block, row, wide, tall, sums);
+}
+
+/* One function for each kind of weights, whose tiles have constant sizes. */
+#define ROWS(wide, tall, kind) \
+    case tall: tile(tiles, block, row, wide, tall, kind); break;
+#if REGISTERS == 32
+#define WIDE_CASES(kind) \
+    ROWS(4, 1, kind) ROWS(4, 2, kind) ROWS(4, 3, kind) ROWS(4, 4, kind) ROWS(4, 5, kind) ROWS(4, 6, kind)
+#define TALL_CASES(wide, kind)                                                                            \
+    ROWS(wide, 1, kind) ROWS(wide, 2, kind) ROWS(wide, 3, kind) ROWS(wide, 4, kind) ROWS(wide, 5, kind)   \
+    ROWS(wide, 6, kind) ROWS(wide, 7, kind) ROWS(wide, 8, kind) ROWS(wide, 9, kind) ROWS(wide, 10, kind)  \
+    ROWS(wide, 11, kind) ROWS(wide, 12, kind)
+#else
+#define WIDE_CASES(kind) ROWS(4, 1, kind) ROWS(4, 2, kind)
+#define TALL_CASES(wide, kind) \
+    ROWS(wide, 1, kind) ROWS(wide, 2, kind) ROWS(wide, 3, kind) ROWS(wide, 4, kind) ROWS(wide, 5, kind)
+#endif
+
+#define KIND(name, kind)                                                                \
+    static void name(const Tiles *tiles, int block, int wide, int row, int tall) {      \
+        if (wide == 4) switch (tall) { WIDE_CASES(kind) }                               \
+        else switch (tall) { TALL_CASES(2, kind) }                                      \
+    }
+
+KIND(tile_float32, FLOAT32)
+KIND(tile_bfloat16, BFLOAT16)
+KIND(tile_float16, FLOAT16)
+#if HAS_BFLOAT16
+KIND(tile_rounded, ROUNDED)
+#else
+#define tile_rounded tile_bfloat16
+#endif
+
+static void (*const KINDS[])(const Tiles *, int, int, int, int) = {tile_float32, tile_bfloat16, tile_float16,
+                                                                   tile_rounded};
+
+/* Blocks first .. end-1 of rows row .. row+rows-1, in tiles of nearly equal height. */
+static void multiply(const Tiles *tiles, int kind, int first, int end, int row, int rows) {
+    int most = rows <= WIDE_TALL ? WIDE_TALL : MOST_TALL;
+    int count = (rows + most - 1) / most;
+    for (int block = first; block < end;) {
+        int wide = rows <= WIDE_TALL && end - block >= 4 ? 4 : 2;
+        for (int index = 0; index < count; index++) {
+            int from = (int)((int64_t)rows * index / count), to = (int)((int64_t)rows * (index + 1) / count);
+            KINDS[kind](tiles, block, wide, row + from, to - from);
+        }
+        block += wide;
+    }
+}
+
+static void round_rows(int rows, const float *x, int x_stride, int inputs, uint16_t *rounded, Team *team, int thread) {
+    int first, end, width = (inputs + 1) / 2 * 2;
+    team_share(team, thread, rows, &first, &end);
+    for (int row = first; row < end; row++) {
+        uint16_t *to = rounded + (size_t)row * width;
+        const float *from = x + (size_t)row * x_stride;
+        for (int i = 0; i < inputs; i++) to[i] = round_to_bfloat16(from[i]);
+        if (width > inputs) to[inputs] = 0;
+    }
+    team_meet(team);
+}
+
+void product(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride, int how,
+             void *scratch, Team *team, int thread) {
+    Tiles tiles = {matrix, (const char *)x, (size_t)x_stride * 4, y, (size_t)y_stride, how};
+    int kind = matrix->format;
+    if (rounds_rows(matrix, rows)) {
+        kind = ROUNDED;
+        round_rows(rows, x, x_stride, matrix->inputs, scratch, team, thread);
+        tiles.x = scratch;
+        tiles.x_stride = (size_t)(matrix->inputs + 1) / 2 * 4;
+    }
+    int blocks = packed_blocks(matrix), size = team_size(team);
+    int group = (int)(GROUP_BYTES / tiles.x_stride) / MOST_TALL * MOST_TALL;
+    if (group < MOST_TALL) group = MOST_TALL;
+    /* Pieces large enough to be read at memory's full speed, and some for each thread. */
+    int piece = (blocks + 8 * size - 1) / (8 * size);
+    piece = piece < 4 ? 4 : piece > 16 ? 16 : (piece + 3) / 4 * 4;
+    int pieces = (blocks + piece - 1) / piece, groups = (rows + group - 1) / group;
+    for (int64_t next = team_next(team); next < (int64_t)pieces * groups; next = team_next(team)) {
+        int first = (int)(next % pieces) * piece, row = (int)(next / pieces) * group;
+        int end = first + piece < blocks ? first + piece : blocks;
+        multiply(&tiles, kind, first, end, row, row + group < rows ? group : rows - row);
+    }
+}
+
+typedef struct {
+    const Matrix *matrix;
+    int rows, x_stride, y_stride, how;
+    const float *x;
+    float *y;
+    void *scratch;
+} Product;
+
+static void product_work(void *job, Team *team, int thread) {
+    Product *p = job;
+    product(p->matrix, p->rows, p->x, p->x_stride, p->y, p->y_stride, p->how, p->scratch, team, thread);
+}
+
+API size_t kedge_product_scratch(const Matrix *matrix, int rows) { return product_scratch(matrix, rows); }
+
+API int kedge_product_width(const Matrix *matrix) { return product_width(matrix); }
+
+/* A product by itself. */
+API void kedge_product(Team *team, const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride,
+                       int how, void *scratch) {
+    Product job = {matrix, rows, x_stride, y_stride, how, x, y, scratch};
+    team_run(team, product_work, &job);
+}

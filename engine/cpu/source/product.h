@@ -1,0 +1,34 @@
+/* Products with fixed weights: rows of floats times a matrix that was packed for it. */
+
+#ifndef KEDGE_PRODUCT_H
+#define KEDGE_PRODUCT_H
+
+#include "team.h"
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+/* What becomes of a product: it is stored, added to what is there, or, of a paired matrix, made silu(first) * second. */
+enum { STORE, ADD, SILU_MUL };
+
+/* `packed` holds blocks of LANES outputs, zeros behind the last. A block has its inputs one after another, LANES weights
+   for each; of BFLOAT16 two inputs at a time, the two weights of an output side by side. Of a `paired` matrix, two of
+   `outputs` / 2 each that are applied to the same rows, blocks alternate. With `rounds` many rows are rounded to bfloat16
+   where the processor multiplies that faster. The struct is shared with engine/cpu/library.py. */
+typedef struct {
+    const void *packed;
+    const float *bias; /* of padded outputs, in the order of the blocks; or NULL */
+    int32_t format, outputs, inputs, paired, rounds;
+} Matrix;
+
+/* Floats of a row of results, padding included. */
+int product_width(const Matrix *matrix);
+
+/* What product() needs for so many rows beside its arguments, in bytes. */
+size_t product_scratch(const Matrix *matrix, int rows);
+
+/* Called by every thread of the team, which must have met since x was written and must meet before y is read. Rows of x
+   are x_stride floats apart, and of y y_stride. */
+void product(const Matrix *matrix, int rows, const float *x, int x_stride, float *y, int y_stride, int how,
+             void *scratch, Team *team, int thread);
+
+#endif

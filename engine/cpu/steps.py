@@ -1,0 +1,108 @@
+"""Whole steps of a decoder in one call of the compiled kernels.
+
+A step of a small model layer by layer in Python is mostly the way to some twenty operators a layer and back, and each
+takes the interpreter's lock again. In one call the lock is free for as long as the step takes.
+
+Legend: N tokens, E hidden size, R rows of which logits are wanted, V vocabulary, A query and key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from ctypes import Array, addressof
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from engine.attention.cpu_backend import CpuAttention, CpuAttentionStep
+from engine.attention.interface import AttentionStep
+from engine.cpu.library import LARGEST_HEAD, MOST_WINDOWS, HeadsC, LayerC, LayerKVC, ModelC, Workers
+from engine.cpu.matrix import PackedLinears, PackedMatrix
+from engine.models.decoder import Decoder, LayerParts
+from engine.models.protocol import CausalModel
+
+
+def in_whole_steps(decoder: Decoder, linears: object) -> CausalModel:
+    """The decoder as it is, if it was not made for the compiled kernels."""
+    spec = decoder.spec
+    if not isinstance(linears, PackedLinears):
+        return decoder
+    if spec.head_dim > LARGEST_HEAD or len(set(spec.windows)) > MOST_WINDOWS:
+        return decoder
+    return WholeSteps(decoder, linears.workers)
+
+
+class WholeSteps:
+    """A CausalModel: `decoder`, whose products are packed matrices, run by the kernels. With attention of another kind
+    the decoder runs its layers itself."""
+
+    def __init__(self, decoder: Decoder, workers: Workers) -> None:
+        spec, c = decoder.spec, workers.kernels.c
+        self._decoder = decoder
+        self._workers = workers
+        self._vocab_size = spec.vocab_size
+        self._head = cast(PackedMatrix, decoder.head)
+        self._kept: list[Tensor] = []
+        self._layers = (LayerC * spec.num_layers)(*(self._layer(parts) for parts in decoder.parts))
+        self._kv: tuple[CpuAttention, Array[LayerKVC]] | None = None
+        model = ModelC(
+            layers=addressof(self._layers),
+            rotations=decoder.rotary.rotations_P1C.data_ptr(),
+            final_norm=self._floats(decoder.final_norm_E),
+            head=addressof(self._head.matrix),
+            heads=HeadsC(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            num_layers=spec.num_layers,
+            hidden=spec.hidden_size,
+            eps=spec.rms_norm_eps,
+            scale=spec.head_dim**-0.5,
+        )
+        self._handle = c.kedge_decoder_new(addressof(model))
+        self._free = c.kedge_decoder_free
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._free(self._handle)
+
+    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep) -> Tensor:
+        if not isinstance(attend, CpuAttentionStep):
+            return self._decoder.forward(tokens_N, positions_N, attend)
+        x_NE = self._decoder.embed(tokens_N)
+        positions_N = positions_N.contiguous()
+        done = self._workers.kernels.c.kedge_decoder_step(
+            self._handle, self._workers.team, addressof(attend.items_c), self._layers_of(attend.backend),
+            positions_N.data_ptr(), x_NE.data_ptr(),
+        )  # fmt: skip
+        if not done:
+            raise MemoryError(f"a step of {len(x_NE)} tokens (scheduler.max_batch_tokens)")
+        return x_NE
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        hidden_RE = hidden_RE.contiguous()
+        rows = len(hidden_RE)
+        logits_RV = torch.empty(rows, self._head.width)
+        done = self._workers.kernels.c.kedge_decoder_head(
+            self._handle, self._workers.team, rows, hidden_RE.data_ptr(), logits_RV.data_ptr()
+        )
+        if not done:
+            raise MemoryError(f"logits of {rows} rows (scheduler.max_batch_tokens)")
+        return logits_RV[:, : self._vocab_size]
+
+    def _layers_of(self, backend: CpuAttention) -> int:
+        """Where the layers' KV lies, for the kernels; worked out once for each pool."""
+        if self._kv is None or self._kv[0] is not backend:
+            self._kv = backend, backend.layers(self._decoder.spec.windows)
+        return addressof(self._kv[1])
+
+    def _layer(self, parts: LayerParts) -> LayerC:
+        matrices = (cast(PackedMatrix, each) for each in (parts.qkv, parts.out, parts.gated, parts.down))
+        return LayerC(
+            self._floats(parts.attention_norm_E),
+            self._floats(parts.mlp_norm_E),
+            None if parts.head_norm_AD is None else self._floats(parts.head_norm_AD),
+            *(addressof(each.matrix) for each in matrices),
+        )
+
+    def _floats(self, weights: Tensor) -> int:
+        """The address of a dense copy, which is kept."""
+        self._kept.append(weights.float().contiguous())
+        return self._kept[-1].data_ptr()

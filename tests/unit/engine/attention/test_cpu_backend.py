@@ -1,0 +1,101 @@
+"""The compiled attention against the textbook, in every build that runs here; unused pool entries are NaN."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.interface import AttentionBackend, AttentionItem, AttentionUnavailable, LayerTraits
+from engine.runner.kv_pool import KVLayout, KVPool, make_kv_pool
+from engine.settings import CacheSettings
+from tests.unit.engine.attention.item_scene import LONGEST, Scene
+from tests.unit.engine.attention.reference import ReferenceAttention, ReferenceStep
+from tests.unit.engine.cpu.builds import every_build, kernels_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["plain", "cap and sinks"])
+@pytest.mark.parametrize("most_queries", [1, 9, LONGEST], ids=["decode", "verify", "extend"])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "scattered"])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 256])
+@every_build
+def test_equals_the_reference(
+    variant: str, page_size: int, contiguous: bool, most_queries: int, kind: str
+) -> None:
+    kernels = kernels_of(variant)
+    for seed in range(6):
+        expected = Scene(seed, page_size, contiguous, most_queries).run(ReferenceAttention, kind)
+        got = Scene(seed, page_size, contiguous, most_queries).run(
+            lambda pool: CpuAttention(pool, kernels), kind
+        )
+        for layer, (one, other) in enumerate(zip(expected, got, strict=True)):
+            assert one.isfinite().all()
+            torch.testing.assert_close(other, one, atol=2e-5, rtol=2e-5, msg=f"seed {seed} layer {layer}")
+
+
+PAGES = [np.arange(p, p + 80, dtype=np.int32)[::step].copy() for p, step in ((0, 1), (80, -1), (160, 1))]
+HISTORY, NEW = [1100, 3, 700], [1, 1, 3]
+
+
+def poisoned(layout: KVLayout) -> KVPool:
+    pool = make_kv_pool(layout, CacheSettings(16, 240), torch.float32, CPU)
+    pool.full.kv_L2KSD.fill_(torch.nan)
+    return pool
+
+
+def planned(counts: list[int], lengths: list[int]) -> tuple[list[AttentionItem], torch.Tensor]:
+    """Items and their slots, in pages of 16."""
+    rows = list(zip(counts, lengths, PAGES, strict=True))
+    slots = [
+        int(table[t // 16]) * 16 + t % 16
+        for count, length, table in rows
+        for t in range(length - count, length)
+    ]
+    return [AttentionItem(count, length, table, False) for count, length, table in rows], torch.tensor(
+        [slots]
+    )
+
+
+def decoded(backend: AttentionBackend, layout: KVLayout, heads: int, window: int | None) -> torch.Tensor:
+    """What a few new tokens see of long histories."""
+    random = torch.Generator().manual_seed(heads)
+    traits = LayerTraits(0.25, window)
+    kv_N2KD = torch.randn(sum(HISTORY), 2, layout.num_kv_heads, layout.head_dim, generator=random)
+    step = backend.begin(*planned(HISTORY, HISTORY))
+    if isinstance(step, ReferenceStep):
+        step.write(0, kv_N2KD)
+    else:
+        step(0, torch.zeros(sum(HISTORY), heads, layout.head_dim), kv_N2KD, traits)
+    q_NHD = 2 * torch.randn(sum(NEW), heads, layout.head_dim, generator=random)
+    kv_N2KD = torch.randn(sum(NEW), 2, layout.num_kv_heads, layout.head_dim, generator=random)
+    lengths = [history + new for history, new in zip(HISTORY, NEW, strict=True)]
+    return backend.begin(*planned(NEW, lengths))(0, q_NHD, kv_N2KD, traits)
+
+
+@pytest.mark.parametrize("dim", [8, 20, 64, 80, 128])
+@pytest.mark.parametrize("threads", [1, 3])
+@every_build
+def test_long_histories_of_many_heads(
+    variant: str, threads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So long that few rows' keys are shared out to threads."""
+    kernels = kernels_of(variant)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for heads, kv_heads, window in ((5, 5, None), (8, 1, None), (14, 2, None), (6, 2, 400), (4, 2, 7)):
+        layout = KVLayout(kv_heads, dim, (None,))
+        expected = decoded(ReferenceAttention(poisoned(layout)), layout, heads, window)
+        got = decoded(CpuAttention(poisoned(layout), kernels), layout, heads, window)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@every_build
+def test_pools_that_the_kernels_do_not_read_are_refused(variant: str) -> None:
+    kernels = kernels_of(variant)
+    layout, settings = KVLayout(2, 8, (None,)), CacheSettings(16, 2)
+    with pytest.raises(AttentionUnavailable, match="bfloat16"):
+        CpuAttention(make_kv_pool(layout, settings, torch.bfloat16, CPU), kernels)
+    with pytest.raises(AttentionUnavailable, match="1024"):
+        CpuAttention(make_kv_pool(KVLayout(1, 1024, (None,)), settings, torch.float32, CPU), kernels)

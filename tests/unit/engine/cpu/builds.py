@@ -1,0 +1,19 @@
+"""The compiled kernels that run on this machine: all of them are tested, not only the one that would be chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.cpu.library import VARIANTS, Kernels, NoKernels, find_kernels
+
+FOUND = {variant: find_kernels(variants=(variant,)) for variant in VARIANTS}
+RUNNING = [variant for variant, found in FOUND.items() if isinstance(found, Kernels)]
+
+every_build = pytest.mark.parametrize("variant", RUNNING or ["none"])
+
+
+def kernels_of(variant: str) -> Kernels:
+    found = FOUND.get(variant, NoKernels(""))
+    if isinstance(found, NoKernels):
+        pytest.skip("the kernels were not compiled")
+    return found

@@ -1,0 +1,79 @@
+"""Builds are found, and refused where they are of other sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.cpu import library
+from engine.cpu.library import FOLDER, Kernels, NoKernels, Workers, find_kernels
+from tests.unit.engine.cpu.builds import RUNNING, every_build, kernels_of
+
+ROOT = Path(__file__).parents[4]
+
+
+@every_build
+def test_the_best_build_is_chosen(variant: str) -> None:
+    kernels_of(variant)
+    found = find_kernels()
+    assert isinstance(found, Kernels)
+    assert found.variant == RUNNING[0]
+
+
+@every_build
+def test_a_build_of_other_sources_is_refused(tmp_path: Path, variant: str) -> None:
+    kernels_of(variant)
+    shutil.copytree(FOLDER, tmp_path / "cpu")
+    assert isinstance(find_kernels(tmp_path / "cpu", (variant,)), Kernels)
+    with (tmp_path / "cpu" / "source" / "team.c").open("a") as file:
+        file.write("\n")
+    refused = find_kernels(tmp_path / "cpu", (variant,))
+    assert isinstance(refused, NoKernels)
+    assert "install the project again" in refused.reason
+
+
+def test_without_a_compiler_the_project_is_installed_all_the_same(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path),
+        "--build-temp",
+        str(tmp_path),
+    ]
+    environment = os.environ | {"CC": shutil.which("false") or "false"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_every_build_is_looked_for() -> None:
+    for variant in library.VARIANTS:
+        assert f'"{variant}"' in (ROOT / "setup.py").read_text()
+
+
+def test_a_file_that_is_no_library_is_passed_over(tmp_path: Path) -> None:
+    broken = tmp_path / f"_avx2{library.EXTENSION_SUFFIXES[0]}"
+    broken.write_bytes(b"nothing")
+    refused = find_kernels(tmp_path)
+    assert isinstance(refused, NoKernels)
+    assert broken.name in refused.reason
+
+
+def test_without_builds_there_is_a_reason(tmp_path: Path) -> None:
+    refused = find_kernels(tmp_path)
+    assert isinstance(refused, NoKernels)
+    assert "docs/operations.md" in refused.reason
+
+
+@every_build
+def test_workers_come_and_go(variant: str) -> None:
+    kernels = kernels_of(variant)
+    for threads in (1, 2, 5):
+        for _ in range(20):
+            Workers(kernels, threads)

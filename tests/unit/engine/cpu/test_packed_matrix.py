@@ -1,0 +1,68 @@
+"""Products of packed weights give what torch's own linear gives, in every build that runs here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from engine.cpu.library import Workers
+from engine.cpu.matrix import PackedLinears, PackedMatrix, narrowed
+from engine.models.linear import PlainLinear
+from tests.unit.engine.cpu.builds import every_build, kernels_of
+
+SHAPES = [(48, 32), (34, 65), (2, 7), (512, 256), (1030, 520)]
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 70, 400)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("values", DTYPES, ids=str)
+@every_build
+def test_equals_the_reference(variant: str, values: torch.dtype, biased: bool, threads: int) -> None:
+    """`values` is what the weights could be held in."""
+    torch.manual_seed(3)
+    linears = PackedLinears(Workers(kernels_of(variant), threads), rounds=False)
+    for shape in SHAPES:
+        weight_OI = (torch.randn(shape) * 0.05).to(values).float()
+        assert narrowed(weight_OI).dtype == values
+        bias_O = torch.randn(shape[0]) if biased else None
+        linear, reference = linears(weight_OI, bias_O), PlainLinear(weight_OI, bias_O)
+        gated = linears.gated(weight_OI, bias_O)
+        for rows in ROWS:
+            x_NI = torch.randn(rows, shape[1])
+            expected_NO = reference(x_NI)
+            torch.testing.assert_close(linear(x_NI), expected_NO, atol=6e-6, rtol=1e-5)
+            gate_NO, up_NO = expected_NO.chunk(2, -1)
+            torch.testing.assert_close(gated(x_NI), silu(gate_NO) * up_NO, atol=1e-5, rtol=1e-5)
+
+
+@every_build
+def test_many_rows_may_be_rounded_to_bfloat16(variant: str) -> None:
+    torch.manual_seed(4)
+    weight_OI, bias_O = torch.randn(96, 67).bfloat16(), torch.randn(96).bfloat16()
+    linear = PackedLinears(Workers(kernels_of(variant), 2), rounds=True)(weight_OI, bias_O)
+    exact = PlainLinear(weight_OI.float(), bias_O.float())
+    for rows in (1, 4, 9, 40):
+        x_NI = torch.randn(rows, 67)
+        got_NO = linear(x_NI)
+        assert got_NO.dtype == torch.float32
+        apart = [float((got_NO - exact(each)).abs().max()) for each in (x_NI, x_NI.bfloat16().float())]
+        assert min(apart) < 1e-4
+        assert rows > 4 or apart[0] < 1e-4, "few rows are exact"
+
+
+@every_build
+def test_rows_that_are_not_dense(variant: str) -> None:
+    weight_OI = torch.randn(40, 24)
+    linear = PackedMatrix(weight_OI, None, Workers(kernels_of(variant), 1), rounds=False)
+    x_NI = torch.randn(24, 6).t()
+    torch.testing.assert_close(linear(x_NI), x_NI @ weight_OI.t(), atol=3e-6, rtol=1e-5)
+
+
+def test_weights_are_narrowed_only_without_loss() -> None:
+    assert narrowed(torch.tensor([[1.0, 1e-12]])).dtype == torch.float32
+    assert narrowed(torch.tensor([[1.0, 1.5]])).dtype == torch.bfloat16
+    assert narrowed(torch.tensor([[1.0, 1.0 + 2.0**-10]])).dtype == torch.float16
+    assert narrowed(torch.tensor([[float("nan")]])).dtype == torch.float32

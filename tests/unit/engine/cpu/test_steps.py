@@ -1,0 +1,150 @@
+"""Whole steps in the kernels give what the decoder gives layer by layer with torch's own operators."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.attention.reference import ReferenceAttention
+from torch import Tensor
+
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.interface import AttentionBackend, AttentionItem
+from engine.attention.torch_backend import TorchAttention
+from engine.cpu.library import Workers
+from engine.cpu.matrix import PackedLinears
+from engine.cpu.steps import WholeSteps
+from engine.models.linear import PlainLinear
+from engine.models.loader import LoadedModel, load_model
+from engine.runner.kv_pool import KVPool, make_kv_pool
+from engine.settings import CacheSettings, ModelSettings
+from tests.unit.engine.cpu.builds import every_build, kernels_of
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 131,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "dtype": "float32",
+}
+CONFIGS = {
+    "llama": BASE,
+    "biased": BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "tie_word_embeddings": True},
+    "window": BASE
+    | {"architectures": ["MistralForCausalLM"], "sliding_window": 21, "num_key_value_heads": 6},
+}
+PAGES, PAGE_SIZE = 96, 16
+TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
+
+
+def load(directory: Path, config: dict[str, Any], linears: Any) -> LoadedModel:
+    (directory / "config.json").write_text(json.dumps(config))
+    settings = ModelSettings(str(directory), load_format="dummy", dtype="float32", device="cpu", seed=5)
+    return load_model(settings, linears)
+
+
+def poisoned_pool(loaded: LoadedModel) -> KVPool:
+    settings = CacheSettings(PAGE_SIZE, PAGES, window_ratio=1.0)
+    pool = make_kv_pool(loaded.layout, settings, torch.float32, torch.device("cpu"))
+    for paged in (pool.full, pool.window):
+        if paged is not None:
+            paged.kv_L2KSD.fill_(torch.nan)
+    return pool
+
+
+class Sequences:
+    """Three of them, in pages that are scattered, one run, and scattered."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(1)
+        scattered = random.permutation(np.arange(2 * PAGES // 3, dtype=np.int32))
+        self.pages = [scattered[:32], np.arange(64, 96, dtype=np.int32), scattered[32:]]
+        self.lengths = [0, 0, 0]
+        self.tokens = torch.Generator().manual_seed(2)
+
+    def step(self, counts: list[int]) -> tuple[Tensor, Tensor, list[AttentionItem], Tensor]:
+        """So many tokens of each; none leaves one out."""
+        positions, slots, items = [], [], []
+        for index, count in enumerate(counts):
+            if count == 0:
+                continue
+            start, pages = self.lengths[index], self.pages[index]
+            self.lengths[index] += count
+            positions += range(start, start + count)
+            slots += [
+                int(pages[p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE for p in range(start, start + count)
+            ]
+            items.append(AttentionItem(count, start + count, pages, False, pages))
+        tokens = torch.randint(0, 131, (len(positions),), generator=self.tokens)
+        return tokens, torch.tensor(positions), items, torch.tensor([slots, slots])
+
+
+STEPS = [[5, 1, 0], [1, 1, 40], [300, 1, 7], [1, 2, 1], [1, 1, 1], [9, 0, 1], [3, 17, 64], [1, 1, 1]]
+
+
+def run(loaded: LoadedModel, attention: AttentionBackend) -> list[Tensor]:
+    """Hidden states and logits of each step."""
+    sequences, outputs = Sequences(), []
+    with torch.inference_mode():
+        for counts in STEPS:
+            tokens_N, positions_N, items, slots_PN = sequences.step(counts)
+            hidden_NE = loaded.model.forward(tokens_N, positions_N, attention.begin(items, slots_PN))
+            outputs += [hidden_NE, loaded.model.logits(hidden_NE[::2])]
+    return outputs
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+@every_build
+def test_equals_the_decoder_of_torch(tmp_path: Path, name: str, threads: int, variant: str) -> None:
+    kernels = kernels_of(variant)
+    plain = load(tmp_path, CONFIGS[name], PlainLinear)
+    expected = run(plain, ReferenceAttention(poisoned_pool(plain)))
+    whole = load(tmp_path, CONFIGS[name], PackedLinears(Workers(kernels, threads), rounds=False))
+    assert isinstance(whole.model, WholeSteps)
+    assert whole.about["linear"] == "cpu"
+    pool = poisoned_pool(whole)
+    for got in (run(whole, CpuAttention(pool, kernels)), run(whole, TorchAttention(pool))):
+        for one, other in zip(expected, got, strict=True):
+            torch.testing.assert_close(other, one, **TOLERANCE)
+
+
+@every_build
+def test_a_step_s_rows_do_not_depend_on_batch_mates(tmp_path: Path, variant: str) -> None:
+    """Of as many rows as are computed alike."""
+    kernels = kernels_of(variant)
+    whole = load(tmp_path, BASE, PackedLinears(Workers(kernels, 1), rounds=False))
+    results = []
+    for mates in ([1, 0, 0], [1, 1, 1]):
+        attention, sequences = CpuAttention(poisoned_pool(whole), kernels), Sequences()
+        with torch.inference_mode():
+            for counts in ([40, 40, 40], mates):
+                tokens_N, positions_N, items, slots_PN = sequences.step(counts)
+                tokens_N[0] = 7
+                hidden_NE = whole.model.forward(tokens_N, positions_N, attention.begin(items, slots_PN))
+        results.append(hidden_NE[0])
+    assert torch.equal(*results)
+
+
+@every_build
+def test_no_memory_is_an_error(tmp_path: Path, variant: str) -> None:
+    kernels = kernels_of(variant)
+    whole = load(tmp_path, BASE, PackedLinears(Workers(kernels, 1), rounds=False))
+    attention = CpuAttention(poisoned_pool(whole), kernels)
+    tokens_N, positions_N, items, slots_PN = Sequences().step([2, 0, 0])
+    step = attention.begin(items, slots_PN)
+    step.items_c.rows = 2**30  # as many as no machine has room for
+    with pytest.raises(MemoryError, match="max_batch_tokens"):
+        whole.model.forward(tokens_N, positions_N, step)
