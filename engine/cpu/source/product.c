@@ -15,17 +15,20 @@
 #endif
 
 /* Rows up to which reading the weights takes longer than multiplying them: rounding rows would gain nothing. */
-#define FEW_ROWS 8
+#define FEW_ROWS 4
 
-/* A tile is `wide` blocks of outputs times `tall` rows, all of it in registers. */
+/* A tile is 4 or 2 blocks of outputs times some rows, all of it in registers. */
 #define MOST_WIDE 4
 #if REGISTERS == 32
 #define WIDE_TALL 6
-#define MOST_TALL 12
+#define MOST_TALL 6
 #else
 #define WIDE_TALL 2
 #define MOST_TALL 5
 #endif
+
+/* Weights come to the second cache before they are asked for: bytes ahead in each block. */
+#define AHEAD 2048
 
 /* Rows that stay in the second cache while a thread works through its blocks, by their bytes. */
 #define GROUP_BYTES (384 * 1024)
@@ -151,6 +154,8 @@ INLINE void finish(const Tiles *tiles, int block, int row, const int wide, const
     }
 }
 
+INLINE void fetch_ahead(const void *weights) { __builtin_prefetch((const char *)weights + AHEAD, 0, 2); }
+
 INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const int tall, const int kind) {
     Floats sums[MOST_WIDE][MOST_TALL], weights[MOST_WIDE];
     const Matrix *matrix = tiles->matrix;
@@ -170,8 +175,10 @@ INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const i
         for (int i = 0; i < inputs; i++) {
             UNROLL for (int o = 0; o < wide; o++) {
                 size_t at = first + o * stride + (size_t)i * LANES;
-                weights[o] = kind == FLOAT32 ? load((const float *)matrix->packed + at)
-                                             : load_halves((const uint16_t *)matrix->packed + at);
+                const float *floats = (const float *)matrix->packed + at;
+                const uint16_t *halves = (const uint16_t *)matrix->packed + at;
+                fetch_ahead(kind == FLOAT32 ? (const void *)floats : (const void *)halves);
+                weights[o] = kind == FLOAT32 ? load(floats) : load_halves(halves);
             }
             ADD_INPUT(i)
         }
@@ -181,7 +188,11 @@ INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const i
 #if HAS_BFLOAT16
         if (kind == ROUNDED) {
             for (int i = 0; i < (inputs + 1) / 2; i++) {
-                UNROLL for (int o = 0; o < wide; o++) weights[o] = load((const float *)(packed + o * stride) + (size_t)i * LANES);
+                UNROLL for (int o = 0; o < wide; o++) {
+                    const uint32_t *pairs_of = packed + o * stride + (size_t)i * LANES;
+                    fetch_ahead(pairs_of);
+                    weights[o] = load((const float *)pairs_of);
+                }
                 UNROLL for (int n = 0; n < tall; n++) {
                     __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(x + n * x_stride))[i]);
                     UNROLL for (int o = 0; o < wide; o++)
@@ -195,7 +206,9 @@ INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const i
         for (int i = 0; i < pairs; i++) {
             Words both[MOST_WIDE];
             UNROLL for (int o = 0; o < wide; o++) {
-                memcpy(&both[o], packed + o * stride + (size_t)i * LANES, sizeof both[o]);
+                const uint32_t *pairs_of = packed + o * stride + (size_t)i * LANES;
+                fetch_ahead(pairs_of);
+                memcpy(&both[o], pairs_of, sizeof both[o]);
                 weights[o] = (Floats)(both[o] << 16);
             }
             ADD_INPUT(2 * i)
@@ -222,20 +235,17 @@ INLINE void tile(const Tiles *tiles, int block, int row, const int wide, const i
 #if REGISTERS == 32
 #define WIDE_CASES(kind) \
     ROWS(4, 1, kind) ROWS(4, 2, kind) ROWS(4, 3, kind) ROWS(4, 4, kind) ROWS(4, 5, kind) ROWS(4, 6, kind)
-#define TALL_CASES(wide, kind)                                                                            \
-    ROWS(wide, 1, kind) ROWS(wide, 2, kind) ROWS(wide, 3, kind) ROWS(wide, 4, kind) ROWS(wide, 5, kind)   \
-    ROWS(wide, 6, kind) ROWS(wide, 7, kind) ROWS(wide, 8, kind) ROWS(wide, 9, kind) ROWS(wide, 10, kind)  \
-    ROWS(wide, 11, kind) ROWS(wide, 12, kind)
+#define NARROW_CASES(kind) \
+    ROWS(2, 1, kind) ROWS(2, 2, kind) ROWS(2, 3, kind) ROWS(2, 4, kind) ROWS(2, 5, kind) ROWS(2, 6, kind)
 #else
 #define WIDE_CASES(kind) ROWS(4, 1, kind) ROWS(4, 2, kind)
-#define TALL_CASES(wide, kind) \
-    ROWS(wide, 1, kind) ROWS(wide, 2, kind) ROWS(wide, 3, kind) ROWS(wide, 4, kind) ROWS(wide, 5, kind)
+#define NARROW_CASES(kind) ROWS(2, 1, kind) ROWS(2, 2, kind) ROWS(2, 3, kind) ROWS(2, 4, kind) ROWS(2, 5, kind)
 #endif
 
 #define KIND(name, kind)                                                                \
     static void name(const Tiles *tiles, int block, int wide, int row, int tall) {      \
         if (wide == 4) switch (tall) { WIDE_CASES(kind) }                               \
-        else switch (tall) { TALL_CASES(2, kind) }                                      \
+        else switch (tall) { NARROW_CASES(kind) }                                       \
     }
 
 KIND(tile_float32, FLOAT32)
@@ -252,10 +262,10 @@ static void (*const KINDS[])(const Tiles *, int, int, int, int) = {tile_float32,
 
 /* Blocks first .. end-1 of rows row .. row+rows-1, in tiles of nearly equal height. */
 static void multiply(const Tiles *tiles, int kind, int first, int end, int row, int rows) {
-    int most = rows <= WIDE_TALL ? WIDE_TALL : MOST_TALL;
+    int wider = rows <= WIDE_TALL || WIDE_TALL == MOST_TALL, most = wider ? WIDE_TALL : MOST_TALL;
     int count = (rows + most - 1) / most;
     for (int block = first; block < end;) {
-        int wide = rows <= WIDE_TALL && end - block >= 4 ? 4 : 2;
+        int wide = wider && end - block >= 4 ? 4 : 2;
         for (int index = 0; index < count; index++) {
             int from = (int)((int64_t)rows * index / count), to = (int)((int64_t)rows * (index + 1) / count);
             KINDS[kind](tiles, block, wide, row + from, to - from);
