@@ -174,14 +174,22 @@ INLINE Floats score_keys(const float *q, const float *keys, int count, int head_
     return totals(sums);
 }
 
-/* Takes in keys token .. token+count-1, which lie one after another. */
-static void few_scores(Few *few, const float *keys, int token, int count) {
+/* Has `floats` of memory brought to the cache. A page of the pool is too short for the processor to see what comes. */
+INLINE void fetch(const float *from, size_t floats) {
+    for (size_t at = 0; at < floats; at += 16) __builtin_prefetch(from + at, 0, 3);
+}
+
+/* Takes in keys token .. token+count-1, which lie one after another; meanwhile their values are fetched. */
+static void few_scores(Few *few, const float *keys, const float *values, int token, int count) {
     int padded = PADDED(count);
     int history = few->item->length - few->item->queries;
     for (int r = 0; r < few->tile->rows; r++) {
         float *scores = few->scores[r];
-        for (int k = 0; k < count; k += LANES)
+        for (int k = 0; k < count; k += LANES) {
+            if (r == 0)
+                fetch(values + (size_t)k * (size_t)few->head_dim, (size_t)(least(LANES, count - k) * few->head_dim));
             store(scores + k, score_keys(few->q[r], keys + (size_t)k * (size_t)few->head_dim, count - k, few->head_dim));
+        }
         int position = history + (few->tile->row + r) / few->group;
         int first = first_key(few->window, position) - token, end = least(count, position + 1 - token);
         for (int k = 0; k < least(first, count); k++) scores[k] = -INFINITY;
@@ -204,12 +212,15 @@ static void few_scores(Few *few, const float *keys, int token, int count) {
     }
 }
 
-INLINE void add_values(Few *few, const float *values, int count, int row, const int rows, int at, const int wide) {
+/* `next` has keys to be fetched meanwhile, as many as there are values, or is NULL. */
+INLINE void add_values(Few *few, const float *values, const float *next, int count, int row, const int rows, int at,
+                       const int wide) {
     Floats sums[4][WIDE];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int w = 0; w < wide; w++)
         sums[r][w] = load(few->out[row + r] + at + w * LANES);
     for (int k = 0; k < count; k++) {
         Floats value[WIDE];
+        if (next != NULL) fetch(next + (size_t)k * (size_t)few->head_dim, (size_t)few->head_dim);
         UNROLL for (int w = 0; w < wide; w++) value[w] = load(values + (size_t)k * (size_t)few->head_dim + at + w * LANES);
         UNROLL for (int r = 0; r < rows; r++) {
             float weight = few->scores[row + r][k];
@@ -220,16 +231,17 @@ INLINE void add_values(Few *few, const float *values, int count, int row, const 
         store(few->out[row + r] + at + w * LANES, sums[r][w]);
 }
 
-static void few_values(Few *few, const float *values, int count) {
+static void few_values(Few *few, const float *values, const float *next, int count) {
     int rows = few->tile->rows, head_dim = few->head_dim, at = 0;
     for (; at + LANES <= head_dim; ) {
         int wide = at + WIDE * LANES <= head_dim ? WIDE : 1;
         for (int row = 0; row < rows;) {
             int left = rows - row;
-            if (wide == WIDE && left >= 4) add_values(few, values, count, row, 4, at, WIDE), row += 4;
-            else if (wide == WIDE && left >= 2) add_values(few, values, count, row, 2, at, WIDE), row += 2;
-            else if (wide == WIDE) add_values(few, values, count, row, 1, at, WIDE), row += 1;
-            else add_values(few, values, count, row, 1, at, 1), row += 1;
+            const float *fetched = at == 0 && row == 0 ? next : NULL;
+            if (wide == WIDE && left >= 4) add_values(few, values, fetched, count, row, 4, at, WIDE), row += 4;
+            else if (wide == WIDE && left >= 2) add_values(few, values, fetched, count, row, 2, at, WIDE), row += 2;
+            else if (wide == WIDE) add_values(few, values, fetched, count, row, 1, at, WIDE), row += 1;
+            else add_values(few, values, fetched, count, row, 1, at, 1), row += 1;
         }
         at += wide * LANES;
     }
@@ -292,8 +304,11 @@ static void attend_few(const Tile *tile, const Items *items, Heads heads, const 
     for (int token = tile->first; token < tile->end;) {
         int count = run_length(pages, items->page_size, token, least(KEYS, tile->end - token));
         size_t at = head_at + place(pages, items->page_size, head_dim, token);
-        few_scores(&few, layer->keys + at, token, count);
-        few_values(&few, layer->values + at, count);
+        const float *next = NULL;
+        if (token + count < tile->end)
+            next = layer->keys + head_at + place(pages, items->page_size, head_dim, token + count);
+        few_scores(&few, layer->keys + at, layer->values + at, token, count);
+        few_values(&few, layer->values + at, next, count);
         token += count;
     }
     if (tile->parts == 1) {
