@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import Array, addressof, byref, c_void_p
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.interface import AttentionItem, AttentionStep, AttentionUnavailable, LayerTraits
 from engine.attention.torch_backend import TorchAttention
-from engine.cpu.library import LARGEST_HEAD, HeadsC, ItemC, ItemsC, Kernels, LayerKVC, Workers
+from engine.cpu.library import LARGEST_HEAD, HeadsC, ItemC, ItemsC, Kernels, LayerKVC, Workers, check
 from engine.runner.kv_pool import KVPool, PagedKV
 
 
@@ -59,12 +61,11 @@ class CpuAttention:
         layer_kv = self._layer(*self._pool.places[layer], traits.window)
         if self._workers is None:  # models that run in whole steps have threads of their own
             self._workers = Workers(self._kernels, torch.get_num_threads())
-        done = self._kernels.c.kedge_attention_layer(
+        outcome = self._kernels.c.kedge_attention_layer(
             self._handle, self._workers.team, byref(step), byref(HeadsC(heads, kv_N2KD.shape[2], dim)), byref(layer_kv),
             q_NHD.data_ptr(), kv_N2KD.data_ptr(), out_NA.data_ptr(),
         )  # fmt: skip
-        if not done:
-            raise MemoryError(f"attention over {rows} rows")
+        check(outcome, f"attention over {rows} rows")
         return out_NA
 
     def fall_back(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> AttentionStep:
@@ -78,8 +79,9 @@ class CpuAttention:
         keys_KSD, values_KSD = paged.kv_L2KSD[place].unbind(0)
         in_window_pool = paged is self._pool.window
         return LayerKVC(
-            keys_KSD.data_ptr(), values_KSD.data_ptr(), keys_KSD.stride(0), in_window_pool, window or 0
-        )
+            keys_KSD.data_ptr(), values_KSD.data_ptr(), keys_KSD.stride(0), in_window_pool, window or 0,
+            paged.num_pages,
+        )  # fmt: skip
 
 
 class CpuAttentionStep:
@@ -95,8 +97,11 @@ class CpuAttentionStep:
         self._array = (ItemC * len(items))()
         row = 0
         for index, item in enumerate(items):
-            window_pages = None if item.window_pages is None else _address(item.window_pages)
-            self._array[index] = ItemC(_address(item.pages), window_pages, row, item.query_len, item.kv_len)
+            pages, pages_len = _address(item.pages)
+            window_pages, window_len = (None, 0) if item.window_pages is None else _address(item.window_pages)
+            self._array[index] = ItemC(
+                pages, window_pages, row, item.query_len, item.kv_len, pages_len, window_len
+            )
             row += item.query_len
         self.items_c = ItemsC(c_void_p(addressof(self._array)), len(items), row, backend.page_size)
 
@@ -108,6 +113,8 @@ class CpuAttentionStep:
         return self._fallback(layer, q_NHD, kv_N2KD, traits)
 
 
-def _address(pages: object) -> int:
-    """Of an int32 array that the item keeps."""
-    return int(pages.__array_interface__["data"][0])  # type: ignore[attr-defined]
+def _address(pages: NDArray[np.int32]) -> tuple[int, int]:
+    """And the length, of a dense array that the item keeps."""
+    assert pages.dtype == np.int32
+    assert pages.strides == (4,)
+    return int(pages.__array_interface__["data"][0]), len(pages)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import cast
 
 FOLDER = Path(__file__).parent
 VARIANTS = ("avx512bf16", "avx512", "avx2", "neon")
@@ -48,6 +49,8 @@ class ItemC(Structure):
         ("row", c_int32),
         ("queries", c_int32),
         ("length", c_int32),
+        ("table_len", c_int32),
+        ("window_table_len", c_int32),
     )
 
 
@@ -66,6 +69,7 @@ class LayerKVC(Structure):
         ("head_stride", c_int64),
         ("in_window_pool", c_int32),
         ("window", c_int32),
+        ("num_pages", c_int32),
     )
 
 
@@ -100,12 +104,27 @@ class ModelC(Structure):
         ("heads", HeadsC),
         ("num_layers", c_int32),
         ("hidden", c_int32),
+        ("num_positions", c_int32),
         ("eps", c_float),
         ("scale", c_float),
     )
 
 
 MATRIX = POINTER(MatrixC)
+
+DONE, NO_MEMORY, BAD_TABLE, BAD_POSITION = 0, 1, 2, 3
+"""What became of a call, as in attention.h."""
+
+
+def check(outcome: int, what: str) -> None:
+    """Raises MemoryError or IndexError, with nothing computed; `what` names the step for people."""
+    if outcome == NO_MEMORY:
+        raise MemoryError(f"{what} (scheduler.max_batch_tokens)")
+    if outcome != DONE:
+        raise IndexError(
+            f"{what}: {'a page table' if outcome == BAD_TABLE else 'a position'} that does not exist"
+        )
+
 
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kedge_team_new": (c_void_p, (c_int,)),
@@ -145,17 +164,18 @@ class NoKernels:
 
 
 def find_kernels(folder: Path = FOLDER, variants: Sequence[str] = VARIANTS) -> Kernels | NoKernels:
-    """The first of the builds in the folder that runs here."""
+    """The first of the builds in the folder that runs here. No other is opened."""
+    runs = _processor(folder)
+    if isinstance(runs, NoKernels):
+        return runs
     reasons = []
     for variant in variants:
-        path = folder / f"_{variant}{EXTENSION_SUFFIXES[0]}"
-        if not path.is_file():
+        path = _file(folder, variant)
+        if not path.is_file() or not runs(variant.encode()):
             continue
         try:
             c = ctypes.CDLL(str(path))
             found = _sources_of(c)
-            if not c.kedge_runs_here():
-                continue
         except (OSError, AttributeError) as error:
             reasons.append(f"{path.name}: {error}")
             continue
@@ -164,7 +184,24 @@ def find_kernels(folder: Path = FOLDER, variants: Sequence[str] = VARIANTS) -> K
             continue
         _declare(c)
         return Kernels(variant, c)
-    return NoKernels("; ".join(reasons) or "no compiled kernels for this processor: see docs/operations.md")
+    return NoKernels("; ".join(reasons) or "no kernels were compiled for this processor (docs/operations.md)")
+
+
+def _processor(folder: Path) -> Callable[[bytes], int] | NoKernels:
+    """Says of a variant whether it runs here: code that any processor of the architecture runs."""
+    path = _file(folder, "processor")
+    if not path.is_file():
+        return NoKernels("no kernels were compiled when Kedge was installed (docs/operations.md)")
+    try:
+        runs = ctypes.CDLL(str(path)).kedge_processor_runs
+    except (OSError, AttributeError) as error:
+        return NoKernels(f"{path.name}: {error}")
+    runs.argtypes, runs.restype = (c_char_p,), c_int
+    return cast(Callable[[bytes], int], runs)
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"_{name}{EXTENSION_SUFFIXES[0]}"
 
 
 def sources_digest(folder: Path) -> str | None:

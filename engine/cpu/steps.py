@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention.cpu_backend import CpuAttention, CpuAttentionStep
 from engine.attention.interface import AttentionStep
-from engine.cpu.library import LARGEST_HEAD, MOST_WINDOWS, HeadsC, LayerC, LayerKVC, ModelC, Workers
+from engine.cpu.library import LARGEST_HEAD, MOST_WINDOWS, HeadsC, LayerC, LayerKVC, ModelC, Workers, check
 from engine.cpu.matrix import PackedLinears, PackedMatrix
 from engine.models.decoder import Decoder, LayerParts
 from engine.models.protocol import CausalModel
@@ -53,6 +53,7 @@ class WholeSteps:
             heads=HeadsC(spec.num_heads, spec.num_kv_heads, spec.head_dim),
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
+            num_positions=len(decoder.rotary.rotations_P1C),
             eps=spec.rms_norm_eps,
             scale=spec.head_dim**-0.5,
         )
@@ -68,23 +69,23 @@ class WholeSteps:
             return self._decoder.forward(tokens_N, positions_N, attend)
         x_NE = self._decoder.embed(tokens_N)
         positions_N = positions_N.contiguous()
-        done = self._workers.kernels.c.kedge_decoder_step(
+        assert len(x_NE) == len(positions_N) == attend.items_c.rows
+        assert (x_NE.dtype, positions_N.dtype) == (torch.float32, torch.int64)
+        outcome = self._workers.kernels.c.kedge_decoder_step(
             self._handle, self._workers.team, addressof(attend.items_c), self._layers_of(attend.backend),
             positions_N.data_ptr(), x_NE.data_ptr(),
         )  # fmt: skip
-        if not done:
-            raise MemoryError(f"a step of {len(x_NE)} tokens (scheduler.max_batch_tokens)")
+        check(outcome, f"a step of {len(x_NE)} tokens")
         return x_NE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         hidden_RE = hidden_RE.contiguous()
         rows = len(hidden_RE)
         logits_RV = torch.empty(rows, self._head.width)
-        done = self._workers.kernels.c.kedge_decoder_head(
+        outcome = self._workers.kernels.c.kedge_decoder_head(
             self._handle, self._workers.team, rows, hidden_RE.data_ptr(), logits_RV.data_ptr()
         )
-        if not done:
-            raise MemoryError(f"logits of {rows} rows (scheduler.max_batch_tokens)")
+        check(outcome, f"logits of {rows} rows")
         return logits_RV[:, : self._vocab_size]
 
     def _layers_of(self, backend: CpuAttention) -> int:

@@ -44,20 +44,21 @@ static void work(void *argument, Team *team, int thread) {
 }
 
 /* Writes `kv` [rows][2][kv_heads][head_dim] to the pool and attends with `q` [rows][heads][head_dim], already scaled;
-   `out` is like q. Returns 0 if there was no memory for it. */
+   `out` is like q. */
 API int kedge_attention_layer(LayerAttention *attention, Team *team, const Items *items, const Heads *heads,
                               const LayerKV *layer, const float *q, const float *kv, float *out) {
-    if (!tile_items(&attention->tiling, items, *heads, layer, team_size(team))) return 0;
+    Outcome outcome = tile_items(&attention->tiling, items, *heads, layer, team_size(team));
+    if (outcome != DONE) return outcome;
     if (attention->tiling.partial_floats > attention->room) {
         free(attention->partials);
         attention->room = attention->tiling.partial_floats;
         attention->partials = malloc((size_t)attention->room * sizeof(float));
         if (attention->partials == NULL) {
             attention->room = 0;
-            return 0;
+            return NO_MEMORY;
         }
     }
     Job job = {attention, items, *heads, layer, q, kv, out};
     team_run(team, work, &job);
-    return 1;
+    return DONE;
 }

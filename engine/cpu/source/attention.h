@@ -9,12 +9,15 @@
 #include "team.h"
 
 /* One request's share of a step: its last `queries` of `length` tokens are rows row .. row+queries-1. Token t lies in
-   slot pages[t / page_size] * page_size + t % page_size. Structs of this file but Tile and Tiling are shared with
-   engine/cpu/library.py. */
+   slot pages[t / page_size] * page_size + t % page_size; the tables' lengths are theirs, in pages. Structs of this file
+   but Tile and Tiling are shared with engine/cpu/library.py. */
 typedef struct {
     const int32_t *pages, *window_pages;
-    int32_t row, queries, length;
+    int32_t row, queries, length, table_len, window_table_len;
 } Item;
+
+/* What became of a call: after all but DONE nothing was computed or written. */
+typedef enum { DONE, NO_MEMORY, BAD_TABLE, BAD_POSITION } Outcome;
 
 /* The items of a step. */
 typedef struct {
@@ -23,11 +26,11 @@ typedef struct {
 } Items;
 
 /* One layer's keys and values: head h of slot s is at keys + h * head_stride + s * head_dim, and likewise values. A
-   query sees the last `window` tokens up to its own, all if that is 0. */
+   query sees the last `window` tokens up to its own, all if that is 0. `num_pages` is the pool's. */
 typedef struct {
     float *keys, *values;
     int64_t head_stride;
-    int32_t in_window_pool, window;
+    int32_t in_window_pool, window, num_pages;
 } LayerKV;
 
 typedef struct {
@@ -49,8 +52,9 @@ typedef struct {
     Tile *tiles;
 } Tiling;
 
-/* Cuts the items anew; memory is kept from step to step. Returns 0 where there is none. */
-int tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int threads);
+/* Cuts the items anew; memory is kept from step to step. Tables are followed from then on without a look: all that the
+   layer reads or writes is looked at here. */
+Outcome tile_items(Tiling *tiling, const Items *items, Heads heads, const LayerKV *layer, int threads);
 
 void tiling_free(Tiling *tiling);
 

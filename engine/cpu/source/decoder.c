@@ -20,13 +20,13 @@ typedef struct {
     const Matrix *qkv, *out, *gate_up, *down;
 } Layer;
 
-/* `rotations` has cosine and sine of each rotary pair, head_dim floats for each position. */
+/* `rotations` has cosine and sine of each rotary pair, head_dim floats for each of num_positions. */
 typedef struct {
     const Layer *layers;
     const float *rotations, *final_norm;
     const Matrix *head;
     Heads heads;
-    int32_t num_layers, hidden;
+    int32_t num_layers, hidden, num_positions;
     float eps, scale;
 } Model;
 
@@ -176,16 +176,18 @@ API void kedge_decoder_free(Decoder *decoder) {
     free(decoder);
 }
 
-/* The cut of the items for a layer's window: that of a layer before, or a new one. NULL without memory. */
-static const Tiling *tiling_for(Decoder *decoder, int *made, const Items *items, const LayerKV *layer, int threads) {
+/* The cut of the items for a layer's window: that of a layer before, or a new one. */
+static Outcome tiling_for(Decoder *decoder, int *made, const Items *items, const LayerKV *layer, int threads,
+                          const Tiling **found) {
     for (int index = 0; index < *made; index++) {
-        const Tiling *tiling = &decoder->tilings[index];
-        if (tiling->window == layer->window && tiling->in_window_pool == layer->in_window_pool) return tiling;
+        *found = &decoder->tilings[index];
+        if ((*found)->window == layer->window && (*found)->in_window_pool == layer->in_window_pool) return DONE;
     }
-    if (*made == MOST_WINDOWS) return NULL;
+    if (*made == MOST_WINDOWS) return NO_MEMORY;
     Tiling *tiling = &decoder->tilings[(*made)++];
     if (*made > decoder->num_tilings) decoder->num_tilings = *made;
-    return tile_items(tiling, items, decoder->model.heads, layer, threads) ? tiling : NULL;
+    *found = tiling;
+    return tile_items(tiling, items, decoder->model.heads, layer, threads);
 }
 
 static size_t scratch_floats(const Model *model, int rows) {
@@ -214,7 +216,7 @@ static size_t lay_out(Step *step, char *base, size_t scratch, size_t partials) {
 }
 
 /* One step of `rows` tokens: `x` [rows][hidden] comes with their embeddings and leaves with the last layer's output.
-   `kv` is by layer. Returns 0 if there was no memory for it, and then x and the pool are as they were. */
+   `kv` is by layer. Gives an Outcome: after all but DONE x and the pool are as they were. */
 API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, const LayerKV *kv, const int64_t *positions,
                            float *x) {
     const Model *model = &decoder->model;
@@ -223,30 +225,32 @@ API int kedge_decoder_step(Decoder *decoder, Team *team, const Items *items, con
     int made = 0;
     size_t partials = 0;
     for (int index = 0; index < model->num_layers; index++) {
-        tilings[index] = tiling_for(decoder, &made, items, &kv[index], team_size(team));
-        if (tilings[index] == NULL) return 0;
+        Outcome outcome = tiling_for(decoder, &made, items, &kv[index], team_size(team), &tilings[index]);
+        if (outcome != DONE) return outcome;
         if ((size_t)tilings[index]->partial_floats > partials) partials = (size_t)tilings[index]->partial_floats;
     }
+    for (int row = 0; row < items->rows; row++)
+        if (positions[row] < 0 || positions[row] >= model->num_positions) return BAD_POSITION;
     Step step = {.model = model, .items = items, .kv = kv, .positions = positions, .tilings = tilings,
                  .rows = items->rows, .x_width = product_width(layer->out), .qkv_width = product_width(layer->qkv),
                  .heads_width = PADDED(model->heads.heads * model->heads.head_dim),
                  .inner_width = product_width(layer->gate_up), .given = x};
     size_t scratch = scratch_floats(model, step.rows);
-    if (!reserve(&decoder->memory, lay_out(&step, NULL, scratch, partials))) return 0;
+    if (!reserve(&decoder->memory, lay_out(&step, NULL, scratch, partials))) return NO_MEMORY;
     lay_out(&step, decoder->memory.at, scratch, partials);
     team_run(team, run_step, &step);
-    return 1;
+    return DONE;
 }
 
-/* Scores of the next token, [rows][product_width of the head], after rows `x` [rows][hidden] of a step's output. Returns
-   0 if there was no memory for it. */
+/* Scores of the next token, [rows][product_width of the head], after rows `x` [rows][hidden] of a step's output. Gives
+   an Outcome. */
 API int kedge_decoder_head(Decoder *decoder, Team *team, int rows, float *x, float *logits) {
     const Model *model = &decoder->model;
     Step step = {.model = model, .rows = rows, .x_width = PADDED(model->hidden), .given = x};
     size_t scratch = product_scratch(model->head, rows) / sizeof(float) + 1;
-    if (!reserve(&decoder->memory, lay_out(&step, NULL, scratch, 0))) return 0;
+    if (!reserve(&decoder->memory, lay_out(&step, NULL, scratch, 0))) return NO_MEMORY;
     lay_out(&step, decoder->memory.at, scratch, 0);
     step.qkv = logits;
     team_run(team, run_head, &step);
-    return 1;
+    return DONE;
 }

@@ -1,24 +1,38 @@
-/* Which processors this build is for. Called before anything else of it. */
+/* Which builds this processor runs. Compiled for the oldest of its architecture, and asked before a build is opened. */
 
-#define API __attribute__((visibility("default")))
+#include <string.h>
 
-#ifndef KEDGE_SOURCES
-#define KEDGE_SOURCES ""
-#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
 
-API int kedge_runs_here(void) {
-#if defined(__AVX512BF16__)
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#elif defined(__AVX512F__)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#elif defined(__x86_64__)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return 1;
-#endif
+static int has_half_floats(void) { /* F16C */
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
 }
 
-/* A digest of the files that this was built from. */
-API const char *kedge_sources(void) { return KEDGE_SOURCES; }
+static int has_bfloat16(void) { /* AVX512_BF16; whether the system keeps such registers is asked with AVX-512 */
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+
+static int has_avx2(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_half_floats();
+}
+
+static int has_avx512(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+/* `variant` is a name of setup.py. */
+__attribute__((visibility("default"))) int kedge_processor_runs(const char *variant) {
+#if defined(__x86_64__)
+    if (strcmp(variant, "avx2") == 0) return has_avx2();
+    if (strcmp(variant, "avx512") == 0) return has_avx512();
+    if (strcmp(variant, "avx512bf16") == 0) return has_avx512() && has_bfloat16();
+#elif defined(__aarch64__)
+    if (strcmp(variant, "neon") == 0) return 1;
+#endif
+    return 0;
+}

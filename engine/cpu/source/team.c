@@ -4,6 +4,8 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -28,6 +30,7 @@ typedef struct {
 struct Team {
     int size;
     int started;
+    pid_t process; /* whose threads they are: a fork leaves them behind */
     Member *members;
     pthread_mutex_t lock;
     pthread_cond_t called;
@@ -57,7 +60,23 @@ static void *serve(void *argument) {
     }
 }
 
-API void kedge_team_free(Team *team) {
+/* Threads of this process, as many as it gives. None has been asked for anything yet. */
+static void start(Team *team) {
+    team->process = getpid();
+    team->started = team->ends = 0;
+    team->runs = 0;
+    pthread_mutex_init(&team->lock, NULL);
+    pthread_cond_init(&team->called, NULL);
+    atomic_store(&team->arrived, 0);
+    for (int index = 0; index < team->size - 1; index++) {
+        Member *member = &team->members[index];
+        *member = (Member){.team = team, .index = index + 1};
+        if (pthread_create(&member->thread, NULL, serve, member) != 0) return;
+        team->started++;
+    }
+}
+
+static void stop(Team *team) {
     pthread_mutex_lock(&team->lock);
     team->ends = 1;
     pthread_cond_broadcast(&team->called);
@@ -65,6 +84,10 @@ API void kedge_team_free(Team *team) {
     for (int index = 0; index < team->started; index++) pthread_join(team->members[index].thread, NULL);
     pthread_cond_destroy(&team->called);
     pthread_mutex_destroy(&team->lock);
+}
+
+API void kedge_team_free(Team *team) {
+    if (team->process == getpid()) stop(team);
     free(team->members);
     free(team);
 }
@@ -74,25 +97,29 @@ API Team *kedge_team_new(int size) {
     Team *team = aligned_alloc(64, (sizeof(Team) + 63) / 64 * 64);
     if (team == NULL) return NULL;
     *team = (Team){.size = size, .members = calloc((size_t)size, sizeof(Member))};
-    pthread_mutex_init(&team->lock, NULL);
-    pthread_cond_init(&team->called, NULL);
-    for (int index = 0; index < size - 1 && team->members != NULL; index++) {
-        Member *member = &team->members[index];
-        *member = (Member){.team = team, .index = index + 1};
-        if (pthread_create(&member->thread, NULL, serve, member) != 0) break;
-        team->started++;
+    if (team->members == NULL) {
+        free(team);
+        return NULL;
     }
-    if (team->members == NULL || team->started < size - 1) {
+    start(team);
+    if (team->started < size - 1) {
         kedge_team_free(team);
         return NULL;
     }
     return team;
 }
 
+/* In the child of a fork. If it is given too few threads the caller's own does everything, and they sleep. */
+static void start_again(Team *team) {
+    start(team);
+    if (team->started < team->size - 1) team->size = 1;
+}
+
 int team_size(const Team *team) { return team->size; }
 
 void team_run(Team *team, Work work, void *job) {
     atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+    if (team->size > 1 && team->process != getpid()) start_again(team);
     if (team->size == 1) {
         work(job, team, 0);
         return;

@@ -58,11 +58,71 @@ def test_every_build_is_looked_for() -> None:
 
 
 def test_a_file_that_is_no_library_is_passed_over(tmp_path: Path) -> None:
-    broken = tmp_path / f"_avx2{library.EXTENSION_SUFFIXES[0]}"
+    broken = tmp_path / f"_processor{library.EXTENSION_SUFFIXES[0]}"
     broken.write_bytes(b"nothing")
     refused = find_kernels(tmp_path)
     assert isinstance(refused, NoKernels)
     assert broken.name in refused.reason
+
+
+@every_build
+def test_a_build_for_another_processor_is_not_opened(tmp_path: Path, variant: str) -> None:
+    """Its first instruction could be one that this processor does not have."""
+    kernels_of(variant)
+    suffix = library.EXTENSION_SUFFIXES[0]
+    shutil.copy(FOLDER / f"_processor{suffix}", tmp_path)
+    (tmp_path / f"_another{suffix}").write_bytes(b"would be an error if it were opened")
+    refused = find_kernels(tmp_path, ("another",))
+    assert isinstance(refused, NoKernels)
+    assert "no kernels were compiled for this processor" in refused.reason
+
+
+def test_each_build_has_its_own_objects(tmp_path: Path) -> None:
+    """They are compiled at the same time, of the same files: one that is linked into another build is for another
+    processor."""
+    compiler = tmp_path / "cc"
+    log = tmp_path / "log"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$*" >>{log}\nfor last; do [ "$before" = -o ] && : >"$last"; before=$last; done\n'
+    )
+    compiler.chmod(0o755)
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path),
+        "--build-temp",
+        str(tmp_path),
+    ]
+    environment = os.environ | {"CC": str(compiler), "LDSHARED": str(compiler)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120)
+    made = [words[words.index("-o") + 1] for line in log.read_text().splitlines() if (words := line.split())]
+    assert made
+    assert len(set(made)) == len(made)
+
+
+@every_build
+def test_the_child_of_a_fork_has_workers_of_its_own(variant: str) -> None:
+    """In a process of its own: pytest's has threads of others."""
+    kernels_of(variant)
+    program = f"""
+import os, torch
+from engine.cpu.library import Workers, find_kernels
+from engine.cpu.matrix import PackedLinears
+weight, x = torch.randn(64, 32), torch.randn(9, 32)
+linear = PackedLinears(Workers(find_kernels(variants=("{variant}",)), 3), rounds=False)(weight, None)
+expected = linear(x)
+child = os.fork()
+if child == 0:
+    same = all(torch.equal(linear(x), expected) for _ in range(50))
+    del linear
+    os._exit(0 if same else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(linear(x), expected)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 def test_without_builds_there_is_a_reason(tmp_path: Path) -> None:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine.attention.reference import ReferenceAttention
 from torch import Tensor
 
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import AttentionBackend, AttentionItem
 from engine.attention.torch_backend import TorchAttention
-from engine.cpu.library import Workers
+from engine.cpu.library import NO_MEMORY, Workers, check
 from engine.cpu.matrix import PackedLinears
 from engine.cpu.steps import WholeSteps
 from engine.models.linear import PlainLinear
 from engine.models.loader import LoadedModel, load_model
 from engine.runner.kv_pool import KVPool, make_kv_pool
 from engine.settings import CacheSettings, ModelSettings
+from tests.unit.engine.attention.reference import ReferenceAttention
 from tests.unit.engine.cpu.builds import every_build, kernels_of
 
 BASE: dict[str, Any] = {
@@ -141,10 +143,47 @@ def test_a_step_s_rows_do_not_depend_on_batch_mates(tmp_path: Path, variant: str
 @every_build
 def test_no_memory_is_an_error(tmp_path: Path, variant: str) -> None:
     kernels = kernels_of(variant)
-    whole = load(tmp_path, BASE, PackedLinears(Workers(kernels, 1), rounds=False))
-    attention = CpuAttention(poisoned_pool(whole), kernels)
-    tokens_N, positions_N, items, slots_PN = Sequences().step([2, 0, 0])
-    step = attention.begin(items, slots_PN)
-    step.items_c.rows = 2**30  # as many as no machine has room for
+    workers = Workers(kernels, 1)
+    whole = load(tmp_path, BASE, PackedLinears(workers, rounds=False)).model
+    rows = 2**31 - 1  # as many as no machine has room for
+    outcome = kernels.c.kedge_decoder_head(whole._handle, workers.team, rows, None, None)
+    assert outcome == NO_MEMORY
     with pytest.raises(MemoryError, match="max_batch_tokens"):
+        check(outcome, "a step")
+
+
+BROKEN: dict[str, Callable[[AttentionItem], AttentionItem]] = {
+    "too short": lambda item: replace(item, pages=item.pages[:2]),
+    "past the pool": lambda item: replace(item, pages=item.pages + PAGES),
+    "gone": lambda item: replace(item, pages=np.full_like(item.pages, -1)),
+    "no new tokens": lambda item: replace(item, query_len=0),
+    "shorter than what is new": lambda item: replace(item, kv_len=3),
+    "other rows": lambda item: replace(item, query_len=item.query_len - 1),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+@every_build
+def test_tables_that_lead_out_of_the_pool_are_refused(tmp_path: Path, fault: str, variant: str) -> None:
+    """Before anything is read or written by them."""
+    kernels = kernels_of(variant)
+    whole = load(tmp_path, BASE, PackedLinears(Workers(kernels, 2), rounds=False))
+    pool = poisoned_pool(whole)
+    tokens_N, positions_N, items, slots_PN = Sequences().step([40, 40, 40])
+    step = CpuAttention(pool, kernels).begin([items[0], BROKEN[fault](items[1]), items[2]], slots_PN)
+    step.items_c.rows = len(tokens_N)
+    with torch.inference_mode(), pytest.raises(IndexError, match="page table"):
         whole.model.forward(tokens_N, positions_N, step)
+    assert pool.full.kv_L2KSD.isnan().all()
+
+
+@every_build
+def test_positions_past_the_context_are_refused(tmp_path: Path, variant: str) -> None:
+    kernels = kernels_of(variant)
+    whole = load(tmp_path, BASE, PackedLinears(Workers(kernels, 1), rounds=False))
+    tokens_N, positions_N, items, slots_PN = Sequences().step([40, 0, 0])
+    for position in (-1, BASE["max_position_embeddings"]):
+        positions_N[7] = position
+        step = CpuAttention(poisoned_pool(whole), kernels).begin(items, slots_PN)
+        with torch.inference_mode(), pytest.raises(IndexError, match="position"):
+            whole.model.forward(tokens_N, positions_N, step)
