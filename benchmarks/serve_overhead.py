@@ -61,6 +61,8 @@ CASES = (
     Case("8 sessions, 16 in + 16 out", 8, 20, 16, 16),
     Case("1 session, 16 in + 128 out", 1, 5, 16, 128),
     Case("1 session, 256 in + 8 out", 1, 20, 256, 8),
+    Case("1 session, 16 in + 8 out", 1, 20, 16, 8),
+    Case("8 sessions, 16 in + 8 out", 8, 20, 16, 8),
 )
 
 
