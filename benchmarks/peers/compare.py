@@ -51,7 +51,7 @@ def kedge_config(args: argparse.Namespace, model: Path, folder: Path) -> Path:
 def start_kedge(args: argparse.Namespace, model: Path, folder: Path) -> subprocess.Popen[bytes]:
     shutil.rmtree(folder / "state", ignore_errors=True)
     command = [sys.executable, "-c", "from serving.cli.main import main; main()", "serve"]
-    command += [str(kedge_config(args, model, folder)), *args.serve_arg]
+    command += [str(kedge_config(args, model, folder)), "--address", "local", *args.serve_arg]
     environment = os.environ | {"RAY_worker_niceness": "0", "PYTHONPATH": str(ROOT)}
     log = folder / "kedge.log"
     with log.open("wb") as output:
@@ -103,6 +103,7 @@ def measure(args: argparse.Namespace) -> int:
         command += ["--server", f"llama.cpp=http://127.0.0.1:{args.llama_port},resend,{peer.pid}"]
         command += [word for server in args.server for word in ("--server", server)]
         command += ["--rounds", str(args.rounds), "--case", "16 in + 8 out", "--endpoint", "completions"]
+        command += ["--no-keep-alive"]  # llama.cpp's server says that it keeps connections, and closes them
         command += ["--max-other-cores", str(args.max_other_cores)]
         command += ["--max-burst-share", "1"] if args.part == "5m" else []
         command += ["--json", str(args.json)] if args.json is not None else []

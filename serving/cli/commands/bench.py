@@ -51,6 +51,7 @@ def bench(
     vocab_size: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 1000,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for full-length answers.")] = True,
     timeout: SilenceTimeout = 120.0,
+    keep_alive: Annotated[bool, typer.Option(help="One connection for many turns.")] = True,
     server_pid: Annotated[list[int] | None, typer.Option(help=SERVER_PID_HELP)] = None,
     max_burst_share: Annotated[
         float, typer.Option(help="More bursts reject the run.")
@@ -84,6 +85,7 @@ def bench(
             vocab_size=vocab_size,
             ignore_eos=ignore_eos,
             timeout_s=timeout,
+            keep_alive=keep_alive,
         )
         machine = describe_machine()
         result = _run(console, settings, api_key, server_pid)

@@ -46,8 +46,9 @@ class LoadRun:
     async def run(self) -> LoadResult:
         """Errors of turns are in the samples. Raises LoadError if the server cannot carry this load."""
         settings = self._settings
+        kept = {"keepalive_timeout": 60.0} if settings.keep_alive else {"force_close": True}
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+            connector=aiohttp.TCPConnector(limit=0, **kept),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=settings.timeout_s),
             headers={"accept-encoding": "identity", **self._authorization},
         ) as client:

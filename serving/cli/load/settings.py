@@ -35,7 +35,8 @@ class PromptKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """One run. Token counts are per turn; `concurrency` sessions run at a time, each turn after turn."""
+    """One run. Token counts are per turn; `concurrency` sessions run at a time, each turn after turn. Without
+    `keep_alive` each turn has a connection of its own: some servers promise to keep one, and close it."""
 
     url: str
     model: str
@@ -52,6 +53,7 @@ class LoadSettings:
     vocab_size: int
     ignore_eos: bool
     timeout_s: float
+    keep_alive: bool = True
 
     def __post_init__(self) -> None:
         if self.endpoint is Endpoint.CHAT and self.prompt is PromptKind.IDS:

@@ -391,5 +391,6 @@ def test_what_is_reported(loaded: LoadedModel) -> None:
     about = device.describe()
     on_card = loaded.device.type == "cuda"
     assert (about["runner"], about["graphs"]) == ("device", "1,2,4,8" if on_card else "off")
-    assert (about["runs_ahead"], about["attention"]) == (True, "triton" if on_card else "torch")
+    assert about["runs_ahead"]
+    assert about["attention"] in (("triton",) if on_card else ("cpu", "torch"))
     assert about["device"] == device_name(loaded.device)
