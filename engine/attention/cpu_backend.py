@@ -18,6 +18,8 @@ from engine.attention.torch_backend import TorchAttention
 from engine.cpu.library import LARGEST_HEAD, HeadsC, ItemC, ItemsC, Kernels, LayerKVC, Workers, check
 from engine.runner.kv_pool import KVPool, PagedKV
 
+INT32 = np.dtype(np.int32).str
+
 
 class CpuAttention:
     """An AttentionBackend. Raises AttentionUnavailable for pools that the kernels do not read.
@@ -115,6 +117,7 @@ class CpuAttentionStep:
 
 def _address(pages: NDArray[np.int32]) -> tuple[int, int]:
     """And the length, of a dense array that the item keeps."""
-    assert pages.dtype == np.int32
-    assert pages.strides == (4,)
-    return int(pages.__array_interface__["data"][0]), len(pages)
+    array = pages.__array_interface__
+    assert array["typestr"] == INT32
+    assert array["strides"] is None, "a page table is dense"
+    return array["data"][0], len(pages)

@@ -98,6 +98,9 @@ def test_each_build_has_its_own_objects(tmp_path: Path) -> None:
     ]
     environment = os.environ | {"CC": str(compiler), "LDSHARED": str(compiler)}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120)
+    asking = [line for line in log.read_text().splitlines() if "processor.c" in line]
+    assert asking
+    assert not any("-mavx" in line for line in asking), "what asks the processor must run on all"
     made = [words[words.index("-o") + 1] for line in log.read_text().splitlines() if (words := line.split())]
     assert made
     assert len(set(made)) == len(made)
