@@ -25,6 +25,8 @@ EXIT_REJECTED = 3
 """Exit status of a run that went through but is not to be trusted."""
 
 SilenceTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds without a byte before a turn fails.")]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Sessions at a time; all if left out.")]
+KeepAlive = Annotated[bool, typer.Option(help="One connection for many turns.")]
 SERVER_PID_HELP = (
     "Process of the server, to tell its and its children's CPU use from others'; Kedge's is found."
 )
@@ -43,15 +45,13 @@ def bench(
     turns: Annotated[int, typer.Option(min=1, help="Turns of each session.")] = 10,
     input_tokens: Annotated[int, typer.Option(min=1, help="New tokens sent per turn.")] = 16,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per turn.")] = 16,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Sessions at a time; all if left out.")
-    ] = None,
+    concurrency: Concurrency = None,
     warmup: Annotated[int, typer.Option(min=0, help="Whole sessions run before measuring.")] = 2,
     seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
     vocab_size: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 1000,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for full-length answers.")] = True,
     timeout: SilenceTimeout = 120.0,
-    keep_alive: Annotated[bool, typer.Option(help="One connection for many turns.")] = True,
+    keep_alive: KeepAlive = True,
     server_pid: Annotated[list[int] | None, typer.Option(help=SERVER_PID_HELP)] = None,
     max_burst_share: Annotated[
         float, typer.Option(help="More bursts reject the run.")
@@ -87,9 +87,8 @@ def bench(
             timeout_s=timeout,
             keep_alive=keep_alive,
         )
-        machine = describe_machine()
         result = _run(console, settings, api_key, server_pid)
-    if not _report(console, settings, Limits(max_burst_share, max_other_cores), result, machine, json_file):
+    if not _report(console, settings, Limits(max_burst_share, max_other_cores), result, json_file):
         raise typer.Exit(EXIT_REJECTED)
 
 
@@ -139,14 +138,13 @@ def _report(
     settings: LoadSettings,
     limits: Limits,
     result: LoadResult,
-    machine: dict[str, object],
     json_file: Path | None,
 ) -> bool:
     """Prints and writes the figures. False if the run is rejected."""
     summary = summarize(settings, result, limits)
     if json_file is not None:
         json_file.write_text(
-            json.dumps(document(settings, limits, summary, result, machine), indent=1) + "\n"
+            json.dumps(document(settings, limits, summary, result, describe_machine()), indent=1) + "\n"
         )
     console.print(table(settings, summary, result.cpu))
     for reason, count in summary.errors.items():
