@@ -139,7 +139,9 @@ def test_a_controller_of_version_1_hears_of_the_deployment_and_is_replaced(
             ControllerCalls(lambda: create(name, log), timeout_s=CALLS_TIMEOUT_S, deployment=deployment)
             for _ in range(2)
         )
-        await asyncio.gather(front_end.sessions(None, None, 1), replica.announce(), replica.stats(), replica.stats())
+        await asyncio.gather(
+            front_end.sessions(None, None, 1), replica.announce(), replica.stats(), replica.stats()
+        )
         await replica.register_replica(ReplicaStatus("a", 1000, 1000))
         return await front_end.replicas()
 
