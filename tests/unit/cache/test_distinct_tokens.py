@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cache.distinct_tokens import DistinctTokens
 from cache.token_chain import ANY_KV
@@ -32,7 +33,7 @@ def test_each_token_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[int] = []
     extend = DistinctTokens.extend
 
-    def counting(distinct: DistinctTokens, tokens: np.ndarray) -> None:  # type: ignore[type-arg]
+    def counting(distinct: DistinctTokens, tokens: NDArray[np.uint32]) -> None:
         looked_at.append(len(tokens))
         extend(distinct, tokens)
 

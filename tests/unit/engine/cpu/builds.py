@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from engine.cpu.library import VARIANTS, Kernels, NoKernels, find_kernels
@@ -13,7 +15,9 @@ every_build = pytest.mark.parametrize("variant", RUNNING or ["none"])
 
 
 def kernels_of(variant: str) -> Kernels:
-    found = FOUND.get(variant, NoKernels(""))
+    found = FOUND.get(variant, NoKernels("none of the builds"))
     if isinstance(found, NoKernels):
-        pytest.skip("the kernels were not compiled")
+        if shutil.which("cc") is not None:
+            pytest.fail(f"there is a compiler, and no kernels run here: {found.reason}")
+        pytest.skip("the kernels were not compiled: there is no C compiler")
     return found

@@ -15,6 +15,12 @@ from tests.unit.engine.cpu.builds import RUNNING, every_build, kernels_of
 ROOT = Path(__file__).parents[4]
 
 
+def build_in(folder: Path) -> list[str]:
+    """The command that compiles the kernels there."""
+    places = ("--build-lib", str(folder), "--build-temp", str(folder))
+    return [sys.executable, "setup.py", "-q", "build_ext", *places]
+
+
 @every_build
 def test_the_best_build_is_chosen(variant: str) -> None:
     kernels_of(variant)
@@ -36,18 +42,10 @@ def test_a_build_of_other_sources_is_refused(tmp_path: Path, variant: str) -> No
 
 
 def test_without_a_compiler_the_project_is_installed_all_the_same(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "build_ext",
-        "--build-lib",
-        str(tmp_path),
-        "--build-temp",
-        str(tmp_path),
-    ]
     environment = os.environ | {"CC": shutil.which("false") or "false"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        build_in(tmp_path), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert not list(tmp_path.rglob("*.so"))
 
@@ -86,18 +84,10 @@ def test_each_build_has_its_own_objects(tmp_path: Path) -> None:
         f'#!/bin/sh\necho "$*" >>{log}\nfor last; do [ "$before" = -o ] && : >"$last"; before=$last; done\n'
     )
     compiler.chmod(0o755)
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "build_ext",
-        "--build-lib",
-        str(tmp_path),
-        "--build-temp",
-        str(tmp_path),
-    ]
     environment = os.environ | {"CC": str(compiler), "LDSHARED": str(compiler)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        build_in(tmp_path), cwd=ROOT, env=environment, check=True, capture_output=True, timeout=120
+    )
     asking = [line for line in log.read_text().splitlines() if "processor.c" in line]
     assert asking
     assert not any("-mavx" in line for line in asking), "what asks the processor must run on all"

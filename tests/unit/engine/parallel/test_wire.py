@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.api import SamplingParams
 from engine.batch import BatchItem, DraftWork, SampleSpec, ScheduledBatch, SeenTokens
@@ -18,7 +19,7 @@ from tests.unit.operations import peak_bytes
 
 PAGE_SIZE = 4
 APART = {"pages", "window_pages", "known_pages", "known_window_pages", "sample"}
-"""Compared apart: tables are cut, and more of them may be told again than has changed."""
+"""Compared apart: tables are cut, and more of them may be sent again than has changed."""
 
 RUNS = count(1)
 
@@ -114,7 +115,7 @@ def test_batches_arrive_as_they_were_sent() -> None:
     for windowed in (False, True):
         encoder, decoder = BatchEncoder(PAGE_SIZE), BatchDecoder()
         live = [Live(f"r{index}", rng, windowed) for index in range(8)]
-        told: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
+        known: dict[int, NDArray[np.int32]] = {}
         for _ in range(150):
             if rng.random() < 0.1:
                 place = rng.randrange(len(live))
@@ -125,10 +126,10 @@ def test_batches_arrive_as_they_were_sent() -> None:
             decoded = decoder.decode(wire)
             assert_same(decoded, batch)
             for item in decoded.items:
-                before = told.get(item.run, np.empty(0, dtype=np.int32))
+                before = known.get(item.run, np.empty(0, dtype=np.int32))
                 assert item.pages[: item.known_pages].tolist() == before[: item.known_pages].tolist()
                 assert item.known_pages <= len(before)
-                told[item.run] = item.pages.copy()
+                known[item.run] = item.pages.copy()
 
 
 def test_a_decode_step_sends_no_tables_again() -> None:
