@@ -143,13 +143,12 @@ class TokenLogprob:
 
 
 class TextWatcher(Protocol):
-    """Follows a request's output text on the engine's thread to find stop strings.
-
-    `push` takes newly accepted token ids, one at a time, and returns the matched stop string if the text up to
-    and including that token completes one.
+    """Follows a request's output text on the engine's thread to find stop strings. It sees every accepted token, in
+    order and once, before the delta that has it leaves; but not one of the request's stop tokens, which ends it anyway.
     """
 
-    def push(self, token_id: int) -> str | None: ...
+    def accept(self, token_id: int) -> str | None:
+        """The stop string that the text up to and including that token completes."""
 
 
 class TokenConstraint(Protocol):

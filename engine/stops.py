@@ -37,14 +37,9 @@ class StopCriteria:
     def check(self, request: LiveRequest, token_id: int) -> Finish | None:
         """Call once per accepted token, in order, after `request.accept`."""
         spec = request.spec
-        finish = None
-        # The watcher sees every token, so that its text stays in step even when another rule ends the request.
-        if spec.watcher is not None:
-            finish = _watched(spec.watcher, token_id)
-            if finish is not None and finish.error is not None:
-                return finish
         if token_id in request.stop_ids:
             return Finish(FinishReason.STOP, matched=token_id)
+        finish = None if spec.watcher is None else _watched(spec.watcher, token_id)
         if finish is None and spec.constraint is not None:
             finish = _constrained(spec.constraint, token_id)
         if finish is None and request.num_output >= request.longest_output:
@@ -74,7 +69,7 @@ class StopCriteria:
 
 def _watched(watcher: TextWatcher, token_id: int) -> Finish | None:
     try:
-        matched_text = watcher.push(token_id)
+        matched_text = watcher.accept(token_id)
     except Exception as error:
         return _failed("text watcher", error)
     return None if matched_text is None else Finish(FinishReason.STOP, matched=matched_text)

@@ -52,9 +52,15 @@ class RequestBuilder:
         )
 
     async def build(
-        self, call: TurnCall, turn: Turn | None, engine_id: str, constraint: TokenConstraint | None = None
+        self,
+        call: TurnCall,
+        turn: Turn | None,
+        engine_id: str,
+        output: OutputText,
+        constraint: TokenConstraint | None = None,
     ) -> GenerateRequest:
-        """Raises InvalidRequest, ContextLengthExceeded, CapacityExceeded, ModelChanged and EngineOverloaded."""
+        """`output` is the call's own. Raises InvalidRequest, ContextLengthExceeded, CapacityExceeded, ModelChanged and
+        EngineOverloaded."""
         if call.resumed is not None and call.resumed.tokenizer not in (None, self._text.tokenizer_hash):
             raise ModelChanged(
                 "The replica that answered was lost, and the model served now has another tokenizer: the answer cannot "
@@ -77,14 +83,13 @@ class RequestBuilder:
             session_id=None if turn is None else turn.session_id,
             namespace=call.tenant,
             logprobs=call.logprobs,
-            watcher=self._text.watcher(
-                call.stop, skip_special_tokens=call.skip_special_tokens, shown=call.shown_tokens
-            ),
+            watcher=output.watcher,
             constraint=constraint,
             resumed_tokens=() if call.resumed is None else call.resumed.token_ids,
         )
 
     def output_text(self, call: TurnCall) -> OutputText:
+        """Raises InvalidRequest."""
         return self._text.output_text(
             call.stop,
             trim_stop=call.trim_stop,

@@ -204,14 +204,15 @@ class TurnRunner:
         constraint: TokenConstraint | None,
     ) -> LiveTurn:
         engine_id = f"{call.request_id}#{next(self._numbers)}"
-        request = await self._builder.build(call, turn, engine_id, constraint)
+        output = self._builder.output_text(call)
+        request = await self._builder.build(call, turn, engine_id, output, constraint)
         live = LiveTurn(
             call=call,
             request_id=engine_id,
             turn=turn,
             new_tokens=list(request.new_tokens),
             emit=emit,
-            output=self._builder.output_text(call),
+            output=output,
             started_s=started_s,
             resumed=call.resumed or NOTHING,
             last_token_s=None if call.resumed is None else started_s,

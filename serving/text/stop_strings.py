@@ -1,7 +1,6 @@
 """Finds stop strings in text that arrives in pieces, and holds back what may become one.
 
-The result depends on the text alone, never on how it was cut into pieces: the engine's watcher and the reply's
-text therefore always agree on where a request stopped.
+The result depends on the text alone, never on how it was cut into pieces.
 """
 
 from __future__ import annotations
@@ -37,6 +36,10 @@ class StopMatcher:
         self._keep_stop = keep_stop
         self._held = ""
         self.matched: str | None = None
+
+    @property
+    def stops(self) -> Sequence[str]:
+        return self._stops
 
     def feed(self, text: str) -> str:
         """Returns the text that is safe to show. After a match nothing more is."""

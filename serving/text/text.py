@@ -5,6 +5,7 @@ Everything that a turn costs here depends on the turn alone, never on the sessio
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -102,17 +103,6 @@ class TextProcessor:
             return None if setting == "off" else setting
         return None if self._chat_template is None else format_of(self._chat_template.text_with_tools)
 
-    def watcher(
-        self, stops: Sequence[str], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
-    ) -> TextWatcher | None:
-        """Finds stop strings on the engine's thread; None if there are none to find."""
-        if not stops:
-            return None
-        if self._token_bytes is None:
-            raise InvalidRequest("This model has no tokenizer, so stop strings cannot be found.", "stop")
-        detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
-        return StopWatcher(detokenizer, StopMatcher(stops))
-
     def output_text(
         self,
         stops: Sequence[str] = (),
@@ -121,9 +111,13 @@ class TextProcessor:
         skip_special_tokens: bool = True,
         shown: Sequence[str] = (),
     ) -> OutputText:
-        """Follows one request's output. `shown` are special tokens that are part of its text in any case."""
+        """Follows one request's output. `shown` are special tokens that are part of its text in any case. Raises
+        InvalidRequest, naming `stop`."""
         detokenizer: Detokenizer = NoText()
-        if self._token_bytes is not None:
+        if self._token_bytes is None:
+            if stops:
+                raise InvalidRequest("This model has no tokenizer, so stop strings cannot be found.", "stop")
+        else:
             detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
         return OutputText(detokenizer, StopMatcher(stops, keep_stop=not trim_stop), trim_stop=trim_stop)
 
@@ -191,34 +185,39 @@ class TextProcessor:
         return list(token_ids)
 
 
-class StopWatcher:
-    """A TextWatcher: called on the engine's thread, one accepted token at a time."""
-
-    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
-        self._detokenizer = detokenizer
-        self._matcher = matcher
-
-    def push(self, token_id: int) -> str | None:
-        self._matcher.feed(self._detokenizer.push((token_id,)))
-        return self._matcher.matched
-
-
 class OutputText:
-    """The text of one request as the client sees it: the same however the tokens are batched into events."""
+    """The text of one request as the client sees it: the same however the tokens are batched into events.
+
+    Where a stop string may end the request, this is its TextWatcher: the engine's thread makes the text, and `push`
+    only hands it on. Ownership: what makes text is the engine's until the last delta, and then the reader's.
+    """
 
     def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher, *, trim_stop: bool) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._trim_stop = trim_stop
+        self._watched: deque[str] = deque()
+        """What each token added that the engine has shown and nobody has taken yet."""
+
+    @property
+    def watcher(self) -> TextWatcher | None:
+        """None if there are no stop strings to find."""
+        return self if self._matcher.stops else None
+
+    def accept(self, token_id: int) -> str | None:
+        self._watched.append(self._matcher.feed(self._detokenizer.push((token_id,))))
+        return self._matcher.matched
 
     def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> str:
         """The text that these tokens add. Give `finish` with the last ones (there may be none)."""
-        if finish is None:
-            return self._matcher.feed(self._detokenizer.push(token_ids))
-        if self._trim_stop and _stopped_by_token(finish) and token_ids:
+        if finish is not None and self._trim_stop and _stopped_by_token(finish) and token_ids:
             token_ids = token_ids[:-1]
-        text = self._detokenizer.push(token_ids) + self._detokenizer.flush()
-        return self._matcher.feed(text) + self._matcher.flush()
+        num_watched = min(len(self._watched), len(token_ids))
+        watched = "".join([self._watched.popleft() for _ in range(num_watched)])
+        text = self._detokenizer.push(token_ids[num_watched:])
+        if finish is None:
+            return watched + self._matcher.feed(text)
+        return watched + self._matcher.feed(text + self._detokenizer.flush()) + self._matcher.flush()
 
 
 def _stopped_by_token(finish: Finish) -> bool:

@@ -24,18 +24,28 @@ STEP_S = 0.002
 HOLD = "hold"
 HANG = "hang"
 PACE = "pace"
+COUNTS = "counts"
+COUNTED_EVERY = 50
 
 
 class PacedRunner(NullRunner):
     """Every step takes `step_s`, which may be 0, and does not end while `hangs` says so. STEP_S is about as long as a
-    small model's."""
+    small model's. `counts` gets the steps, their items, and the CPU time of the engine's thread."""
 
-    def __init__(self, hangs: Callable[[], bool], step_s: float, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, hangs: Callable[[], bool], step_s: float, counts: Path | None, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._hangs = hangs
         self._step_s = step_s
+        self._counts = counts
+        self._num_steps = self._num_items = 0
 
     def execute(self, batch: Any) -> Any:
+        self._num_steps += 1
+        self._num_items += len(batch.items)
+        if self._counts is not None and self._num_steps % COUNTED_EVERY == 0:
+            self._counts.write_text(json.dumps([self._num_steps, self._num_items, time.thread_time()]))
         if self._step_s:
             time.sleep(self._step_s)
         while self._hangs():
@@ -53,12 +63,17 @@ def hangs_here(sign: Path) -> bool:
 
 
 def null_engine(
-    settings: EngineSettings, sink: DeltaSink, hangs: Callable[[], bool], step_s: float
+    settings: EngineSettings,
+    sink: DeltaSink,
+    hangs: Callable[[], bool],
+    step_s: float,
+    counts: Path | None,
 ) -> Engine:
     pages = settings.cache.num_pages or 2048
     runner = PacedRunner(
         hangs,
         step_s,
+        counts,
         pages,
         settings.cache.page_size,
         vocab_size_of(settings.model.path),
@@ -72,14 +87,17 @@ def null_engine(
 
 def build(args: AppArgs) -> Application:
     """In the state directory a file HOLD keeps replicas from starting, and a file HANG keeps the steps of the replica
-    whose process it names from ending. In a file PACE is how long a step takes, in seconds."""
+    whose process it names from ending. In a file PACE is how long a step takes, in seconds. A file COUNTS is kept up to
+    date by the one replica, if it is there."""
     state_dir = Path(args.controller.state_dir)
-    hold, hang, pace = state_dir / HOLD, state_dir / HANG, state_dir / PACE
+    hold, hang, pace, counts = (state_dir / name for name in (HOLD, HANG, PACE, COUNTS))
 
     def once_it_may(settings: EngineSettings, sink: DeltaSink) -> Engine:
         while hold.exists():
             time.sleep(STEP_S)
         step_s = float(pace.read_text()) if pace.exists() else STEP_S
-        return null_engine(settings, sink, partial(hangs_here, hang), step_s)
+        return null_engine(
+            settings, sink, partial(hangs_here, hang), step_s, counts if counts.exists() else None
+        )
 
     return compose(args, once_it_may)

@@ -44,7 +44,7 @@ class CountingWatcher:
         self._number = number
         self._seen = 0
 
-    def push(self, token_id: int) -> str | None:  # noqa: ARG002
+    def accept(self, token_id: int) -> str | None:  # noqa: ARG002
         self._seen += 1
         return "STOP" if self._seen == self._number else None
 
@@ -232,7 +232,7 @@ def test_what_cannot_be_its_output_is_refused(what: str) -> None:
 
 def test_a_watcher_that_fails_over_resumed_tokens_ends_its_request_only() -> None:
     class Broken:
-        def push(self, token_id: int) -> str | None:
+        def accept(self, token_id: int) -> str | None:
             raise RuntimeError(f"cannot decode {token_id}")
 
     driver = Driver()

@@ -15,13 +15,13 @@ class SpyWatcher:
         self.seen: list[int] = []
         self._count = count
 
-    def push(self, token_id: int) -> str | None:
+    def accept(self, token_id: int) -> str | None:
         self.seen.append(token_id)
         return "STOP" if len(self.seen) == self._count else None
 
 
 class BrokenWatcher:
-    def push(self, token_id: int) -> str | None:
+    def accept(self, token_id: int) -> str | None:
         raise RuntimeError(f"cannot decode {token_id}")
 
 

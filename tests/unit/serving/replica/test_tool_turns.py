@@ -84,9 +84,9 @@ def test_only_what_is_to_be_shown_is_shown(make: type) -> None:
     ids = [opener, *text._encode("dog", "prompt"), python, opener]
     shown = text.output_text(shown=("<tool_call>", "unknown")).push(ids, Finish(FinishReason.LENGTH))
     assert shown.replace(" ", "") == "<tool_call>dog<tool_call>"
-    watcher = text.watcher(("<tool_call>",), shown=("<tool_call>",))
+    watcher = text.output_text(("<tool_call>",), shown=("<tool_call>",)).watcher
     assert watcher is not None
-    assert watcher.push(opener) == "<tool_call>", "a stop string sees the same text"
+    assert watcher.accept(opener) == "<tool_call>", "a stop string sees the same text"
 
 
 async def test_begun_elsewhere_it_goes_on_in_the_middle(tmp_path: Path) -> None:

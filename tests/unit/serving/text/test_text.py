@@ -139,23 +139,41 @@ def test_a_long_run_of_broken_pieces_costs_linear_time() -> None:
 
 @patient
 @given(ids=token_ids, skip=st.booleans(), batch=st.integers(1, 5))
-def test_watcher_and_output_stop_at_the_same_place(ids: list[int], skip: bool, batch: int) -> None:
+def test_the_text_is_the_same_whoever_makes_it(ids: list[int], skip: bool, batch: int) -> None:
+    """The engine's thread, which looks for stop strings and may be ahead of what has been read, or the reader."""
     stops = ("a", " dog", "e ")
     text = processor()
-    watcher = text.watcher(stops, skip_special_tokens=skip)
+    watched = text.output_text(stops, skip_special_tokens=skip)
+    assert watched.watcher is not None
     accepted: list[int] = []
-    matched = None
+    matched, shown = None, ""
     while matched is None and len(accepted) < len(ids):
         accepted.append(ids[len(accepted)])
-        matched = watcher.push(accepted[-1])
+        matched = watched.watcher.accept(accepted[-1])
+        if len(accepted) % batch == 0:
+            shown += watched.push(accepted[len(accepted) - batch : len(accepted) - len(accepted) % 2])
+            shown += watched.push(accepted[len(accepted) - len(accepted) % 2 :])
     finish = Finish(FinishReason.STOP, matched) if matched is not None else LENGTH
-    output = text.output_text(stops, skip_special_tokens=skip)
-    shown = "".join(output.push(accepted[i : i + batch]) for i in range(0, len(accepted), batch))
-    shown += output.push((), finish)
+    shown += watched.push(accepted[len(accepted) - len(accepted) % batch :], finish)
     assert not any(stop in shown for stop in stops)
+    assert text.output_text(stops, skip_special_tokens=skip).push(accepted, finish) == shown
     if matched is not None:
         kept = text.output_text(stops, trim_stop=False, skip_special_tokens=skip)
         assert kept.push(accepted, finish) == shown + matched
+
+
+@pytest.mark.parametrize("trim_stop", [True, False])
+def test_a_stop_token_after_a_beginning_of_a_stop_string(trim_stop: bool) -> None:
+    """The engine does not show the token to the watcher; what was held back for the string is no part of one."""
+    text = processor()
+    begin, dog = (text._encode(word, "prompt")[0] for word in (" cat", " dog"))
+    begun = text.token_text(begin).decode()
+    finish = Finish(FinishReason.STOP, dog)
+    output = text.output_text((" cats",), trim_stop=trim_stop)
+    assert output.watcher is not None
+    assert output.watcher.accept(begin) is None
+    assert output.push((begin,)) == ""
+    assert output.push((dog,), finish) == begun + ("" if trim_stop else " dog")
 
 
 def test_a_stop_token_is_trimmed_unless_asked_for() -> None:
@@ -317,7 +335,7 @@ def test_without_a_tokenizer_only_ids_work(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             text.encode_prompt(prompt)
     with pytest.raises(InvalidRequest, match="no tokenizer"):
-        text.watcher(("stop",))
+        text.output_text(("stop",))
 
 
 def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
