@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
-from controllers.cluster_actor import get_or_create_controller, version_of
-from controllers.commit_groups import CommitGroups, Outcome
+from controllers.cluster_actor import ClusterController, get_or_create_controller, version_of
+from controllers.commit_groups import CommitGroups
 from controllers.errors import ControllerError, NoAnswer, SettingsRefused
-from controllers.records import (
-    Assignment,
-    ForkOrder,
-    HeartbeatReply,
-    LedgerEntry,
-    ReplicaStatus,
-    SessionRecord,
-    SessionReport,
-    TurnRecord,
-)
+from controllers.records import TurnRecord
 from controllers.settings import Deployment
 from controllers.wire_record import WIRE_VERSION
 from serving.settings.strict_settings import SettingsError
@@ -39,6 +31,22 @@ RETRY_PAUSE_S = 0.2
 GROUP_PATIENCE_S = 0.5
 """So long a call with turns that gets no answer keeps the next turns waiting. The controller may be starting again, and
 then all go as soon as it is there."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _called(
+    method: Callable[Concatenate[ClusterController, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[ControllerCalls, P], Coroutine[Any, Any, R]]:
+    """A call of that method, with its own signature."""
+
+    @wraps(method)
+    async def call(calls: ControllerCalls, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return cast(R, await calls._call(method.__name__, args, kwargs))
+
+    return call
 
 
 class ControllerCalls:
@@ -64,51 +72,28 @@ class ControllerCalls:
     async def announce(self) -> None:
         """Lets the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
         if self._deployment is not None:
-            await self._call("announce", self._deployment)
+            await self._announce(self._deployment)
 
-    async def link_secret(self) -> bytes:
-        """What the cluster's processes share (serving/wire/link_keys.py)."""
-        return cast(bytes, await self._call("link_secret"))
-
-    async def register_replica(self, status: ReplicaStatus) -> None:
-        await self._call("register_replica", status)
-
-    async def heartbeat(self, status: ReplicaStatus, report: SessionReport) -> HeartbeatReply:
-        return cast(HeartbeatReply, await self._call("heartbeat", status, report))
-
-    async def report_unreachable(self, replica_id: str, died: bool) -> bool:
-        return bool(await self._call("report_unreachable", replica_id, died))
-
-    async def drain_replica(self, replica_id: str) -> None:
-        await self._call("drain_replica", replica_id)
-
-    async def deregister_replica(self, replica_id: str) -> int:
-        return int(await self._call("deregister_replica", replica_id))
-
-    async def open_session(
-        self,
-        session_id: str | None,
-        tenant: str,
-        timeout_s: float | None,
-        capacity_tokens: int | None,
-        open_key: str,
-    ) -> Assignment:
-        reply = await self._call("open_session", session_id, tenant, timeout_s, capacity_tokens, open_key)
-        return cast(Assignment, reply)
-
-    async def fork_session(
-        self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder
-    ) -> SessionRecord:
-        return cast(SessionRecord, await self._call("fork_session", parent_id, epoch, replica_id, order))
-
-    async def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
-        return cast(Assignment, await self._call("resolve", session_id, create, tenant))
-
-    async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
-        return cast(SessionRecord, await self._call("load_session", session_id, epoch, replica_id))
-
-    async def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
-        return bool(await self._call("offer_session", session_id, epoch, replica_id))
+    link_secret = _called(ClusterController.link_secret)
+    register_replica = _called(ClusterController.register_replica)
+    heartbeat = _called(ClusterController.heartbeat)
+    report_unreachable = _called(ClusterController.report_unreachable)
+    drain_replica = _called(ClusterController.drain_replica)
+    deregister_replica = _called(ClusterController.deregister_replica)
+    open_session = _called(ClusterController.open_session)
+    fork_session = _called(ClusterController.fork_session)
+    resolve = _called(ClusterController.resolve)
+    load_session = _called(ClusterController.load_session)
+    offer_session = _called(ClusterController.offer_session)
+    close_session = _called(ClusterController.close_session)
+    close_after = _called(ClusterController.close_after)
+    expire_idle = _called(ClusterController.expire_idle)
+    sessions = _called(ClusterController.sessions)
+    session = _called(ClusterController.session)
+    replicas = _called(ClusterController.replicas)
+    stats = _called(ClusterController.stats)
+    _announce = _called(ClusterController.announce)
+    _commit_turns = _called(ClusterController.commit_turns)
 
     async def commit_turn(self, record: TurnRecord) -> None:
         """What comes while a call with turns is under way goes with the next: a call costs the controller several times
@@ -117,52 +102,24 @@ class ControllerCalls:
         if refusal is not None:
             raise refusal
 
-    async def close_session(
-        self,
-        session_id: str,
-        tenant: str | None = None,
-        epoch: int | None = None,
-        open_key: str | None = None,
-    ) -> bool:
-        return bool(await self._call("close_session", session_id, tenant, epoch, open_key))
-
-    async def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:
-        await self._call("close_after", session_id, epoch, turn_key)
-
-    async def expire_idle(self) -> list[str]:
-        return cast(list[str], await self._call("expire_idle"))
-
-    async def sessions(self, tenant: str | None, after: str | None, limit: int) -> list[LedgerEntry]:
-        return cast(list[LedgerEntry], await self._call("sessions", tenant, after, limit))
-
-    async def session(self, session_id: str) -> LedgerEntry:
-        return cast(LedgerEntry, await self._call("session", session_id))
-
-    async def replicas(self) -> list[ReplicaStatus]:
-        return cast(list[ReplicaStatus], await self._call("replicas"))
-
-    async def stats(self) -> dict[str, float]:
-        return cast(dict[str, float], await self._call("stats"))
-
-    async def _commit_turns(self, records: Sequence[TurnRecord]) -> Sequence[Outcome]:
-        return cast(Sequence[Outcome], await self._call("commit_turns", records))
-
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         last: list[RayActorError] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._until_up(method, args, last)
+                return await self._until_up(method, args, kwargs, last)
         except TimeoutError:
             raise NoAnswer(
                 f"the cluster controller did not answer {method} in {self._timeout_s} s",
                 detail=_cause(last[-1]) if last else None,
             ) from None
 
-    async def _until_up(self, method: str, args: tuple[Any, ...], last: list[RayActorError]) -> Any:
+    async def _until_up(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], last: list[RayActorError]
+    ) -> Any:
         while True:
             try:
                 actor = await self._current_actor()
-                return await getattr(actor, method).remote(*args)
+                return await getattr(actor, method).remote(*args, **kwargs)
             except RayTaskError as error:
                 if isinstance(error.cause, ControllerError):
                     raise error.cause from None
