@@ -30,7 +30,7 @@ STORE_OPERATIONS = (
     "close_after",
     "find",
     "claim",
-    "news",
+    "changes",
 )
 
 

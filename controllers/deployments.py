@@ -78,14 +78,14 @@ def check_log(wanted: LogSettings, log: LogSettings) -> None:
         case _:
             key = "redis_url"
     raise SettingsRefused(
-        f"controller.{key} cannot be changed from {_told(log)} to {_told(wanted)}: {WHAT_TO_DO}.",
+        f"controller.{key} cannot be changed from {_described(log)} to {_described(wanted)}: {WHAT_TO_DO}.",
         f"controller.{key}",
     )
 
 
-def _told(log: LogSettings) -> str:
+def _described(log: LogSettings) -> str:
     if log.encrypted:
-        return f"{_told(replace(log, encrypted=False))}, encrypted"
+        return f"{_described(replace(log, encrypted=False))}, encrypted"
     if isinstance(log, SqliteLogSettings) and log.full_sync:
         return f"{log} with full_sync"
     if isinstance(log, RedisLogSettings) and log.wait_replicas:

@@ -47,12 +47,12 @@ from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
 from controllers.redis_session import StoredSession
 from controllers.session_keys import id_in, named, session_key, tenant_in
 from controllers.settings import RedisLogSettings
-from controllers.store import LogNews
+from controllers.store import LogChanges
 from controllers.tokens import TOKEN_BYTES
 
 ENTRIES_AT_ONCE = 1000
 SWEPT_AT_ONCE = 100
-"""Sessions of the whole log that one call of `news` looks at: each sweep costs the same, however many there are."""
+"""Sessions of the whole log that one call of `changes` looks at: each sweep costs the same, however many there are."""
 
 TAKEN_KEPT_S = 3600
 """A cluster that has not asked for so long what was taken from it is not coming back."""
@@ -87,7 +87,7 @@ class RedisSessionStore:
         self._histories = RedisHistories(self._log, self._cipher)
         self._clock = clock
         self._deployment_key = self._log.key("deployment", cluster)
-        self._cursor = 0  # of the walk over all sessions that `news` goes on with
+        self._cursor = 0  # of the walk over all sessions that `changes` goes on with
 
     def open(self, record: SessionRecord) -> SessionRecord:
         assert not record.history
@@ -163,7 +163,7 @@ class RedisSessionStore:
                 return entry
         raise self._busy(session_id)
 
-    def news(self) -> LogNews:
+    def changes(self) -> LogChanges:
         taken_key = self._log.key("taken", self._log.cluster)
         taken, (cursor, members) = self._log.read(
             ("HGETALL", taken_key),
@@ -178,7 +178,7 @@ class RedisSessionStore:
         self._log.change(commands)
         abandoned = self._abandoned([member.decode() for member in members])
         self._cursor = int(cursor)
-        return LogNews(tuple((key.decode(), int(epoch)) for key, epoch in taken.items()), abandoned)
+        return LogChanges(tuple((key.decode(), int(epoch)) for key, epoch in taken.items()), abandoned)
 
     def load_all_entries(self) -> Iterator[LedgerEntry]:
         (members,) = self._log.read(("SMEMBERS", self._log.key("sessions")))

@@ -2,7 +2,7 @@
 
 Invariant: the ledger holds only sessions that this cluster opened or claimed. A session that is not there is looked
 for in the log and claimed at its first turn here, so a cluster that starts beside another takes nothing before traffic
-moves. What another claims from this cluster leaves the ledger when a change of it is refused, or with the next news.
+moves. What another claims from this cluster leaves the ledger when a change of it is refused, or with the next `changes`.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class SessionClaims:
     def refresh(self, expires_at_s: Callable[[LedgerEntry], float], now_s: float) -> list[str]:
         """Lets go of what others took. Claims the sessions of clusters that are gone which are past their timeout, and
         returns them: they are to be ended."""
-        with self._stats.timed("news"):
-            news = self._store.news()
-        for session_id, epoch in news.taken:
+        with self._stats.timed("changes"):
+            changes = self._store.changes()
+        for session_id, epoch in changes.taken:
             if session_id in self._ledger and self._ledger.get(session_id).epoch < epoch:
                 self._drop(session_id)
         return [
             entry.session_id
-            for entry in news.abandoned
+            for entry in changes.abandoned
             if expires_at_s(entry) + ABANDONED_GRACE_S < now_s and self._claim_unused(entry)
         ]
 

@@ -42,7 +42,7 @@ from controllers.records import (
 )
 from controllers.sqlite_histories import SqliteHistories
 from controllers.sqlite_schema import open_session_log
-from controllers.store import LogNews
+from controllers.store import LogChanges
 from controllers.tokens import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
@@ -140,8 +140,8 @@ class SqliteSessionStore:
         """The file has one writer: each session is its already."""
         return self.find(session_id)
 
-    def news(self) -> LogNews:
-        return LogNews()
+    def changes(self) -> LogChanges:
+        return LogChanges()
 
     def load_all_entries(self) -> Iterator[LedgerEntry]:
         with self._transaction() as db:

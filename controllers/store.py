@@ -15,7 +15,7 @@ from controllers.records import LedgerEntry, SessionRecord, TurnRecord
 
 
 @dataclass(frozen=True, slots=True)
-class LogNews:
+class LogChanges:
     """What other clusters on the same session log have done. `taken`: sessions that they took from this one, and the
     epochs at which they did. `abandoned`: some of those sessions whose cluster is gone, with each call others."""
 
@@ -71,7 +71,7 @@ class SessionStore(Protocol):
         A session of this cluster stays as it is. Gives it as it is then. Raises SessionNotFound.
         """
 
-    def news(self) -> LogNews:
+    def changes(self) -> LogChanges:
         """What other clusters did; tells them that this one lives. To be called every few seconds."""
 
     def load_all_entries(self) -> Iterable[LedgerEntry]:

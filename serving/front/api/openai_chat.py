@@ -35,8 +35,6 @@ from serving.front.api.openai_chat_schema import (
 from serving.front.api.openai_replies import (
     UsageCounter,
     finite,
-    json_reply,
-    shown,
     stop_fields,
     top_pairs,
     usage_of,
@@ -49,7 +47,7 @@ from serving.front.api.openai_requests import (
 )
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.openai_tools import ToolUse, tool_use
-from serving.front.api.reply_json import filled, joined_items, list_items, reply_json
+from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json, shown
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect

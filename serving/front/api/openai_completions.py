@@ -35,8 +35,6 @@ from serving.front.api.openai_completions_schema import (
 from serving.front.api.openai_replies import (
     UsageCounter,
     finite,
-    json_reply,
-    shown,
     stop_fields,
     top_pairs,
 )
@@ -47,7 +45,7 @@ from serving.front.api.openai_requests import (
     session_turn,
 )
 from serving.front.api.openai_structured import held_answer
-from serving.front.api.reply_json import filled, joined_items, list_items, reply_json
+from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json, shown
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect

@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
 from serving.front.api.reply_json import Reply, or_unset
-from serving.front.api.turn_headers import turn_headers
 from serving.front.api.turn_streams import TurnResult
 from serving.wire.turns import TextLogprob, TurnEvent, TurnFinish
 
@@ -104,11 +102,6 @@ def stop_fields(
     }
 
 
-def shown(text: bytes) -> str:
-    """A token's text for display: broken characters become U+FFFD."""
-    return text.decode("utf-8", "replace")
-
-
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
 
@@ -118,8 +111,3 @@ def top_pairs(entry: TextLogprob) -> list[tuple[bytes, float]]:
     return [
         (text, finite(logprob)) for text, (_, logprob) in zip(entry.top_texts, entry.token.top, strict=True)
     ]
-
-
-def json_reply(text: bytes, results: Sequence[TurnResult]) -> Response:
-    """What a session's turn, of which a reply has one at most, says of itself is in the headers."""
-    return Response(text, media_type="application/json", headers=turn_headers(results[0]))

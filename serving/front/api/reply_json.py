@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
+
+from serving.front.api.turn_headers import turn_headers
+from serving.front.api.turn_streams import TurnResult
 
 T = TypeVar("T")
 
@@ -55,3 +59,13 @@ def filled(text: bytes, name: str, items: bytes) -> bytes:
     before, empty, after = text.partition(b'"%s":[]' % name.encode())
     assert empty, name
     return b'%s"%s":[%s]%s' % (before, name.encode(), items, after)
+
+
+def shown(text: bytes) -> str:
+    """A token's text for display: broken characters become U+FFFD."""
+    return text.decode("utf-8", "replace")
+
+
+def json_reply(text: bytes, results: Sequence[TurnResult]) -> Response:
+    """What a session's turn, of which a reply has one at most, says of itself is in the headers."""
+    return Response(text, media_type="application/json", headers=turn_headers(results[0]))

@@ -22,8 +22,7 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
-from serving.front.api.openai_replies import json_reply
-from serving.front.api.reply_json import joined_items
+from serving.front.api.reply_json import joined_items, json_reply
 from serving.front.api.session_replies import GenerateEncoder, whole_reply
 from serving.front.api.session_schema import AbortBody, CloseSessionBody, GenerateBody, OpenSessionBody
 from serving.front.api.sse import TurnEventStream

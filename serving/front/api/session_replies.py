@@ -10,8 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from serving.front.api.errors import session_error
-from serving.front.api.openai_replies import shown
-from serving.front.api.reply_json import filled, joined_items, list_items, or_unset, reply_json
+from serving.front.api.reply_json import filled, joined_items, list_items, or_unset, reply_json, shown
 from serving.front.api.session_schema import GenerateBody, GenerateReply, LogprobEntry, MetaInfo
 from serving.front.api.turn_streams import TurnPlan, TurnResult
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish

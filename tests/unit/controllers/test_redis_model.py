@@ -145,7 +145,7 @@ def test_the_scripts_of_the_log_do_the_same(
     for index in range(10):
         append_turn(store, turn_of(index, index, [index], idempotency_key=f"k{index}"))
     other.claim("s", "b")
-    store.news()
+    store.changes()
     append_turn(other, turn_of(10, 5, [1, 2], epoch=2))
     other.close("s")
     assert len(answers) == 17

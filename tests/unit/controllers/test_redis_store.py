@@ -46,7 +46,7 @@ def test_the_last_controller_of_a_cluster_is_its_writer(log: RedisLogSettings) -
         lambda: former.touch("s", 1.0),
         lambda: former.close("s"),
         lambda: former.open(replace(SESSION, session_id="other")),
-        lambda: former.news(),
+        lambda: former.changes(),
     ):
         with pytest.raises(
             StoreError, match=rf"this cluster has taken it over.*{log.name} in Redis at unix://"
@@ -198,7 +198,7 @@ def test_damage_is_noticed(redis_server: RedisServer, log: RedisLogSettings) -> 
             for read in (
                 lambda: store.load("s"),
                 lambda: list(store.load_all_entries()),
-                store.news,
+                store.changes,
                 lambda: store.close("s"),
             ):
                 with pytest.raises(StoreError, match="cannot be read"):
@@ -253,7 +253,7 @@ def test_a_log_of_the_former_layout_is_taken_over(redis_server: RedisServer, log
     assert list(again.load_all_entries()) == []
     with pytest.raises(SessionTakenOver):
         append_turn(again, turn_of(1, 2, [3]))
-    assert [entry.session_id for entry in again.news().abandoned] == ["s"]
+    assert [entry.session_id for entry in again.changes().abandoned] == ["s"]
     assert again.claim("s", "b").epoch == 2
     append_turn(again, turn_of(1, 2, [3], epoch=2))
     assert history_of(again) == [1, 2, 3]
