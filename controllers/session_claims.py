@@ -2,7 +2,8 @@
 
 Invariant: the ledger holds only sessions that this cluster opened or claimed. A session that is not there is looked
 for in the log and claimed at its first turn here, so a cluster that starts beside another takes nothing before traffic
-moves. What another claims from this cluster leaves the ledger when a change of it is refused, or with the next `changes`.
+moves. What another claims from this cluster leaves the ledger when a change of it is refused, or with the next
+changes that the log tells of.
 """
 
 from __future__ import annotations
