@@ -32,6 +32,7 @@ from serving.front.replica_gone import ReplicaGone
 from serving.front.replica_link import LinkTimes
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
+from serving.garbage import settle
 from serving.settings.config import AppArgs
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import GetModelInfo
@@ -55,7 +56,8 @@ RELOAD_KEYS_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class IngressPlace:
-    """What an ingress is given where it runs. `ingresses` is the handle of its own deployment."""
+    """What an ingress is given where it runs. `ingresses` is the handle of its own deployment; `settle` is called once
+    everything is loaded."""
 
     ingress_id: str
     controller: ControllerCalls
@@ -63,6 +65,7 @@ class IngressPlace:
     open_connection: OpenConnection
     has_died: HasDied
     random: Random
+    settle: Callable[[], None]
 
 
 class Ingress:
@@ -124,6 +127,7 @@ class Ingress:
         if args.ingress.operator_port is not None:
             address = (args.ingress.operator_host, args.ingress.operator_port)
             self._operator_port = OperatorPort(self._app(operators=True), address)
+        place.settle()
 
     @property
     def service(self) -> TurnService:
@@ -184,6 +188,7 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPla
         open_connection=ConnectionFactory(ray.get_runtime_context().get_node_id(), keys).open,
         has_died=actor_has_died,
         random=Random(),
+        settle=settle,
     )
 
 

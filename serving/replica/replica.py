@@ -27,6 +27,7 @@ from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidReque
 from engine.models.hub import find_model
 from engine.settings import EngineSettings, ModelSettings
 from serving.background import BackgroundTasks
+from serving.garbage import settle
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.hand_over_pace import HandOverPace
@@ -95,7 +96,8 @@ class Listener(PeerConnections, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """What a replica is given where it runs. `clock` returns monotonic seconds, `unix_clock` Unix time."""
+    """What a replica is given where it runs. `clock` returns monotonic seconds, `unix_clock` Unix time; `settle` is
+    called once everything is loaded."""
 
     replica_id: str
     controller: ControllerCalls
@@ -104,6 +106,7 @@ class ReplicaPlace:
     load_text: Callable[[ModelSettings, Engine], TextProcessor]
     clock: Callable[[], float]
     unix_clock: Callable[[], float]
+    settle: Callable[[], None]
 
 
 class LLMReplica:
@@ -169,7 +172,7 @@ class LLMReplica:
         self._clock = place.clock
         self._answered_s = place.clock()
         self._created = int(place.unix_clock())
-        await self._start()
+        await self._start(place.settle)
 
     async def serve(self, call: AnyCall, emit: Emit) -> None:
         """Carries out a front end's call. Errors are answers, too."""
@@ -283,8 +286,9 @@ class LLMReplica:
                 while self._host.hands_over or not self._answered_all():
                     await asyncio.sleep(HAND_OVER_INTERVAL_S)
 
-    async def _start(self) -> None:
+    async def _start(self, settle: Callable[[], None]) -> None:
         await asyncio.to_thread(_warm, self._text)
+        settle()
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         self._host.address = self._listener.open(self._links.frame_came)
@@ -346,6 +350,7 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPla
         load_text=_load_text,
         clock=time.monotonic,
         unix_clock=time.time,
+        settle=settle,
     )
 
 

@@ -45,7 +45,9 @@ class PacedRunner(NullRunner):
         self._num_steps += 1
         self._num_items += len(batch.items)
         if self._counts is not None and self._num_steps % COUNTED_EVERY == 0:
-            self._counts.write_text(json.dumps([self._num_steps, self._num_items, time.thread_time()]))
+            fresh = self._counts.with_suffix(".new")
+            fresh.write_text(json.dumps([self._num_steps, self._num_items, time.thread_time()]))
+            fresh.replace(self._counts)
         if self._step_s:
             time.sleep(self._step_s)
         while self._hangs():

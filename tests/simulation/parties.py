@@ -129,6 +129,7 @@ class Cluster:
                 load_text=_load_text,
                 clock=self.world.clock,
                 unix_clock=party.unix_s,
+                settle=lambda: None,
             )
 
         async def run() -> None:
@@ -152,6 +153,7 @@ class Cluster:
                 partial(self.links.connect, party),
                 self.links.has_died,
                 self.random,
+                settle=lambda: None,
             )
 
         async def run() -> None:

@@ -1,0 +1,26 @@
+"""What is loaded is not looked through again and again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROCESS = """
+import gc
+from serving.garbage import settle
+
+looked_through = []
+loaded = [[number] for number in range(10_000)]  # what stays
+settle()
+gc.callbacks.append(lambda phase, info: looked_through.append(phase))
+assert not any(each is loaded[0] for each in gc.get_objects()), "what stays is looked through"
+some = [[number] for number in range(20_000)]
+assert not looked_through, "a thousand new objects begin a walk"
+more = [[number] for number in range(60_000)]
+assert looked_through, "garbage cycles are never found"
+"""
+
+
+def test_what_stays_is_looked_through_no_more() -> None:
+    """In a process of its own, which it changes."""
+    subprocess.run([sys.executable, "-c", PROCESS], check=True)
