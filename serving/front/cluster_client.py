@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from controllers.records import ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
 from serving.front.ownership_cache import Owner
-from serving.front.replica_calls import ReplicaCalls
+from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import ReplicaGone
 from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
@@ -34,19 +34,24 @@ from serving.wire.calls import (
     Audit,
     CloseSession,
     Describe,
+    Detokenize,
     Drain,
     Flush,
     ForkSession,
     MetricsText,
+    Tokenize,
 )
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import STALE_EPOCH, error_info, unavailable
 from serving.wire.turns import (
+    ChatPrompt,
     ErrorInfo,
     ForkedSession,
     ModelInfo,
     ServiceError,
     SessionInfo,
+    TextPrompt,
+    TokenizedPrompt,
     TurnCall,
     TurnEvent,
 )
@@ -60,6 +65,7 @@ OWNERSHIP_METRICS = MappingProxyType(
 )
 NEWCOMER_GRACE_S = 5.0
 """A replica makes itself known to the controller a moment before this ingress's router hears of it."""
+REPLICAS_ASKED = 3
 FIGURES_TIMEOUT_S = 3.0
 """For figures and the health check: those who ask wait no longer than some seconds for all of them."""
 
@@ -143,6 +149,16 @@ class ClusterClient:
         await self._siblings.ask("abort", named, tenant)
         await self._replicas.broadcast(Abort(named, tenant))
 
+    async def tokenize(
+        self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool, with_token_strs: bool
+    ) -> TokenizedPrompt:
+        answer = await self._ask_any(Tokenize(prompt, add_special_tokens, with_token_strs))
+        assert isinstance(answer, TokenizedPrompt)
+        return answer
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(await self._ask_any(Detokenize(tuple(token_ids), skip_special_tokens)))
+
     async def flush(self) -> bool:
         answers = await self._replicas.broadcast(Flush())
         if not answers:
@@ -200,6 +216,13 @@ class ClusterClient:
 
     async def healthy(self) -> bool:
         return await self._health.get()
+
+    async def _ask_any(self, call: Tokenize | Detokenize) -> Any:
+        """What any replica answers; the next one, where one is gone."""
+        for _ in range(REPLICAS_ASKED):
+            with suppress(ReplicaGone):
+                return await self._replicas.call(ANY_REPLICA, call)
+        raise ServiceError(unavailable("no replica answers"))
 
     async def _gather_metrics(self) -> str:
         replicas, ingresses, stats = await asyncio.gather(

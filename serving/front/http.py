@@ -7,7 +7,14 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from serving.front.api import admin, openai_chat, openai_completions, openai_models, session_protocol
+from serving.front.api import (
+    admin,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    session_protocol,
+    tokenization,
+)
 from serving.front.api.access import CallersKnown
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
@@ -40,7 +47,7 @@ def create_http_app(
     app.state.keep_alive_s = keep_alive_s
     app.state.incremental_streaming_output = incremental_streaming_output
     install_error_handlers(app)
-    for protocol in (openai_chat, openai_completions, openai_models, session_protocol, admin):
+    for protocol in (openai_chat, openai_completions, openai_models, session_protocol, tokenization, admin):
         app.include_router(protocol.routes())
     app.add_middleware(CallersKnown, keys=keys, operators=operators)
     app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=not keys)

@@ -51,12 +51,14 @@ from serving.wire.calls import (
     Audit,
     CloseSession,
     Describe,
+    Detokenize,
     Drain,
     Flush,
     ForkSession,
     GetModelInfo,
     MetricsText,
     RunTurn,
+    Tokenize,
     answer_of,
 )
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
@@ -152,6 +154,7 @@ class LLMReplica:
             engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
             settings_hash=args.settings_hash,
         )
+        self._builder = RequestBuilder(self._engine, self._text)
         self._turns = TurnRunner(
             engine=self._engine,
             sessions=sessions,
@@ -159,7 +162,7 @@ class LLMReplica:
             commits=TurnCommits(
                 self._controller, self._metrics, patience_s=args.controller.commit_patience_s
             ),
-            builder=RequestBuilder(self._engine, self._text),
+            builder=self._builder,
             event_maker=EventMaker(self._text, self._metrics, place.clock),
             mailbox=mailbox,
             load=TenantLoad(args.tenants.max_turns_in_flight, args.tenants.max_queued_tokens),
@@ -222,6 +225,12 @@ class LLMReplica:
                 return self._metrics.render()
             case GetModelInfo():
                 return self._model_info()
+            case Tokenize():
+                return await self._builder.tokenize(
+                    call.prompt, call.add_special_tokens, with_token_strs=call.with_token_strs
+                )
+            case Detokenize():
+                return await self._builder.detokenize(call.token_ids, call.skip_special_tokens)
         raise AssertionError(f"no answer to {type(call).__name__}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from controllers.session_keys import named
 from engine.api import Engine, EngineOverloaded, GenerateRequest, SamplingParams, TokenConstraint
 from serving.grammars.constraints import ConstraintCompiler
 from serving.text.text import OutputText, TextProcessor
-from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenPrompt, TurnCall
+from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt, TurnCall
 
 LONG_PROMPT = 20_000
 """In characters, and a few for each value that is there. Longer ones are rendered, tokenized and hashed on a thread, so
@@ -96,6 +96,24 @@ class RequestBuilder:
             skip_special_tokens=call.skip_special_tokens,
             shown=call.shown_tokens,
         )
+
+    async def tokenize(
+        self, prompt: ChatPrompt | TextPrompt, add_special_tokens: bool, *, with_token_strs: bool
+    ) -> TokenizedPrompt:
+        """The tokens of a prompt that begins a sequence. Raises InvalidRequest, ContextLengthExceeded and
+        EngineOverloaded."""
+
+        def work() -> TokenizedPrompt:
+            token_ids = self._text.tokenize(prompt, add_special_tokens=add_special_tokens)
+            strs = self._text.token_strs(token_ids) if with_token_strs else ()
+            return TokenizedPrompt(tuple(token_ids), strs)
+
+        return await self._of_prompt(prompt, work)
+
+    async def detokenize(self, token_ids: tuple[int, ...], skip_special_tokens: bool) -> str:
+        """The text of tokens. Raises InvalidRequest and EngineOverloaded."""
+        work = partial(self._text.detokenize, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._of_prompt(TokenPrompt(token_ids), work)
 
     async def digest(self, call: TurnCall) -> str:
         """Tells apart different requests under one idempotency key. Raises EngineOverloaded."""

@@ -97,6 +97,27 @@ class TextProcessor:
             raise InvalidRequest("The prompt has no tokens.", param)
         return token_ids
 
+    def tokenize(self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a prompt that begins a sequence, which may be none. Raises InvalidRequest and
+        ContextLengthExceeded, naming `prompt` or `messages`."""
+        if isinstance(prompt, TextPrompt):
+            return self._encode(prompt.text, "prompt", add_special_tokens=add_special_tokens)
+        return self._encode_chat(prompt, False, None)
+
+    def token_strs(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """What the vocabulary calls them; empty for ids that only the model has."""
+        if self._backend is None:
+            return ("",) * len(token_ids)
+        return tuple(self._backend.id_to_token(token_id) or "" for token_id in token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of a whole sequence. Raises InvalidRequest, naming `prompt`."""
+        if self._backend is None:
+            raise InvalidRequest("This model has no tokenizer.", "prompt")
+        # Unlike decode, the batch call lets other threads run meanwhile.
+        (text,) = self._backend.decode_batch([self._checked_ids(token_ids)], skip_special_tokens)
+        return str(text)
+
     def tool_format(self, setting: ToolCallsSetting) -> FormatName | None:
         """How the model writes function calls. `auto` asks its chat template."""
         if setting != "auto":

@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from controllers.records import ForkOrder
-from serving.wire.turns import ErrorInfo, ForkedSession, ModelInfo, ServiceError, TurnCall, TurnEvent
+from serving.wire.turns import (
+    ChatPrompt,
+    ErrorInfo,
+    ForkedSession,
+    ModelInfo,
+    ServiceError,
+    TextPrompt,
+    TokenizedPrompt,
+    TurnCall,
+    TurnEvent,
+)
 
 T = TypeVar("T")
 
@@ -78,6 +88,21 @@ class GetModelInfo(Call, frozen=True, tag="model_info"):
     """What the protocols report of the served model."""
 
 
+class Tokenize(Call, frozen=True, tag="tokenize"):
+    """What a prompt is to the model."""
+
+    prompt: ChatPrompt | TextPrompt
+    add_special_tokens: bool
+    with_token_strs: bool
+
+
+class Detokenize(Call, frozen=True, tag="detokenize"):
+    """The text of tokens."""
+
+    token_ids: tuple[int, ...]
+    skip_special_tokens: bool
+
+
 AnyCall = (
     RunTurn
     | CloseSession
@@ -89,6 +114,8 @@ AnyCall = (
     | Describe
     | MetricsText
     | GetModelInfo
+    | Tokenize
+    | Detokenize
 )
 
 ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
@@ -102,6 +129,8 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
         Describe: dict[str, Any],
         MetricsText: str,
         GetModelInfo: ModelInfo,
+        Tokenize: TokenizedPrompt,
+        Detokenize: str,
     }
 )
 """What each call but a turn is answered with."""

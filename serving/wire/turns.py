@@ -9,7 +9,7 @@ a default.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol
 
@@ -169,6 +169,13 @@ class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
     open_key: str | None = None
 
 
+class TokenizedPrompt(msgspec.Struct, frozen=True):
+    """A prompt's tokens; `token_strs` are their names in the vocabulary, if they were asked for."""
+
+    token_ids: tuple[int, ...]
+    token_strs: tuple[str, ...] = ()
+
+
 class ServiceError(Exception):
     """Raised by TurnService; carries what the client is to be told."""
 
@@ -247,6 +254,14 @@ class TurnService(Protocol):
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         """Aborts one request of the tenant (unknown ids are ignored) or all of them, on every replica."""
+
+    async def tokenize(
+        self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool, with_token_strs: bool
+    ) -> TokenizedPrompt:
+        """What the prompt is to the model, outside a session. `add_special_tokens` is about texts."""
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of tokens of the model; characters that are broken are U+FFFD."""
 
     async def flush(self) -> bool:
         """Drops cached prefixes on every replica; False if any replica was busy."""

@@ -13,7 +13,7 @@ from serving.front.api.errors import error_response
 from serving.front.api.keys import ANYBODY, Caller, KeyRing
 from serving.wire.turns import ErrorInfo
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """For load balancers and Prometheus, which tell nothing of what sessions say."""
 
 ONCE = frozenset({"authorization", "host", "idempotency-key", "origin", "x-session-id", "x-tenant-id"})

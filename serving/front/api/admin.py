@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -44,6 +45,8 @@ class NewFork(StrictBody):
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["operations"])
     router.add_api_route("/health", health, methods=["GET"])
+    router.add_api_route("/ping", health, methods=["GET", "POST"])
+    router.add_api_route("/version", version, methods=["GET"])
     router.add_api_route("/metrics", metrics, methods=["GET"])
     router.add_api_route("/v1/kedge/sessions", list_sessions, methods=["GET"])
     router.add_api_route("/v1/kedge/sessions", create_session, methods=["POST"], status_code=201)
@@ -64,6 +67,10 @@ def routes() -> APIRouter:
 async def health(service: Service) -> Response:
     healthy = await service.healthy()
     return JSONResponse({"status": "ok" if healthy else "unhealthy"}, 200 if healthy else 503)
+
+
+async def version() -> dict[str, str]:
+    return {"version": importlib.metadata.version("kedge")}
 
 
 async def metrics(service: Service) -> Response:

@@ -154,6 +154,14 @@ def check_grammar_len(source: str, param: str) -> None:
         raise refusal(f"{param}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param)
 
 
+def check_model_name(name: str | None, model: ModelInfo) -> None:
+    """None is the served one."""
+    if name is not None and name != model.model_id:
+        raise refusal(
+            f"The model {name[:120]!r} does not exist.", "model", status=404, code="model_not_found"
+        )
+
+
 def check_token_ids(token_ids: Iterable[int], model: ModelInfo, param: str) -> None:
     """Refuses ids that the model does not have."""
     token_ids = token_ids if isinstance(token_ids, list) else list(token_ids)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from msgspec import UNSET
 
 from engine.api import LogprobParams
 from serving.front.api.errors import openai_error, refusal
@@ -19,6 +20,7 @@ from serving.front.api.fields import (
     Service,
     SessionHeader,
     Tenant,
+    check_model_name,
     new_id,
     nth_seed,
     stop_strings,
@@ -40,7 +42,6 @@ from serving.front.api.openai_replies import (
     usage_of,
 )
 from serving.front.api.openai_requests import (
-    check_model,
     check_stream_options,
     field_names,
     session_turn,
@@ -74,7 +75,7 @@ async def chat_completions(
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
-    check_model(body, service.model)
+    check_model_name(body.model, service.model)
     check_stream_options(body)
     session = session_turn(x_session_id, idempotency_key, x_stainless_retry_count, body.n or 1, "n")
     reply_id = new_id("chatcmpl-")
@@ -98,7 +99,7 @@ def _plan(
 ) -> TurnPlan:
     prompt = ChatPrompt(
         tuple(message.for_template() for message in body.messages),
-        body.chat_template_kwargs or {},
+        body.template_kwargs,
         () if tools is None else tools.for_template(),
     )
     sampling = body.sampling(model)
@@ -213,7 +214,9 @@ class ChatEncoder:
             logprobs=NO_LOGPROBS if event.logprobs else None,
             **_stop_fields(self._body, reader, event),
         )
-        return await _with_logprobs(reply_json(ChatChunk(**self._head, choices=[choice])), event.logprobs)
+        usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
+        chunk = ChatChunk(**self._head, choices=[choice], usage=usage)
+        return await _with_logprobs(reply_json(chunk), event.logprobs)
 
     def closing(self) -> Iterable[bytes]:
         if self._body.wants_usage_chunk:

@@ -104,6 +104,9 @@ def _not_too_long(kwargs: dict[str, Any]) -> dict[str, Any]:
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_not_too_long)]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatBody(OpenAiBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
@@ -115,6 +118,10 @@ class ChatBody(OpenAiBody):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
     add_generation_prompt: Literal[True, None] = None
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="For the chat template, if it knows it."
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Without effect.")
 
     add_special_tokens: NotSupported = None
     audio: NotSupported = None
@@ -126,11 +133,13 @@ class ChatBody(OpenAiBody):
     functions: NotSupported = None
     mm_processor_kwargs: NotSupported = None
     prediction: NotSupported = None
-    prompt_cache_retention: NotSupported = None
-    reasoning_effort: NotSupported = None
-    store: NotSupported = None
-    verbosity: NotSupported = None
     web_search_options: NotSupported = None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages; its own fields win."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
 
 class ChatLogprobs(Reply, kw_only=True):

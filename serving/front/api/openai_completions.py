@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from msgspec import UNSET
 
 from engine.api import LogprobParams
 from serving.front.api.errors import openai_error, refusal
@@ -20,6 +21,7 @@ from serving.front.api.fields import (
     Service,
     SessionHeader,
     Tenant,
+    check_model_name,
     check_num_calls,
     check_token_ids,
     new_id,
@@ -39,7 +41,6 @@ from serving.front.api.openai_replies import (
     top_pairs,
 )
 from serving.front.api.openai_requests import (
-    check_model,
     check_stream_options,
     field_names,
     session_turn,
@@ -98,7 +99,7 @@ async def completions(
 
 
 def _check(body: CompletionBody, prompts: Prompts, model: ModelInfo) -> None:
-    check_model(body, model)
+    check_model_name(body.model, model)
     check_stream_options(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refusal("best_of: only the value of n is supported.", "best_of")
@@ -179,7 +180,9 @@ class CompletionEncoder:
         self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
-        reply = CompletionReply(**self._head, choices=[self._choice(index, event)])
+        choice = self._choice(index, event)
+        usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
+        reply = CompletionReply(**self._head, choices=[choice], usage=usage)
         return await self._with_logprobs(reply_json(reply), index, event)
 
     def closing(self) -> Iterable[bytes]:

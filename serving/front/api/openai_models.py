@@ -7,8 +7,7 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from serving.front.api.errors import refusal
-from serving.front.api.fields import Service
+from serving.front.api.fields import Service, check_model_name
 from serving.wire.turns import ModelInfo
 
 
@@ -40,9 +39,7 @@ async def list_models(service: Service) -> ModelList:
 
 
 async def get_model(model_id: str, service: Service) -> ModelCard:
-    if model_id != service.model.model_id:
-        name = model_id[:120]
-        raise refusal(f"The model {name!r} does not exist.", "model", status=404, code="model_not_found")
+    check_model_name(model_id, service.model)
     return _card(service.model)
 
 

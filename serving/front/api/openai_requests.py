@@ -48,6 +48,7 @@ def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: in every chunk.")
     include_obfuscation: bool | None = Field(None, description="Taken, and without effect.")
 
 
@@ -78,12 +79,14 @@ class OpenAiBody(StrictBody):
     return_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    # About the caller, not about the answer.
+    # About the caller, or hints: without effect on the answer.
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    store: bool | None = None
 
     allowed_token_ids: NotSupported = None
     bad_words: NotSupported = None
@@ -110,6 +113,12 @@ class OpenAiBody(StrictBody):
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def wants_usage_everywhere(self) -> bool:
+        return self.wants_usage_chunk and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
     def sampling(self, model: ModelInfo) -> SamplingParams:
         """The engine's parameters; the seed and the token limit travel beside them."""
         stop_ids = self.stop_token_ids or []
@@ -126,12 +135,6 @@ class OpenAiBody(StrictBody):
             stop_token_ids=frozenset(stop_ids),
             ignore_eos=bool(self.ignore_eos),
         )
-
-
-def check_model(body: OpenAiBody, model: ModelInfo) -> None:
-    if body.model is not None and body.model != model.model_id:
-        name = body.model[:120]
-        raise refusal(f"The model {name!r} does not exist.", "model", status=404, code="model_not_found")
 
 
 def check_stream_options(body: OpenAiBody) -> None:

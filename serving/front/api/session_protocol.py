@@ -38,8 +38,11 @@ def routes() -> APIRouter:
     router.add_api_route("/generate", generate, methods=["POST"])
     router.add_api_route("/abort_request", abort_request, methods=["POST"])
     router.add_api_route("/flush_cache", flush_cache, methods=["POST"], dependencies=OPERATORS_ONLY)
-    router.add_api_route("/get_model_info", get_model_info, methods=["GET"])
-    router.add_api_route("/get_server_info", get_server_info, methods=["GET"], dependencies=OPERATORS_ONLY)
+    for name in ("/get_model_info", "/model_info"):
+        router.add_api_route(name, get_model_info, methods=["GET"])
+    for name in ("/get_server_info", "/server_info"):
+        router.add_api_route(name, get_server_info, methods=["GET"], dependencies=OPERATORS_ONLY)
+    router.add_api_route("/get_load", get_load, methods=["GET"], dependencies=OPERATORS_ONLY)
     router.add_api_route("/health_generate", health_generate, methods=["GET"])
     return router
 
@@ -85,6 +88,24 @@ async def get_model_info(service: Service) -> dict[str, Any]:
 
 async def get_server_info(service: Service) -> Response:
     return JSONResponse(await service.server_info())
+
+
+async def get_load(service: Service) -> list[dict[str, Any]]:
+    """Of each replica that answers. `num_tokens` is the KV that is in use, of sessions and of requests."""
+    return [
+        {
+            "dp_rank": rank,
+            "replica_id": replica["replica_id"],
+            "num_reqs": replica["running"] + replica["waiting"],
+            "num_waiting_reqs": replica["waiting"],
+            "num_tokens": _pages_in_use(replica["pages"]) * replica["page_size"],
+        }
+        for rank, replica in enumerate((await service.server_info())["replicas"])
+    ]
+
+
+def _pages_in_use(pages: dict[str, int]) -> int:
+    return pages["total"] - pages["free"] - pages["cached"]
 
 
 async def health_generate(request: Request, service: Service) -> Response:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,23 @@ from controllers.cluster import Cluster
 from controllers.errors import ControllerError, SessionNotFound
 from controllers.records import ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
-from engine.api import Finish, FinishReason
+from engine.api import EngineError, Finish, FinishReason
 from serving.front.http import create_http_app
+from serving.replica.replica import replica_figures
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import cluster_audit, replica_audit
 from serving.wire.errors import error_info
-from serving.wire.turns import ForkedSession, ModelInfo, ServiceError, SessionInfo, TurnCall, TurnEvent
+from serving.wire.turns import (
+    ChatPrompt,
+    ForkedSession,
+    ModelInfo,
+    ServiceError,
+    SessionInfo,
+    TextPrompt,
+    TokenizedPrompt,
+    TurnCall,
+    TurnEvent,
+)
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, running_rig
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
 
@@ -118,6 +129,18 @@ class LocalService:
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         self.rig.turns.abort(None if all_requests else request_id, tenant)
 
+    async def tokenize(
+        self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool, with_token_strs: bool
+    ) -> TokenizedPrompt:
+        with _told():
+            return await self.rig.builder.tokenize(
+                prompt, add_special_tokens, with_token_strs=with_token_strs
+            )
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        with _told():
+            return await self.rig.builder.detokenize(tuple(token_ids), skip_special_tokens)
+
     async def flush(self) -> bool:
         return await asyncio.wrap_future(self.rig.engine.flush())
 
@@ -132,13 +155,22 @@ class LocalService:
         return session if (session.tenant, session.session_id) == (tenant, session_id) else None
 
     async def server_info(self) -> dict[str, Any]:
-        return {"replicas": 1}
+        return {"replicas": [replica_figures(REPLICA_ID, 0, 0, self.rig.engine)]}
 
     async def metrics_text(self) -> str:
         return self.rig.metrics.render()
 
     async def healthy(self) -> bool:
         return self.rig.engine.alive
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """The engine's errors as a client of a replica has them."""
+    try:
+        yield
+    except EngineError as error:
+        raise ServiceError(error_info(error)) from error
 
 
 def _session_info(entry: LedgerEntry) -> SessionInfo:

@@ -175,12 +175,13 @@ class Rig:
             engine_timeout_s=5.0,
         )
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats)
+        self.builder = RequestBuilder(self.engine, text)
         self.turns = TurnRunner(
             engine=self.engine,
             sessions=self.sessions,
             host=self.host,
             commits=TurnCommits(calls, self.metrics, patience_s=commit_patience_s),
-            builder=RequestBuilder(self.engine, text),
+            builder=self.builder,
             event_maker=EventMaker(text, self.metrics, time.perf_counter),
             mailbox=self.mailbox,
             load=load or TenantLoad(),

@@ -88,6 +88,42 @@ async def test_streaming_tells_the_same_as_a_whole_reply(tmp_path: Path, path: s
     assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_usage_in_every_chunk(tmp_path: Path, path: str) -> None:
+    prompt = {"messages": [HELLO]} if path == CHAT else {"prompt": "My dog"}
+    async with local_client(tmp_path) as (client, _):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        logprobs = True if path == CHAT else 1
+        body = {**prompt, **GREEDY, "stream": True, "stream_options": options, "logprobs": logprobs}
+        chunks = events_of(await client.post(path, json=body))
+        told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert told == sorted(told)
+        assert (told[0] > 0, told[-1]) == (True, GREEDY["max_tokens"])
+        del options["include_usage"]
+        chunks = events_of(await client.post(path, json=body))
+        assert not any("usage" in chunk for chunk in chunks), "vLLM asks for both"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_hints_change_nothing(tmp_path: Path, path: str) -> None:
+    prompt = {"messages": [HELLO]} if path == CHAT else {"prompt": "My dog"}
+    hints = {"store": True, "prompt_cache_retention": "24h", "service_tier": "flex", "metadata": {"a": "b"}}
+    if path == CHAT:
+        hints["verbosity"] = "low"
+    async with local_client(tmp_path) as (client, _):
+        hinted = await post(client, path, {**prompt, **GREEDY, **hints})
+        assert hinted["choices"] == (await post(client, path, {**prompt, **GREEDY}))["choices"]
+
+
+async def test_the_template_is_told_how_hard_to_think(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        body = {"messages": [HELLO], **GREEDY, "reasoning_effort": "low"}
+        await post(client, CHAT, body)
+        await post(client, CHAT, {**body, "chat_template_kwargs": {"reasoning_effort": "high", "a": 1}})
+        asked = [call.prompt.template_kwargs for call in service.calls]
+        assert asked == [{"reasoning_effort": "low"}, {"reasoning_effort": "high", "a": 1}]
+
+
 async def test_a_session_takes_only_new_messages(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, service):
         seen = 0

@@ -19,6 +19,8 @@ TURN: dict[str, Any] = {"model": MODEL.model_id, "prompt": [5], "max_tokens": 2}
 FOR_OPERATORS = [
     ("GET", "/v1/kedge/audit"),
     ("GET", "/get_server_info"),
+    ("GET", "/server_info"),
+    ("GET", "/get_load"),
     ("POST", "/flush_cache"),
     ("POST", "/v1/kedge/replicas/a/drain"),
 ]

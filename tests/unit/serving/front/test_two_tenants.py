@@ -34,6 +34,8 @@ COMMON_KEYS = ("k", "l", "m")
 FOR_OPERATORS = (
     ("GET", "/v1/kedge/audit"),
     ("GET", "/get_server_info"),
+    ("GET", "/server_info"),
+    ("GET", "/get_load"),
     ("POST", "/flush_cache"),
     ("POST", "/v1/kedge/replicas/a/drain"),
 )

@@ -1,0 +1,129 @@
+"""Texts to token ids and back, as vLLM's and SGLang's clients ask for it: /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Discriminator, Field, Tag
+
+from serving.front.api.errors import refusal
+from serving.front.api.fields import MAX_CALLS, Service, check_model_name, check_token_ids
+from serving.front.api.openai_chat_schema import MAX_MESSAGES, Message, TemplateKwargs
+from serving.front.api.openai_tools_schema import Tools
+from serving.front.api.strict_json import NotSupported, StrictBody, StrictJsonRoute
+from serving.wire.turns import ChatPrompt, TextPrompt
+
+
+def _kind_of_prompt(value: Any) -> str:
+    return "<texts>" if isinstance(value, list) else "<text>"
+
+
+def _kind_of_tokens(value: Any) -> str:
+    return (
+        "<token lists>" if isinstance(value, list) and value and isinstance(value[0], list) else "<token ids>"
+    )
+
+
+Texts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CALLS), Tag("<texts>")],
+    Discriminator(_kind_of_prompt),
+]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+TokenLists = Annotated[
+    Annotated[Ids, Tag("<token ids>")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_CALLS), Tag("<token lists>")],
+    Discriminator(_kind_of_tokens),
+]
+
+
+class TokenizeBody(StrictBody):
+    """`prompt` or `messages`. A text gets the special tokens that begin a sequence unless `add_special_tokens` is
+    false; messages have those that the chat template writes."""
+
+    model: str | None = None
+    prompt: Texts | None = None
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: Literal[True, None] = None
+
+    chat_template: NotSupported = None
+    continue_final_message: NotSupported = None
+    mm_processor_kwargs: NotSupported = None
+
+    def prompts(self) -> list[TextPrompt | ChatPrompt]:
+        """Raises ServiceError, which names the field."""
+        if self.messages is not None:
+            if self.prompt is not None:
+                raise refusal("prompt: give either prompt or messages.", "prompt")
+            if self.add_special_tokens:
+                raise refusal(
+                    "add_special_tokens: the chat template writes those of messages.", "add_special_tokens"
+                )
+            messages = tuple(message.for_template() for message in self.messages)
+            tools = tuple(tool.for_template() for tool in self.tools or ())
+            return [ChatPrompt(messages, self.chat_template_kwargs or {}, tools)]
+        if self.prompt is None:
+            raise refusal("prompt: give either prompt or messages.", "prompt")
+        for param in ("tools", "chat_template_kwargs"):
+            if getattr(self, param):
+                raise refusal(f"{param}: only allowed with messages.", param)
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return [TextPrompt(text) for text in texts]
+
+
+class DetokenizeBody(StrictBody):
+    """Special tokens are part of the text unless `skip_special_tokens` is true."""
+
+    model: str | None = None
+    tokens: TokenLists
+    skip_special_tokens: bool | None = None
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["tokens"])
+    for prefix in ("", "/v1"):
+        router.add_api_route(f"{prefix}/tokenize", tokenize, methods=["POST"])
+        router.add_api_route(f"{prefix}/detokenize", detokenize, methods=["POST"])
+    return router
+
+
+async def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
+    """For several texts `tokens`, `count` and `token_strs` are lists of what one text has."""
+    check_model_name(body.model, service.model)
+    found = [
+        await service.tokenize(
+            prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            with_token_strs=bool(body.return_token_strs),
+        )
+        for prompt in body.prompts()
+    ]
+    many = isinstance(body.prompt, list)
+    reply: dict[str, Any] = {
+        "tokens": [tokenized.token_ids for tokenized in found],
+        "count": [len(tokenized.token_ids) for tokenized in found],
+        "token_strs": [tokenized.token_strs for tokenized in found] if body.return_token_strs else None,
+    }
+    whole = {name: value if many or value is None else value[0] for name, value in reply.items()}
+    return whole | {"max_model_len": service.model.max_context_len}
+
+
+async def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
+    """`prompt` is vLLM's name for the text, `text` SGLang's."""
+    check_model_name(body.model, service.model)
+    many = bool(body.tokens) and isinstance(body.tokens[0], list)
+    lists: Sequence[Any] = body.tokens if many else [body.tokens]
+    for index, token_ids in enumerate(lists):
+        check_token_ids(token_ids, service.model, f"tokens[{index}]" if many else "tokens")
+    skip = bool(body.skip_special_tokens)
+    texts = [await service.detokenize(token_ids, skip_special_tokens=skip) for token_ids in lists]
+    text = texts if many else texts[0]
+    return {"text": text, "prompt": text}
