@@ -20,6 +20,7 @@ from serving.wire.calls import (
     Audit,
     CloseSession,
     Describe,
+    Detokenize,
     Drain,
     Flush,
     ForkSession,
@@ -27,6 +28,7 @@ from serving.wire.calls import (
     MetricsText,
     Request,
     RunTurn,
+    Tokenize,
     UnreadableMessage,
     answer_of,
     decode_replies,
@@ -46,6 +48,7 @@ from serving.wire.turns import (
     SessionTurn,
     TextLogprob,
     TextPrompt,
+    TokenizedPrompt,
     TokenPrompt,
     TurnCall,
     TurnEvent,
@@ -101,6 +104,9 @@ CALLS: list[AnyCall] = [
     Describe(),
     MetricsText(),
     GetModelInfo(),
+    Tokenize(ChatPrompt(({"role": "user", "content": "hi"},), {"a": 1}), True, False),
+    Tokenize(TextPrompt("hi"), False, True),
+    Detokenize((1, 2), True),
 ]
 RESULTS: list[tuple[AnyCall, Any]] = [
     (CloseSession("s", 2), True),
@@ -112,6 +118,8 @@ RESULTS: list[tuple[AnyCall, Any]] = [
     (Describe(), {"live_turns": 3}),
     (MetricsText(), "# HELP"),
     (GetModelInfo(), ModelInfo("m", "p", "tp", 100, 50, 12, "hermes")),
+    (Tokenize(TextPrompt("hi"), True, True), TokenizedPrompt((1, 2), ("h", "i"))),
+    (Detokenize((1, 2), False), "hi"),
 ]
 
 
