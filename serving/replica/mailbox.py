@@ -24,7 +24,7 @@ class Mailbox:
         self._takers: dict[str, TakeDelta] = {}
 
     def deliver(self, deltas: Sequence[TokenDelta]) -> None:
-        """Called on the engine's thread. After the loop has closed nobody reads, and news is dropped."""
+        """Called on the engine's thread. After the loop has closed nobody reads, and deltas are dropped."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._distribute, deltas)
 

@@ -181,7 +181,7 @@ def _plain(value: Any) -> Any:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _NUMBERS = msgspec.msgpack.Decoder(_Numbered)
-_NEWS = msgspec.msgpack.Decoder(Replies)
+_REPLIES = msgspec.msgpack.Decoder(Replies)
 _ANSWERS = {call: msgspec.msgpack.Decoder(answer) for call, answer in ANSWERS.items()}
 
 
@@ -197,13 +197,13 @@ def decode_request(body: bytes) -> Request:
         raise UnknownCall(_decoded(_NUMBERS, body).number) from error
 
 
-def encode_replies(news: Replies) -> bytes:
-    return _ENCODER.encode(news)
+def encode_replies(replies: Replies) -> bytes:
+    return _ENCODER.encode(replies)
 
 
 def decode_replies(body: bytes) -> Replies:
     """Raises UnreadableMessage."""
-    return _decoded(_NEWS, body)
+    return _decoded(_REPLIES, body)
 
 
 def answer_of(result: Any) -> Answer:

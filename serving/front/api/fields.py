@@ -54,13 +54,19 @@ StopTokenIds = Annotated[list[int], Field(max_length=64)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-def _one_or_many(value: Any) -> str:
+def one_or_many(value: Any) -> str:
+    """The tag of a field that takes one of something, or a list of them."""
     return "<many>" if isinstance(value, list) else "<one>"
+
+
+def one_or_many_lists(value: Any) -> str:
+    """The same where the one is a list itself."""
+    return "<many>" if isinstance(value, list) and value and isinstance(value[0], list) else "<one>"
 
 
 StopStrings = Annotated[
     Annotated[StopString, Tag("<one>")] | Annotated[list[StopString], Field(max_length=16), Tag("<many>")],
-    Discriminator(_one_or_many),
+    Discriminator(one_or_many),
 ]
 
 NonEmptyText = Annotated[str, StringConstraints(min_length=1)]

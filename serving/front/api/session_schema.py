@@ -34,6 +34,8 @@ from serving.front.api.fields import (
     checked_bias,
     engine_temperature,
     engine_top_k,
+    one_or_many,
+    one_or_many_lists,
     schema_constraint,
 )
 from serving.front.api.reply_json import Reply
@@ -132,27 +134,19 @@ class SessionParams(StrictBody):
     drop_previous_output: Annotated[NotSupported, Field(description="Sessions are append-only.")] = None
 
 
-def _text_kind(value: Any) -> str:
-    return "<many>" if isinstance(value, list) else "<one>"
-
-
-def _ids_kind(value: Any) -> str:
-    return "<many>" if isinstance(value, list) and value and isinstance(value[0], list) else "<one>"
-
-
 Texts = Annotated[
     Annotated[NonEmptyText, Tag("<one>")]
     | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True), Tag("<many>")],
-    Discriminator(_text_kind),
+    Discriminator(one_or_many),
 ]
 InputIds = Annotated[
     Annotated[TokenIds, Tag("<one>")] | Annotated[list[TokenIds], Field(max_length=MAX_CALLS), Tag("<many>")],
-    Discriminator(_ids_kind),
+    Discriminator(one_or_many_lists),
 ]
 RequestIds = Annotated[
     Annotated[Name, Tag("<one>")]
     | Annotated[list[Name], Field(max_length=MAX_CALLS, fail_fast=True), Tag("<many>")],
-    Discriminator(_text_kind),
+    Discriminator(one_or_many),
 ]
 
 

@@ -9,33 +9,29 @@ from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
 from serving.front.api.errors import refusal
-from serving.front.api.fields import MAX_CALLS, Service, check_model_name, check_token_ids
+from serving.front.api.fields import (
+    MAX_CALLS,
+    Service,
+    check_model_name,
+    check_token_ids,
+    one_or_many,
+    one_or_many_lists,
+)
 from serving.front.api.openai_chat_schema import MAX_MESSAGES, Message, TemplateKwargs
 from serving.front.api.openai_tools_schema import Tools
 from serving.front.api.strict_json import NotSupported, StrictBody, StrictJsonRoute
 from serving.wire.turns import ChatPrompt, TextPrompt
 
-
-def _kind_of_prompt(value: Any) -> str:
-    return "<texts>" if isinstance(value, list) else "<text>"
-
-
-def _kind_of_tokens(value: Any) -> str:
-    return (
-        "<token lists>" if isinstance(value, list) and value and isinstance(value[0], list) else "<token ids>"
-    )
-
-
 Texts = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_CALLS), Tag("<texts>")],
-    Discriminator(_kind_of_prompt),
+    Annotated[str, Tag("<one>")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CALLS), Tag("<many>")],
+    Discriminator(one_or_many),
 ]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 TokenLists = Annotated[
-    Annotated[Ids, Tag("<token ids>")]
-    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_CALLS), Tag("<token lists>")],
-    Discriminator(_kind_of_tokens),
+    Annotated[Ids, Tag("<one>")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_CALLS), Tag("<many>")],
+    Discriminator(one_or_many_lists),
 ]
 
 

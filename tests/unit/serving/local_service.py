@@ -132,13 +132,13 @@ class LocalService:
     async def tokenize(
         self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool, with_token_strs: bool
     ) -> TokenizedPrompt:
-        with _told():
+        with _as_service_errors():
             return await self.rig.builder.tokenize(
                 prompt, add_special_tokens, with_token_strs=with_token_strs
             )
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        with _told():
+        with _as_service_errors():
             return await self.rig.builder.detokenize(tuple(token_ids), skip_special_tokens)
 
     async def flush(self) -> bool:
@@ -165,7 +165,7 @@ class LocalService:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_service_errors() -> Iterator[None]:
     """The engine's errors as a client of a replica has them."""
     try:
         yield
