@@ -33,6 +33,8 @@ class AnswerPart:
 
     content: str | None = None
     calls: list[CallDelta] = field(default_factory=list)
+    reasoning: str | None = None
+    """What the model thought before its answer, where its format parts the two."""
 
     def add(self, piece: Piece, scope: str) -> None:
         if isinstance(piece, str):
