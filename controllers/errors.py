@@ -39,6 +39,15 @@ class TurnInFlight(ControllerError):
         super().__init__(message, param)
 
 
+class TurnDiffers(ControllerError):
+    """The turn would not have the number in its session that the client expects."""
+
+    code = "turn_differs"
+
+    def __init__(self, message: str, param: str | None = "x-session-turn") -> None:
+        super().__init__(message, param)
+
+
 class TurnNotInFlight(ControllerError):
     """The turn was committed or aborted before: a turn ends exactly once."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from controllers.deadlines import Deadlines
 from controllers.errors import (
@@ -21,6 +21,7 @@ from controllers.errors import (
     SessionNotFound,
     StaleEpoch,
     ToolsDiffer,
+    TurnDiffers,
     TurnInFlight,
     TurnNotInFlight,
 )
@@ -37,55 +38,12 @@ from controllers.retention import idle_timeout_s
 from controllers.served_model import ServedModel
 from controllers.session_keys import named
 from controllers.tokens import encode_tokens, unpack_tokens
+from controllers.turns import Checkpoint, Fork, Replay, Turn
 
+MOST_CHECKPOINTS = 1024
+"""Of one session. Who goes back further is recognized by its tokens."""
 TRIED_AGAIN_WITHIN_S = 60.0
 """OpenAI's SDKs wait for 8 s at most, or as long as `retry-after` says, which they heed up to a minute."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A turn in flight. Ended by exactly one of `commit_turn` and `abort_turn`.
-
-    Ownership: `history` is the session's own, lent for reading; its first `history_len` entries do not change until the
-    turn ends, nor does what `chain` has of them. `room_tokens` is how many tokens the turn may add (None: no limit).
-    `open_key` tells the session from others of its name, before it and after.
-    """
-
-    session_id: str
-    epoch: int
-    turn_index: int
-    history: Sequence[int]
-    history_len: int
-    chain: HistoryChain
-    room_tokens: int | None = None
-    idempotency_key: str | None = None
-    digest: str | None = None
-    tools: str | None = None
-    open_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fork:
-    """A fork being made; until it ends the parent takes no turn. Ended by one of `finish_fork` and `abort_fork`.
-
-    Ownership: `history` is the parent's own, lent for reading, as is its `chain`; nothing of them changes until the
-    fork ends.
-    """
-
-    session_id: str
-    epoch: int
-    history: Sequence[int]
-    history_len: int
-    chain: HistoryChain
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """The turn ran before; `result` is what it answered."""
-
-    session_id: str
-    turn_index: int
-    result: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +59,9 @@ class _Session:
     open_key: str | None = None
     turn: Turn | Fork | None = None
     closing: bool = False
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    """Of turns that were committed here: who takes the session over begins with none."""
+    whole: bool = False
     awaited: str | None = None
     """Of a session that is closing since before it was adopted: the key of the turn that may still come."""
     undone: str | None = None
@@ -175,26 +136,33 @@ class SessionController:
         idempotency_key: str | None = None,
         digest: str | None = None,
         tools: str | None = None,
+        cuttable: bool = False,
+        expected_turn: int | None = None,
     ) -> Turn | Replay:
         """Starts a turn, or returns the stored result if the idempotency key has run before.
 
         `rewind_to` is the number of history tokens to keep. `digest` identifies the request: a replay under
         another digest is refused. `tools` identifies those that the turn names (None: none): with a history they
-        must be the ones that it begins with.
+        must be the ones that it begins with. `cuttable`: the turn may yet be cut (`cut_turn`), so it may begin in a
+        session that is full.
 
-        Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, InvalidRewind,
-        ToolsDiffer and CapacityExceeded; nothing is changed then.
+        Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, TurnDiffers if it is not
+        the `expected_turn` (None: any), InvalidRewind, ToolsDiffer and CapacityExceeded; nothing is changed then.
         """
         session = self._at_epoch(session_id, epoch)
         if idempotency_key is not None and idempotency_key in session.results:
             return _replay(session_id, session.results[idempotency_key], digest)
         _check_free(session_id, session, idempotency_key)
+        if expected_turn not in (None, session.turns):
+            raise TurnDiffers(
+                f"x-session-turn: the next turn of {named(session_id)} is {session.turns}, not {expected_turn}"
+            )
         committed_len = len(session.chain)
         history_len = _kept_len(committed_len, rewind_to)
         if history_len and tools not in (None, session.tools):
             raise _tools_error(session_id, session.tools)
-        room_tokens = None if session.capacity_tokens is None else session.capacity_tokens - history_len
-        if room_tokens is not None and room_tokens < 1:
+        room_tokens = _room_tokens(session, history_len)
+        if room_tokens is not None and room_tokens < 1 and not cuttable:
             raise _capacity_error(session_id, session.capacity_tokens, history_len + 1)
         session.turn = Turn(
             session_id=session_id,
@@ -208,8 +176,18 @@ class SessionController:
             digest=digest,
             tools=tools,
             open_key=session.open_key,
+            checkpoints=session.checkpoints,
+            whole=session.whole,
         )
         self._changed.add(session_id)
+        return session.turn
+
+    def cut_turn(self, turn: Turn, length: int) -> Turn:
+        """The turn in flight goes on from the first `length` tokens of its history, as one that rewinds. Raises
+        TurnNotInFlight."""
+        session = self._in_flight(turn)
+        assert 0 <= length <= turn.history_len
+        session.turn = replace(turn, history_len=length, room_tokens=_room_tokens(session, length))
         return session.turn
 
     def tried_key(self, session_id: str, epoch: int, digest: str) -> str | None:
@@ -289,10 +267,13 @@ class SessionController:
             model=None if self._model is None else self._model.fingerprint,
         )
 
-    def commit_turn(self, turn: Turn, record: TurnRecord) -> None:
+    def commit_turn(
+        self, turn: Turn, record: TurnRecord, checkpoint: Checkpoint | None = None, *, whole: bool = False
+    ) -> None:
         """Ends the turn: history becomes `history[:start_len]` plus the record's tokens. O(new tokens).
 
-        Call it once the log holds `record`, as `prepare_commit` made it. Raises TurnNotInFlight.
+        `checkpoint` is where its answer begins, if it was asked with a whole history (`whole`), or began with one. Call
+        it once the log holds `record`, as `prepare_commit` made it. Raises TurnNotInFlight.
         """
         session = self._in_flight(turn)
         assert (record.session_id, record.epoch) == (turn.session_id, turn.epoch)
@@ -301,6 +282,12 @@ class SessionController:
         session.chain.extend(unpack_tokens(record.tokens))
         if record.start_len == 0:
             session.tools = record.tools
+        while session.checkpoints and session.checkpoints[-1].length > record.start_len:
+            session.checkpoints.pop()
+        if checkpoint is not None:
+            session.checkpoints.append(checkpoint)
+            del session.checkpoints[:-MOST_CHECKPOINTS]
+        session.whole = session.whole or whole
         session.turns += 1
         session.undone = session.awaited = None
         if record.idempotency_key is not None:
@@ -383,6 +370,10 @@ class SessionController:
         """Every held session."""
         return [status for name in self._sessions if (status := self.status(name)) is not None]
 
+    def checkpoints(self, session_id: str) -> Sequence[Checkpoint]:
+        """Oldest first; to be read only. Raises SessionNotFound."""
+        return self._get(session_id).checkpoints
+
     def committed_len(self, session_id: str) -> int:
         """Committed tokens of the session. Raises SessionNotFound."""
         return len(self._get(session_id).chain)
@@ -459,6 +450,10 @@ def _replay(session_id: str, stored: StoredResult, digest: str | None) -> Replay
     if digest is not None and stored.digest is not None and digest != stored.digest:
         raise IdempotencyConflict(f"key {stored.idempotency_key!r} was used for a different request")
     return Replay(session_id, stored.turn_index, stored.result)
+
+
+def _room_tokens(session: _Session, history_len: int) -> int | None:
+    return None if session.capacity_tokens is None else session.capacity_tokens - history_len
 
 
 def _kept_len(committed_len: int, rewind_to: int | None) -> int:

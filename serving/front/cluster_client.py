@@ -21,6 +21,7 @@ from controllers.errors import ControllerError, NoReplica, SessionNotFound, Stor
 from controllers.records import ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
+from serving.front.conversations import Conversations
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import ReplicaGone
@@ -84,6 +85,7 @@ class ClusterClient:
         siblings: Siblings,
         controller: ControllerCalls,
         dispatcher: TurnDispatcher,
+        conversations: Conversations,
         metrics: IngressMetrics,
         settings: dict[str, Any],
         tasks: BackgroundTasks,
@@ -94,6 +96,7 @@ class ClusterClient:
         self._siblings = siblings
         self._controller = controller
         self._dispatcher = dispatcher
+        self._conversations = conversations
         self._metrics = metrics
         self._settings = settings
         self._newcomer_grace_s = newcomer_grace_s
@@ -108,7 +111,8 @@ class ClusterClient:
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        async with self._dispatcher.dispatch(_with_session_key(call)) as events:
+        call = self._conversations.recognized(_with_session_key(call))
+        async with self._dispatcher.dispatch(call) as events:
             yield events
 
     async def open_session(

@@ -22,6 +22,7 @@ from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
+from serving.front.conversations import Conversations
 from serving.front.http import create_http_app
 from serving.front.membership import LOOK_INTERVAL_S
 from serving.front.operator_port import OperatorPort
@@ -50,6 +51,8 @@ CALL_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 900.0
 EXPIRE_INTERVAL_S = 15.0
 CACHED_OWNERS = 100_000
+CACHED_CONVERSATIONS = 200_000
+"""Places in them, two of each: some 50 MB."""
 RELOAD_KEYS_INTERVAL_S = 2.0
 RELOAD_KEYS_TIMEOUT_S = 10.0
 
@@ -87,6 +90,12 @@ class Ingress:
         controller = place.controller
         metrics = self._metrics = IngressMetrics(place.ingress_id)
         owners = OwnershipCache(CACHED_OWNERS)
+        conversations = Conversations(CACHED_CONVERSATIONS, unnamed=args.sessions.unnamed.enabled)
+
+        def forget(replica_id: str) -> None:
+            owners.forget_replica(replica_id)
+            conversations.forget_replica(replica_id)
+
         calls = self._replicas = ReplicaCalls(
             controller,
             place.open_connection,
@@ -96,13 +105,14 @@ class Ingress:
             times=LinkTimes(reopen_s=REOPEN_SHARE * args.ingress.failover_timeout_s),
             call_timeout_s=CALL_TIMEOUT_S,
             on_broken=metrics.connection_broke,
-            on_gone=owners.forget_replica,
+            on_gone=forget,
         )
         self._tasks.every(LOOK_INTERVAL_S, calls.look, timeout_s=CONTROLLER_TIMEOUT_S)
         dispatcher = self._dispatcher = TurnDispatcher(
             calls,
             controller,
             owners,
+            conversations,
             metrics,
             failover_timeout_s=args.ingress.failover_timeout_s,
         )
@@ -112,6 +122,7 @@ class Ingress:
             siblings=Siblings(place.ingresses, FIGURES_TIMEOUT_S),
             controller=controller,
             dispatcher=dispatcher,
+            conversations=conversations,
             metrics=metrics,
             settings=args.model_dump(mode="json"),
             tasks=self._tasks,
@@ -123,11 +134,14 @@ class Ingress:
         # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
-        self._operator_port: OperatorPort | None = None
-        if args.ingress.operator_port is not None:
-            address = (args.ingress.operator_host, args.ingress.operator_port)
-            self._operator_port = OperatorPort(self._app(operators=True), address)
+        self._operator_port = self._opened_for_operators()
         place.settle()
+
+    def _opened_for_operators(self) -> OperatorPort | None:
+        if self._args.operator_port is None:
+            return None
+        address = (self._args.operator_host, self._args.operator_port)
+        return OperatorPort(self._app(operators=True), address)
 
     @property
     def service(self) -> TurnService:

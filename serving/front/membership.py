@@ -14,6 +14,9 @@ from serving.wire.controller_calls import ControllerCalls
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.5
+HOLDERS_LOAD = 8
+"""Turns that a replica may have more than another, and still get what it has the beginning of: computing that again
+takes longer than to wait for so many."""
 
 
 @dataclass(slots=True)
@@ -67,14 +70,16 @@ class Membership:
                 logger.warning("the controller does not tell who is there: %s", error)
         return self.status(replica_id)
 
-    def pick(self) -> str | None:
+    def pick(self, holder: str | None = None) -> str | None:
         """The less loaded of two, for a call that any may take: none that is to go, while there is another. None if
-        there is nobody."""
+        there is nobody. `holder` has something that the call needs, and gets it unless it is much more loaded."""
         staying = [name for name, known in self._known.items() if not known.status.draining]
         names = staying or list(self._known)
         if not names:
             return None
         chosen = min(self._random.sample(names, min(2, len(names))), key=self._load)
+        if holder in names and self._load(holder) <= self._load(chosen) + HOLDERS_LOAD:
+            chosen = holder
         self._known[chosen].begun += 1
         return chosen
 

@@ -147,6 +147,12 @@ class ReplicaCalls:
         for name, link in list(self._links.items()):
             link.lose(ReplicaGone(name))
 
+    async def pick(self, holder: str | None) -> str:
+        """A replica for a call that any may take: `holder`, if it is there and not much more loaded than others, else
+        the less loaded of two; ANY_REPLICA if there is none."""
+        await self.present()
+        return self._membership.pick(holder) or ANY_REPLICA
+
     async def _link(self, replica_id: str) -> ReplicaLink:
         """Raises ReplicaGone for a replica that is not there."""
         if replica_id == ANY_REPLICA:

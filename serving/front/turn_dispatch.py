@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from controllers.errors import ControllerError, NoAnswer, NoReplica, StoreError
 from controllers.records import COUNTED_KEY
 from controllers.session_keys import tenant_in
+from serving.front.conversations import Conversations
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
@@ -74,6 +75,7 @@ class TurnDispatcher:
         replicas: ReplicaCalls,
         controller: ControllerCalls,
         owners: OwnershipCache,
+        conversations: Conversations,
         metrics: IngressMetrics,
         *,
         failover_timeout_s: float,
@@ -81,6 +83,7 @@ class TurnDispatcher:
         self._replicas = replicas
         self._controller = controller
         self._owners = owners
+        self._conversations = conversations
         self._metrics = metrics
         self._failover_timeout_s = failover_timeout_s
         self._turns: set[DispatchedTurn] = set()
@@ -195,7 +198,10 @@ class TurnDispatcher:
         failed, asked_anew = call.resumed is not None, False
         while True:
             owner = await self._owner_for(call, deadline_s)
-            replica_id = ANY_REPLICA if owner is None else owner.replica_id
+            if owner is None:
+                replica_id = await self._replicas.pick(None if failed else self._conversations.holder(call))
+            else:
+                replica_id = owner.replica_id
             epoch = None if owner is None else owner.epoch
             entered = AsyncExitStack()
             try:
@@ -203,6 +209,7 @@ class TurnDispatcher:
                 first = await anext(stream)
                 refusal = first.error
                 if refusal is None:
+                    self._conversations.note(call, replica_id)
                     stack.push_async_exit(entered.pop_all())
                     return Attempt(replica_id, first, stream)
             except ReplicaGone as gone:
@@ -313,6 +320,7 @@ class TurnDispatcher:
         logger.warning("replica %s: %s%s", *_seen(gone), "; its sessions move" if ended else "")
         if ended:
             self._owners.forget_replica(gone.replica_id)
+            self._conversations.forget_replica(gone.replica_id)
 
     async def _pause(self, deadline_s: float, reason: ErrorInfo) -> None:
         pause_s = LOG_PAUSE_S if reason.code in LOG_AWAY else RETRY_PAUSE_S

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from controllers.session import Turn
+from controllers.turns import Turn
 from engine.api import EngineError, Finish, FinishReason, TokenDelta, TokenLogprob
+from serving.replica.prompt_places import PlacedPrompt
 from serving.text.text import OutputText, TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turn_events import end_behind
@@ -20,16 +21,16 @@ NOTHING = ResumedTurn(())
 class LiveTurn:
     """Owned by the coroutine that runs it. `request_id` is the engine's, unique on this replica.
 
-    `turn` is None outside a session. `emit` takes its events while somebody listens. `finish` is set once the engine
-    has sent its final delta, and `ended` with it; `settled` once the turn has been committed or rolled back (or will
-    be, by a task of its own). `resumed` is what the engine's first delta tells again: no time is counted for it, and
-    the log-probabilities in it are added to what is sent.
+    `turn` is None outside a session; its client knows only of the `named` one. `emit` takes its events while somebody
+    listens. `finish` is set once the engine has sent its final delta, and `ended` with it; `settled` once the turn has
+    been committed or rolled back (or will be, by a task of its own). `resumed` is what the engine's first delta tells
+    again: no time is counted for it, and the log-probabilities in it are added to what is sent.
     """
 
     call: TurnCall
     request_id: str
     turn: Turn | None
-    new_tokens: list[int]
+    prompt: PlacedPrompt
     emit: Callable[[TurnEvent], None]
     output: OutputText
     started_s: float
@@ -41,6 +42,11 @@ class LiveTurn:
     finish: Finish | None = None
     settled: bool = False
 
+    @property
+    def named(self) -> Turn | None:
+        """The turn, if its client names the session."""
+        return None if self.call.session is None else self.turn
+
     def end(self, finish: Finish) -> None:
         self.finish = finish
         self.ended.set()
@@ -48,7 +54,7 @@ class LiveTurn:
     def final_event(self) -> TurnEvent:
         """The event that ends a turn which did not fail; totals are those of the last delta."""
         assert self.finish is not None
-        last = self.events[-1] if self.events else TurnEvent(prompt_tokens=len(self.new_tokens))
+        last = self.events[-1] if self.events else TurnEvent(prompt_tokens=len(self.prompt.new_tokens))
         finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
         return end_behind(last, finish)
 
@@ -91,8 +97,8 @@ class EventMaker:
             input_logprobs=self._with_texts(known.input_logprobs, delta.input_logprobs),
             draft_tokens=delta.draft_tokens,
             accepted_draft_tokens=delta.accepted_draft_tokens,
-            turn_index=None if live.turn is None else live.turn.turn_index,
-            open_key=None if live.turn is None else live.turn.open_key,
+            turn_index=None if live.named is None else live.named.turn_index,
+            open_key=None if live.named is None else live.named.open_key,
             tokenizer=self._text.tokenizer_hash,
         )
 

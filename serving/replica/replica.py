@@ -40,6 +40,7 @@ from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
+from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import failed_audit, replica_audit
@@ -140,21 +141,9 @@ class LLMReplica:
         sessions = SessionController(
             place.clock, args.sessions.idle_timeout_s, self._model, make_chain=self._engine.empty_chain
         )
-        self._host = SessionHost(
-            self._replica_id,
-            self._engine,
-            sessions,
-            self._controller,
-            self._tasks,
-            HandOverPace(
-                place.clock,
-                args.rebalancing.tokens_per_s,
-                within_s=args.replicas.graceful_shutdown_timeout_s / 2,
-            ),
-            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
-            settings_hash=args.settings_hash,
-        )
+        self._host = self._host_of(sessions, place.clock)
         self._builder = RequestBuilder(self._engine, self._text)
+        self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
         self._turns = TurnRunner(
             engine=self._engine,
             sessions=sessions,
@@ -162,6 +151,7 @@ class LLMReplica:
             commits=TurnCommits(
                 self._controller, self._metrics, patience_s=args.controller.commit_patience_s
             ),
+            unnamed=self._unnamed,
             builder=self._builder,
             event_maker=EventMaker(self._text, self._metrics, place.clock),
             mailbox=mailbox,
@@ -176,6 +166,22 @@ class LLMReplica:
         self._answered_s = place.clock()
         self._created = int(place.unix_clock())
         await self._start(place.settle)
+
+    def _host_of(self, sessions: SessionController, clock: Callable[[], float]) -> SessionHost:
+        return SessionHost(
+            self._replica_id,
+            self._engine,
+            sessions,
+            self._controller,
+            self._tasks,
+            HandOverPace(
+                clock,
+                self._args.rebalancing.tokens_per_s,
+                within_s=self._args.replicas.graceful_shutdown_timeout_s / 2,
+            ),
+            engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
+            settings_hash=self._args.settings_hash,
+        )
 
     async def serve(self, call: AnyCall, emit: Emit) -> None:
         """Carries out a front end's call. Errors are answers, too."""
@@ -213,6 +219,7 @@ class LLMReplica:
             case Abort():
                 return self._turns.abort(call.request_id, call.tenant)
             case Flush():
+                self._unnamed.forget_all()
                 async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
                     return await asyncio.wrap_future(self._engine.flush())
             case Drain():
@@ -307,6 +314,9 @@ class LLMReplica:
             controller.heartbeat_interval_s, self._host.heartbeat, timeout_s=controller.replica_timeout_s
         )
         self._tasks.every(sessions.sweep_interval_s, self._host.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks.every(
+            sessions.sweep_interval_s, self._unnamed.expire_idle, timeout_s=CONTROLLER_TIMEOUT_S
+        )
         self._tasks.every(HAND_OVER_INTERVAL_S, self._hand_over, timeout_s=HAND_OVER_TIMEOUT_S)
         self._tasks.every(WATCH_INTERVAL_S, self._watch.look, timeout_s=CONTROLLER_TIMEOUT_S)
         self._tasks.every(TICK_S, self._links.watch, timeout_s=TICK_S)

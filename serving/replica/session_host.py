@@ -22,9 +22,10 @@ from controllers.errors import (
     TurnInFlight,
 )
 from controllers.records import ForkOrder, ReplicaAddress, ReplicaStatus, SessionRecord, SessionStatus
-from controllers.session import Fork, SessionController, Turn
+from controllers.session import SessionController
 from controllers.session_keys import named
 from controllers.session_reports import ReportWriter
+from controllers.turns import Fork, Turn
 from engine.api import Engine, EngineError, EngineStats, SessionBusy
 from serving.background import BackgroundTasks
 from serving.replica.hand_over_pace import HandOverPace

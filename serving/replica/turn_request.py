@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -15,10 +15,11 @@ from typing import Any, TypeVar, cast
 
 from cache.token_chain import TokenChain
 from controllers.errors import CapacityExceeded, ModelChanged
-from controllers.session import Fork, Turn
 from controllers.session_keys import named
+from controllers.turns import Fork, Turn
 from engine.api import Engine, EngineOverloaded, GenerateRequest, SamplingParams, TokenConstraint
 from serving.grammars.constraints import ConstraintCompiler
+from serving.replica.prompt_places import PlacedPrompt, PromptPlacer
 from serving.text.text import OutputText, TextProcessor
 from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt, TurnCall
 
@@ -43,6 +44,7 @@ class RequestBuilder:
         self._text = text
         self._long_prompts = ThreadPoolExecutor(LONG_PROMPT_THREADS, thread_name_prefix="long-prompt")
         self._long_prompt_timeout_s = long_prompt_timeout_s
+        self._placer = PromptPlacer(text)
         self._constraints = ConstraintCompiler(text.tokenizer, engine.vocab_size)
 
     async def constraint(self, call: TurnCall) -> TokenConstraint | None:
@@ -51,28 +53,30 @@ class RequestBuilder:
             None if call.constraint is None else await self._constraints.compile(call.constraint, call.tenant)
         )
 
-    async def build(
-        self,
-        call: TurnCall,
-        turn: Turn | None,
-        engine_id: str,
-        output: OutputText,
-        constraint: TokenConstraint | None = None,
-    ) -> GenerateRequest:
-        """`output` is the call's own. Raises InvalidRequest, ContextLengthExceeded, CapacityExceeded, ModelChanged and
-        EngineOverloaded."""
+    async def place(self, call: TurnCall, turn: Turn | None) -> PlacedPrompt:
+        """The call's tokens, and what of its turn's history they follow. Raises InvalidRequest, ContextLengthExceeded,
+        HistoryDiffers, AmbiguousHistory, ModelChanged and EngineOverloaded."""
         if call.resumed is not None and call.resumed.tokenizer not in (None, self._text.tokenizer_hash):
             raise ModelChanged(
                 "The replica that answered was lost, and the model served now has another tokenizer: the answer cannot "
                 "be gone on with. Send the turn again.",
                 None,
             )
+        return await self._of_prompt(call.prompt, partial(self._placer.place, call, turn))
+
+    def build(
+        self,
+        call: TurnCall,
+        turn: Turn | None,
+        engine_id: str,
+        new_tokens: Sequence[int],
+        output: OutputText,
+        constraint: TokenConstraint | None = None,
+    ) -> GenerateRequest:
+        """`output` is the call's own. KV stays in a session of its own from the second turn on, if the session is not
+        named: most calls have one turn. Raises CapacityExceeded."""
         history_len = 0 if turn is None else turn.history_len
-        last_token = turn.history[history_len - 1] if turn is not None and history_len else None
-        new_tokens = await self._of_prompt(
-            call.prompt,
-            partial(self._text.encode_prompt, call.prompt, history_len=history_len, last_token=last_token),
-        )
+        keeps_kv = turn is not None and (call.session is not None or turn.turn_index > 0)
         return GenerateRequest(
             request_id=engine_id,
             new_tokens=new_tokens,
@@ -80,7 +84,7 @@ class RequestBuilder:
             history=() if turn is None else turn.history,
             history_len=history_len,
             history_chain=history_chain(turn),
-            session_id=None if turn is None else turn.session_id,
+            session_id=turn.session_id if turn is not None and keeps_kv else None,
             namespace=call.tenant,
             logprobs=call.logprobs,
             watcher=output.watcher,

@@ -24,8 +24,9 @@ from controllers.errors import (
     StoreError,
     TurnInFlight,
 )
-from controllers.session import Replay, SessionController, Turn
+from controllers.session import SessionController
 from controllers.session_keys import named
+from controllers.turns import Replay, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint, TokenDelta
 from serving.background import BackgroundTasks
 from serving.replica.live_turn import NOTHING, EventMaker, LiveTurn
@@ -36,6 +37,7 @@ from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
+from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
 from serving.wire.turn_events import merge_events
@@ -63,6 +65,7 @@ class TurnRunner:
         sessions: SessionController,
         host: SessionHost,
         commits: TurnCommits,
+        unnamed: UnnamedSessions,
         builder: RequestBuilder,
         event_maker: EventMaker,
         mailbox: Mailbox,
@@ -75,6 +78,7 @@ class TurnRunner:
         self._sessions = sessions
         self._host = host
         self._commits = commits
+        self._unnamed = unnamed
         self._builder = builder
         self._event_maker = event_maker
         self._mailbox = mailbox
@@ -145,7 +149,7 @@ class TurnRunner:
             raise ServiceError(refusal)
         constraint = await self._builder.constraint(call)
         if call.session is None:
-            return await self._submit(call, None, emit, started_s, constraint)
+            return await self._begin_unnamed(call, emit, started_s, constraint)
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
         session, digest = call.session, await self._builder.digest(call)
@@ -173,6 +177,17 @@ class TurnRunner:
             self._tasks.start(self._host.turn_ended(session.session_id))
             raise
 
+    async def _begin_unnamed(
+        self, call: TurnCall, emit: Emit, started_s: float, constraint: TokenConstraint | None
+    ) -> LiveTurn:
+        turn = self._unnamed.begin(call)
+        try:
+            return await self._submit(call, turn, emit, started_s, constraint)
+        except BaseException:
+            if turn is not None:
+                self._unnamed.abort(turn)
+            raise
+
     async def _begin_turn(
         self, call: TurnCall, session: SessionTurn, epoch: int, key: str | None, digest: str
     ) -> Turn | Replay:
@@ -190,6 +205,8 @@ class TurnRunner:
                     idempotency_key=key,
                     digest=digest,
                     tools=tools,
+                    cuttable=session.mode != "append",
+                    expected_turn=session.expected_turn,
                 )
             except TurnInFlight:
                 if not await self._overlaps.left(session.session_id, until_s):
@@ -205,12 +222,16 @@ class TurnRunner:
     ) -> LiveTurn:
         engine_id = f"{call.request_id}#{next(self._numbers)}"
         output = self._builder.output_text(call)
-        request = await self._builder.build(call, turn, engine_id, output, constraint)
+        prompt = await self._builder.place(call, turn)
+        if turn is not None and prompt.kept_len < turn.history_len:
+            cut = self._unnamed.cut if call.session is None else self._sessions.cut_turn
+            turn = cut(turn, prompt.kept_len)
+        request = self._builder.build(call, turn, engine_id, prompt.new_tokens, output, constraint)
         live = LiveTurn(
             call=call,
             request_id=engine_id,
             turn=turn,
-            new_tokens=list(request.new_tokens),
+            prompt=prompt,
             emit=emit,
             output=output,
             started_s=started_s,
@@ -249,7 +270,7 @@ class TurnRunner:
     def _end(self, live: LiveTurn) -> asyncio.Task[TurnEvent]:
         """Starts what ends a turn whose final delta is there, in a task that outlives the client."""
         ending = self._tasks.start(self._settle(live))
-        turn = live.turn
+        turn = live.named
         if turn is not None and turn.idempotency_key is not None:
             key = (turn.session_id, turn.idempotency_key)
             self._ending[key] = ending
@@ -265,8 +286,8 @@ class TurnRunner:
 
     def _left_behind(self, live: LiveTurn, ending: asyncio.Task[Any]) -> None:
         """The session's next turn waits for what ends this one."""
-        if live.turn is not None and not ending.done():
-            session_id = live.turn.session_id
+        if live.named is not None and not ending.done():
+            session_id = live.named.session_id
             self._leaving[session_id] = ending
             ending.add_done_callback(lambda _: self._leaving.pop(session_id, None))
 
@@ -298,13 +319,15 @@ class TurnRunner:
             await self._finish(live)
 
     async def _commit(self, live: LiveTurn) -> TurnEvent:
-        final, turn = live.final_event(), live.turn
+        final, turn, prompt = live.final_event(), live.named, live.prompt
+        if turn is None and live.turn is not None:
+            self._unnamed.commit(live.turn, prompt.new_tokens, live.output_tokens, prompt.checkpoint)
         if turn is not None:
             result = b""
             if turn.idempotency_key is not None:
                 result = encode_result(merge_events([*live.events, final]))
             try:
-                record = self._sessions.prepare_commit(turn, live.new_tokens, live.output_tokens, result)
+                record = self._sessions.prepare_commit(turn, prompt.new_tokens, live.output_tokens, result)
             except ControllerError as error:
                 self._metrics.turn_ended(_outcome_of(error))
                 await self._take_back(turn)
@@ -317,7 +340,7 @@ class TurnRunner:
                 self._metrics.turn_ended("store_failed" if isinstance(error, StoreError) else "stale")
                 await self._host.let_go(turn)
                 return error_event(error)
-            self._sessions.commit_turn(turn, record)
+            self._sessions.commit_turn(turn, record, prompt.checkpoint, whole=prompt.whole)
         self._metrics.turn_ended("committed")
         return final
 
@@ -330,8 +353,8 @@ class TurnRunner:
                 FinishReason.STOP,
                 FinishReason.LENGTH,
             )
-            if completed and live.turn is not None:
-                await self._take_back(live.turn)
+            if completed and live.named is not None:
+                await self._take_back(live.named)
             else:
                 self._roll_back(live)
             self._metrics.turn_ended("aborted")
@@ -355,15 +378,17 @@ class TurnRunner:
         self._sessions.abort_turn(turn)
 
     def _roll_back(self, live: LiveTurn) -> None:
-        if live.turn is not None:
-            self._sessions.abort_turn(live.turn)
+        if live.named is not None:
+            self._sessions.abort_turn(live.named)
+        elif live.turn is not None:
+            self._unnamed.abort(live.turn)
 
     async def _finish(self, live: LiveTurn) -> None:
         self._mailbox.close(live.request_id)
         self._load.end(live.request_id)
         self._live.pop(live.request_id, None)
-        if live.turn is not None:
-            await self._host.turn_ended(live.turn.session_id)
+        if live.named is not None:
+            await self._host.turn_ended(live.named.session_id)
 
 
 def _nobody_listens(_event: TurnEvent) -> None:

@@ -141,6 +141,14 @@ class IngressArgs(StrictModel):
         return None if self.keys_file is None else resolve_path(self.keys_file)
 
 
+class UnnamedSessionArgs(StrictModel):
+    """Conversations whose clients name no session and send all of it each time. They are recognized, and their KV is
+    kept until nobody has gone on with them for `idle_timeout_s`, or others need the room."""
+
+    enabled: bool = True
+    idle_timeout_s: Seconds = 600.0
+
+
 class SessionArgs(StrictModel):
     """Sessions end `idle_timeout_s` after their last turn, unless opened with a timeout of their own, which may be
     `max_timeout_s`."""
@@ -148,6 +156,7 @@ class SessionArgs(StrictModel):
     idle_timeout_s: Seconds = 3600.0
     max_timeout_s: Annotated[Seconds, Field(validate_default=True)] = 7 * 24 * 3600.0
     sweep_interval_s: Seconds = 1.0
+    unnamed: UnnamedSessionArgs = UnnamedSessionArgs()
 
     @field_validator("max_timeout_s")
     @classmethod

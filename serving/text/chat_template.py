@@ -8,13 +8,25 @@ answer, the new messages, and the opening of the next answer.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from engine.api import InvalidRequest
-from serving.text.system_messages import DEVELOPER, SYSTEM, Messages, placed, standing_in
+from serving.text.system_messages import (
+    DEVELOPER,
+    INSTRUCTING,
+    SYSTEM,
+    USER,
+    Messages,
+    head_len,
+    placed,
+    standing_in,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +37,9 @@ _STAND_IN: Messages = (
     {"role": "assistant", "content": _ANSWER},
 )
 _PROBE: Messages = ({"role": "user", "content": "KedgeProbe"},)
+_EARLIER: Messages = ({"role": "user", "content": "Earlier"}, {"role": "assistant", "content": "Words"})
+_HEADS_AT_ONCE = 64
+"""System messages with their tools, of which it is known whether what follows them depends on them."""
 
 
 class TemplateRefused(InvalidRequest):
@@ -39,6 +54,15 @@ class TemplateNotIncremental(InvalidRequest):
     code = "chat_template_not_incremental"
 
 
+@dataclass(frozen=True, slots=True)
+class AnsweredText:
+    """What the template writes behind messages that were answered: `opening`, which the answer followed, and
+    `text`, which begins with it or with what stands in its place before an answer that is given."""
+
+    opening: str
+    text: str
+
+
 class ChatTemplate:
     """The template of one tokenizer. Whether it can continue a conversation is found out once, here."""
 
@@ -50,6 +74,7 @@ class ChatTemplate:
         """Whether the template names this role: one that writes whatever role it is given does not know it."""
         self._first_system_shown = self._shows_first_system()
         self._not_incremental = self._probe()
+        self._stands_alone = lru_cache(_HEADS_AT_ONCE)(self._probe_head)
 
     @property
     def text_with_tools(self) -> str:
@@ -64,19 +89,22 @@ class ChatTemplate:
         messages: Messages,
         kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        answers: bool = True,
     ) -> str:
-        """A whole conversation, up to the point where the model begins to answer."""
+        """A whole conversation, up to the point where the model begins to answer, or is about to."""
 
         def shown(messages: Messages) -> Collection[int]:
             marked, marks = standing_in(messages)
             try:
-                text = self._render(marked, kwargs, tools)
+                text = self._render(marked, kwargs, tools, answers=answers)
             except TemplateRefused:
                 # It may be a later one that it refuses.
                 return {0} & marks.keys() if self._first_system_shown else ()
             return [index for index, mark in marks.items() if mark in text]
 
-        return self._render(placed(messages, shown, developers=self._developers), kwargs, tools)
+        messages = placed(messages, shown, developers=self._developers)
+        return self._render(messages, kwargs, tools, answers=answers)
 
     def render_continuation(self, messages: Messages, kwargs: Mapping[str, Any]) -> str:
         """What follows the words of a finished answer: its closing text, then `messages`, then the next opening."""
@@ -94,9 +122,84 @@ class ChatTemplate:
         messages = placed(messages, shown, developers=self._developers)
         return _after_answer(self._render((*_STAND_IN, *messages), kwargs))
 
-    def _render(
+    def render_head(
         self, messages: Messages, kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, str]:
+        """Two conversations that begin with these system messages and tools, and have nothing else in common."""
+        first, second = ([*messages, {"role": USER, "content": text}] for text in ("Kedge", "Stand-in"))
+        return self.render(first, kwargs, tools), self.render(second, kwargs, tools)
+
+    def render_answered(
+        self,
+        messages: Messages,
+        num_asked: int,
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> AnsweredText | None:
+        """What follows the first `num_asked` messages of a conversation, which were answered, up to where the model
+        answers again. It costs what comes behind them, however many they are.
+
+        None if it cannot be had without rendering them all: the template writes it differently depending on what comes
+        before, or puts what comes behind in front.
+        """
+        asked, rest = messages[num_asked - 1], messages[num_asked:]
+        if asked["role"] in INSTRUCTING or any(each["role"] in INSTRUCTING for each in rest):
+            return None
+        head = messages[: head_len(messages)]
+        if not self._stands_alone(_text_of(head), _text_of(kwargs), _text_of(tools)):
+            return None
+        before = list(_PROBE) if asked["role"] == USER else [*_PROBE, asked]
+        try:
+            closed = self._render(before, kwargs, answers=False)
+            opened = self._render(before, kwargs)
+            whole = self._render([*before, *rest], kwargs)
+        except InvalidRequest:
+            return None
+        if not (opened.startswith(closed) and whole.startswith(closed)):
+            return None
+        return AnsweredText(opened[len(closed) :], whole[len(closed) :])
+
+    def _probe_head(self, head: str, kwargs: str, tools: str) -> bool:
+        """Whether what the template writes behind a question is the same with this head, given in JSON, and without."""
+        arguments = json.loads(kwargs)
+        behind = (*_STAND_IN[1:], *_PROBE)
+        try:
+            plain = self._behind(_STAND_IN[:1], behind, arguments)
+            given = json.loads(head)
+            headed = self._behind([*given, *_STAND_IN[:1]], behind, arguments, json.loads(tools))
+            later = self._behind([*given, *_EARLIER, *_STAND_IN[:1]], behind, arguments, json.loads(tools))
+        except (InvalidRequest, ValueError):
+            return False
+        return headed == later == plain
+
+    def _behind(
+        self,
+        messages: Messages,
+        behind: Messages,
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
+        """What the template adds for the messages behind. Raises ValueError if it changes what was before them."""
+
+        def shown(messages: Messages) -> Collection[int]:
+            return range(len(messages))
+
+        messages = placed(messages, shown, developers=self._developers)
+        closed = self._render(messages, kwargs, tools, answers=False)
+        whole = self._render([*messages, *behind], kwargs, tools)
+        if not whole.startswith(closed):
+            raise ValueError("not appended")
+        return whole[len(closed) :]
+
+    def _render(
+        self,
+        messages: Messages,
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        answers: bool = True,
+    ) -> str:
+        """`answers`: up to the point where the model begins to."""
         if reserved := self._reserved.intersection(kwargs):
             name = min(reserved)
             raise InvalidRequest(f"{name!r} cannot be set for the chat template.", "chat_template_kwargs")
@@ -105,7 +208,7 @@ class ChatTemplate:
                 list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=answers,
                 **kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -124,8 +227,7 @@ class ChatTemplate:
         """Why the template cannot continue a conversation, or None."""
         try:
             once = _after_answer(self._render((*_STAND_IN, *_PROBE), {}))
-            earlier = ({"role": "user", "content": "Earlier"}, {"role": "assistant", "content": "Words"})
-            twice = _after_answer(self._render((*earlier, *_STAND_IN, *_PROBE), {}))
+            twice = _after_answer(self._render((*_EARLIER, *_STAND_IN, *_PROBE), {}))
         except InvalidRequest as error:
             return error.message
         if once != twice:
@@ -134,6 +236,10 @@ class ChatTemplate:
                 "session cannot be continued by messages; append text or token ids instead."
             )
         return None
+
+
+def _text_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _after_answer(text: str) -> str:

@@ -24,6 +24,12 @@ class NoPlaceForMessage(InvalidRequest):
     code = "chat_template_error"
 
 
+def head_len(messages: Messages) -> int:
+    """How many instructing messages a conversation begins with."""
+    roles = (message["role"] not in INSTRUCTING for message in messages)
+    return next((index for index, other in enumerate(roles) if other), len(messages))
+
+
 def placed(messages: Messages, shown: Callable[[Messages], Collection[int]], *, developers: bool) -> Messages:
     """The messages as the template is to be given them. `shown` tells which of the instructing ones it shows, by index;
     `developers`: whether it knows that role. Where it does not, they are system messages.

@@ -5,10 +5,14 @@ Everything that a turn costs here depends on the turn alone, never on the sessio
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from controllers.records import ModelFingerprint
@@ -25,11 +29,20 @@ from serving.text.control_tokens import ControlTokens
 from serving.text.detokenizer import Detokenizer, NoText, TokenBytes
 from serving.text.fingerprint import template_hash, tokenizer_hash
 from serving.text.stop_strings import StopMatcher
+from serving.text.system_messages import head_len
 from serving.text.tool_calls.formats import FormatName, ToolCallsSetting, format_of
 from serving.wire.turns import ChatPrompt, Prompt, TextLogprob, TextPrompt, TokenPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A prompt behind a history: the first `kept_len` tokens of that, then `new_tokens`, which are one at least."""
+
+    kept_len: int
+    new_tokens: list[int]
 
 
 class TextProcessor:
@@ -97,6 +110,46 @@ class TextProcessor:
             raise InvalidRequest("The prompt has no tokens.", param)
         return token_ids
 
+    def encode_conversation(
+        self, prompt: ChatPrompt, history: Sequence[int], *, num_asked: int = 0, asked_len: int = 0
+    ) -> Continued:
+        """The tokens of a whole conversation, of which `history` has as many as it can: exactly those of
+        `encode_prompt` without a history.
+
+        The first `num_asked` messages are known to be the first `asked_len` tokens of the history, with the opening of
+        an answer; they are neither rendered nor tokenized again if the template allows it. Raises InvalidRequest and
+        ContextLengthExceeded, naming `messages`.
+        """
+        if num_asked and (behind := self._encode_answered(prompt, history, num_asked, asked_len)) is not None:
+            return _continued(history, *behind)
+        return _continued(history, 0, self.encode_prompt(prompt))
+
+    def num_agreed(self, prompt: ChatPrompt, history: Sequence[int]) -> int:
+        """With how many messages of the prompt the history begins. It may render it O(log messages) times."""
+        template, control_tokens = self._chat()
+        guarded, mark = control_tokens.guard(prompt)
+
+        def agrees(count: int) -> bool:
+            messages = guarded.messages[:count]
+            try:
+                text = template.render(messages, guarded.template_kwargs, guarded.tools, answers=False)
+            except InvalidRequest:  # such as for a system message alone
+                return True
+            token_ids = self._encode(text, "messages", cut_at=mark)
+            return common_len(history[: len(token_ids)], token_ids) == len(token_ids)
+
+        return bisect_left(range(1, len(prompt.messages) + 1), True, key=lambda count: not agrees(count))
+
+    def head_tokens(self, prompt: ChatPrompt) -> list[int]:
+        """Those that every conversation begins with that has the system messages, the tools and the arguments of this
+        prompt. Raises InvalidRequest."""
+        template, control_tokens = self._chat()
+        guarded, mark = control_tokens.guard(prompt)
+        head = guarded.messages[: head_len(guarded.messages)]
+        texts = template.render_head(head, guarded.template_kwargs, guarded.tools)
+        first, second = (self._encode(text, "messages", cut_at=mark) for text in texts)
+        return first[: common_len(first, second)]
+
     def tokenize(self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool) -> list[int]:
         """The tokens of a prompt that begins a sequence, which may be none. Raises InvalidRequest and
         ContextLengthExceeded, naming `prompt` or `messages`."""
@@ -156,22 +209,57 @@ class TextProcessor:
             for entry in logprobs
         )
 
-    def _encode_chat(self, prompt: ChatPrompt, continues: bool, last_token: int | None) -> list[int]:
-        if self._token_bytes is None or self._control_tokens is None:
+    def _chat(self) -> tuple[ChatTemplate, ControlTokens]:
+        """Raises InvalidRequest for a model that has no chat."""
+        if self._control_tokens is None:
             raise InvalidRequest("This model has no tokenizer; send token ids.", "messages")
         if self._chat_template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
+        return self._chat_template, self._control_tokens
+
+    def _encode_chat(self, prompt: ChatPrompt, continues: bool, last_token: int | None) -> list[int]:
+        template, control_tokens = self._chat()
         self._check_len(sum(len(str(message.get("content", ""))) for message in prompt.messages), "messages")
-        prompt, mark = self._control_tokens.guard(prompt)
+        prompt, mark = control_tokens.guard(prompt)
         if not continues:
-            text = self._chat_template.render(prompt.messages, prompt.template_kwargs, prompt.tools)
+            text = template.render(prompt.messages, prompt.template_kwargs, prompt.tools)
             return self._encode(text, "messages", cut_at=mark)
-        text = self._chat_template.render_continuation(prompt.messages, prompt.template_kwargs)
+        text = template.render_continuation(prompt.messages, prompt.template_kwargs)
         token_ids = self._encode(text, "messages", cut_at=mark)
         # The model usually ends its answer with the very token that closes it in the template.
-        if token_ids and token_ids[0] == last_token and last_token in self._token_bytes.special_ids:
+        if token_ids and token_ids[0] == last_token and self._is_special(last_token):
             del token_ids[0]
         return token_ids
+
+    def _encode_answered(
+        self, prompt: ChatPrompt, history: Sequence[int], num_asked: int, asked_len: int
+    ) -> tuple[int, list[int]] | None:
+        """The tokens of all that follows what was asked, and where in the history they begin: with the opening of the
+        answer. None if they cannot be told without those before."""
+        template, control_tokens = self._chat()
+        # What was asked was guarded then; only the message that is rendered again is needed.
+        behind, mark = control_tokens.guard(replace(prompt, messages=prompt.messages[num_asked - 1 :]))
+        if (behind.template_kwargs, behind.tools) != (prompt.template_kwargs, prompt.tools):
+            return None
+        self._check_len(sum(len(str(message.get("content", ""))) for message in behind.messages), "messages")
+        messages = (*prompt.messages[: num_asked - 1], *behind.messages)
+        answered = template.render_answered(messages, num_asked, prompt.template_kwargs, prompt.tools)
+        if answered is None:
+            return None
+        opening = self._encode(answered.opening, "messages", cut_at=mark)
+        start = asked_len - len(opening)
+        # A special token ends whatever is before it: nothing of it melts into the tokens behind.
+        if start < 0 or not opening or not self._is_special(opening[0]):
+            return None
+        if list(history[start:asked_len]) != opening:
+            return None
+        token_ids = self._encode(answered.text, "messages", cut_at=mark)
+        if not token_ids or not self._is_special(token_ids[0]):
+            return None
+        return start, token_ids
+
+    def _is_special(self, token_id: int | None) -> bool:
+        return self._token_bytes is not None and token_id in self._token_bytes.special_ids
 
     def _encode(
         self, text: str, param: str, *, add_special_tokens: bool = False, cut_at: str | None = None
@@ -239,6 +327,20 @@ class OutputText:
         if finish is None:
             return watched + self._matcher.feed(text)
         return watched + self._matcher.feed(text + self._detokenizer.flush()) + self._matcher.flush()
+
+
+def common_len(left: Sequence[int], right: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    size = min(len(left), len(right))
+    differs = np.flatnonzero(np.asarray(left[:size]) != np.asarray(right[:size]))
+    return int(differs[0]) if len(differs) else size
+
+
+def _continued(history: Sequence[int], start: int, token_ids: list[int]) -> Continued:
+    """`token_ids` follow the first `start` tokens of the history. One of them at least is new: a turn computes
+    something."""
+    known = min(common_len(history[start : start + len(token_ids)], token_ids), len(token_ids) - 1)
+    return Continued(start + known, token_ids[known:])
 
 
 def _stopped_by_token(finish: Finish) -> bool:

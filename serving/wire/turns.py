@@ -20,15 +20,28 @@ from engine.api import LogprobParams, SamplingParams, TokenLogprob
 from serving.text.tool_calls.formats import FormatName
 
 
-class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
-    """Chat messages, rendered with the model's template. In a session only the new messages are given.
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """The first `num_messages` messages of a prompt, and a hash over them and all else that it is rendered from."""
 
-    `tools` are rendered where they begin a history; later they only have to be the same.
+    num_messages: int
+    digest: bytes
+
+
+HistoryMode = Literal["append", "auto", "full"]
+"""What the messages of a session's turn are: new ones; what they look like; the whole history."""
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
+    """Chat messages, rendered with the model's template: in a session the new ones, or all of them.
+
+    `tools` are rendered where they begin a history; later they only have to be the same. `said`: what was said before
+    each answer that is among the messages, and at their end, where the prompt may be a whole history.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
+    said: tuple[Said, ...] = ()
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
@@ -59,7 +72,8 @@ class SessionTurn(msgspec.Struct, frozen=True):
 
     `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404). `retries`:
     how often the client has sent this turn before, where it counts that (None: it does not). `open_key`: the session
-    that was opened with it, and none that has its name later (None: any).
+    that was opened with it, and none that has its name later (None: any). `expected_turn`: the number that the turn is
+    to have (None: any). `mode` is about chat messages.
     """
 
     session_id: str
@@ -68,6 +82,8 @@ class SessionTurn(msgspec.Struct, frozen=True):
     create: bool = True
     retries: int | None = None
     open_key: str | None = None
+    expected_turn: int | None = None
+    mode: HistoryMode = "append"
 
 
 class TextLogprob(msgspec.Struct, frozen=True):

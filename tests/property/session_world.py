@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from cache.slots import SlotState
 from controllers.errors import SessionClosing, TurnInFlight
 from controllers.records import SessionRecord
-from controllers.session import Replay, SessionController, Turn
+from controllers.session import SessionController
 from controllers.tokens import encode_tokens
+from controllers.turns import Replay, Turn
 from engine.api import FinishReason, LogprobParams, SessionBusy, StepFailed
 from engine.batch import ScheduledBatch
 from tests.property.world_checks import check_world

@@ -26,7 +26,8 @@ from controllers.commits import Commits
 from controllers.errors import StoreError
 from controllers.ownership import OwnershipLedger
 from controllers.records import LedgerEntry, SessionRecord, StoredResult, TurnRecord
-from controllers.session import SessionController, Turn
+from controllers.session import SessionController
+from controllers.turns import Turn
 from serving.front.turn_progress import TurnProgress
 from serving.replica.session_host import SessionHost
 from serving.replica.turn_commits import TurnCommits

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from serving.cli.client.server import (
+    MODE_HEADER,
     SESSION_HEADER,
     ServerError,
     fork_session,
@@ -125,7 +126,7 @@ class Conversation:
             "stream_options": {"include_usage": True},
             **self._sampling,
         }
-        headers = {SESSION_HEADER: self.session_id}
+        headers = {SESSION_HEADER: self.session_id, MODE_HEADER: "append"}
         request = self._client.build_request("POST", "/v1/chat/completions", json=body, headers=headers)
         return TurnStream(self._client, request)
 

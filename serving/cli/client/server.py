@@ -10,6 +10,7 @@ import httpx
 from serving.cli.client.stream import error_message
 
 SESSION_HEADER = "x-session-id"
+MODE_HEADER = "x-session-mode"
 SESSIONS_PATH = "/v1/kedge/sessions"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.cli.client.server import SESSION_HEADER
+from serving.cli.client.server import MODE_HEADER, SESSION_HEADER
 from serving.cli.load.prompts import PromptSource
 from serving.cli.load.sample import TurnSample
 from serving.cli.load.settings import Endpoint, LoadError, LoadSettings, Mode, PromptKind
@@ -43,7 +43,9 @@ class Dialogue:
         if settings.mode is Mode.SESSION or settings.prompt is PromptKind.IDS:
             # In resend mode with text it is left out: vLLM would send the ids of the whole history back.
             body["return_token_ids"] = True
-        headers = {SESSION_HEADER: self.session_id} if settings.mode is Mode.SESSION else {}
+        headers = (
+            {SESSION_HEADER: self.session_id, MODE_HEADER: "append"} if settings.mode is Mode.SESSION else {}
+        )
         return TurnRequest(self.number, turn, settings.url + settings.endpoint.path, body, headers)
 
     def _prompt(self, turn: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import NAME_PATTERN, refusal
 from serving.front.api.keys import Caller
-from serving.wire.turns import ModelInfo, OutputConstraint, ServiceError, TurnService
+from serving.wire.turns import HistoryMode, ModelInfo, OutputConstraint, ServiceError, TurnService
 
 MAX_CALLS = 256
 """Generations (prompts × n) that one HTTP request may start."""
@@ -108,6 +108,10 @@ Client = Annotated[Caller, Depends(get_caller)]
 OPERATORS_ONLY = [Depends(check_operator)]
 """Of a route: what it shows or changes is everybody's."""
 SessionHeader = Annotated[Name | None, Header(alias="x-session-id")]
+ModeHeader = Annotated[HistoryMode | None, Header(alias="x-session-mode")]
+"""What the messages are: new ones (append), the whole history (full), or what they look like (auto)."""
+TurnHeader = Annotated[int | None, Header(alias="x-session-turn", ge=0, le=_MAX_INT)]
+"""The number that the turn is to have in its session; else it is refused."""
 RetriesHeader = Annotated[int | None, Header(alias="x-stainless-retry-count", ge=0, le=MAX_RETRIES)]
 """OpenAI's SDKs count there how often they have sent this very call before."""
 IdempotencyHeader = Annotated[Name | None, Header(alias="idempotency-key")]

@@ -16,10 +16,12 @@ from engine.api import LogprobParams
 from serving.front.api.errors import openai_error, refusal
 from serving.front.api.fields import (
     IdempotencyHeader,
+    ModeHeader,
     RetriesHeader,
     Service,
     SessionHeader,
     Tenant,
+    TurnHeader,
     check_model_name,
     new_id,
     nth_seed,
@@ -72,12 +74,22 @@ async def chat_completions(
     service: Service,
     tenant: Tenant,
     x_session_id: SessionHeader = None,
+    x_session_mode: ModeHeader = None,
+    x_session_turn: TurnHeader = None,
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     check_model_name(body.model, service.model)
     check_stream_options(body)
-    session = session_turn(x_session_id, idempotency_key, x_stainless_retry_count, body.n or 1, "n")
+    session = session_turn(
+        x_session_id,
+        idempotency_key,
+        x_stainless_retry_count,
+        body.n or 1,
+        "n",
+        mode=x_session_mode or "auto",
+        expected_turn=x_session_turn,
+    )
     reply_id = new_id("chatcmpl-")
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
     make_plan = partial(_plan, body, tools, reply_id, session, service.model, tenant)

@@ -28,7 +28,7 @@ from serving.front.api.fields import (
 )
 from serving.front.api.openai_structured import HeldAnswer, ResponseFormat, StructuredOutputs
 from serving.front.api.strict_json import NotSupported, StrictBody
-from serving.wire.turns import ModelInfo, SessionTurn
+from serving.wire.turns import HistoryMode, ModelInfo, SessionTurn
 
 MAX_METADATA = 64
 
@@ -143,7 +143,14 @@ def check_stream_options(body: OpenAiBody) -> None:
 
 
 def session_turn(
-    session_id: str | None, key: str | None, retries: int | None, num_calls: int, param: str
+    session_id: str | None,
+    key: str | None,
+    retries: int | None,
+    num_calls: int,
+    param: str,
+    *,
+    mode: HistoryMode = "append",
+    expected_turn: int | None = None,
 ) -> SessionTurn | None:
     """The session named by the headers. Outside one a retry repeats nothing, so the key has no use; nor has the count
     of retries beside a key."""
@@ -151,4 +158,10 @@ def session_turn(
         return None
     if num_calls > 1:
         raise refusal(f"{param}: a session takes one generation at a time.", param)
-    return SessionTurn(session_id, idempotency_key=key, retries=retries if key is None else None)
+    return SessionTurn(
+        session_id,
+        idempotency_key=key,
+        retries=retries if key is None else None,
+        expected_turn=expected_turn,
+        mode=mode,
+    )

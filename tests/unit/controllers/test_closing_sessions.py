@@ -17,10 +17,11 @@ from controllers.errors import SessionClosing, SessionNotFound, StaleEpoch
 from controllers.records import Assignment, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.redis_store import RedisSessionStore
 from controllers.retention import CLOSING_TIMEOUT_S
-from controllers.session import Replay, SessionController, Turn
+from controllers.session import SessionController
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
+from controllers.turns import Replay, Turn
 
 TIMEOUT_S = 1000.0
 SILENCE_S = 10.0

@@ -25,10 +25,11 @@ from controllers.errors import (
 )
 from controllers.ownership import TenantUse
 from controllers.records import ForkOrder, ReplicaStatus, SessionRecord, TurnRecord
-from controllers.session import SessionController, Turn
+from controllers.session import SessionController
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import encode_tokens, unpack_tokens
+from controllers.turns import Turn
 
 PARENT = SessionRecord("p", "tenant", 1, "a", timeout_s=30.0, capacity_tokens=99, created_s=5.0)
 CHILD = SessionRecord("c", "tenant", 1, "a", timeout_s=40.0, created_s=6.0, open_key="k")

@@ -14,9 +14,10 @@ from store_turns import commit_turn, turn_of
 from controllers.cluster import Cluster
 from controllers.ownership import OwnershipLedger
 from controllers.records import ForkOrder, LedgerEntry, ReplicaStatus, SessionRecord, SessionReport
-from controllers.session import SessionController, Turn
+from controllers.session import SessionController
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
+from controllers.turns import Turn
 
 IDLE_S = 50.0
 COUNTS = pytest.mark.parametrize("count", [10, 3000])

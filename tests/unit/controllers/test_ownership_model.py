@@ -24,10 +24,11 @@ from store_turns import commit_turn
 from controllers.cluster import Cluster
 from controllers.errors import NoReplica, SessionExists, SessionNotFound, StaleEpoch, TurnInFlight
 from controllers.records import Assignment, ForkOrder, ReplicaStatus, SessionStatus
-from controllers.session import Replay, SessionController, Turn
+from controllers.session import SessionController
 from controllers.settings import ClusterSettings, RebalancingSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.tokens import unpack_tokens
+from controllers.turns import Replay, Turn
 
 IDLE_S = 50.0
 SILENCE_S = 10.0

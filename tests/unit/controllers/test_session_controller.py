@@ -19,8 +19,9 @@ from controllers.errors import (
 )
 from controllers.kept_answers import KEPT_ANSWERS
 from controllers.records import COUNTED_KEY, SessionRecord, StoredResult, TurnRecord
-from controllers.session import TRIED_AGAIN_WITHIN_S, Replay, SessionController, Turn
+from controllers.session import TRIED_AGAIN_WITHIN_S, SessionController
 from controllers.tokens import encode_tokens, unpack_tokens
+from controllers.turns import Replay, Turn
 
 TIMEOUT_S = 60.0
 

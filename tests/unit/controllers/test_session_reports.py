@@ -24,10 +24,11 @@ from controllers.records import (
     SessionReport,
     SessionStatus,
 )
-from controllers.session import SessionController, Turn
+from controllers.session import SessionController
 from controllers.session_reports import ReportWriter
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
+from controllers.turns import Turn
 
 IDLE_S = 50.0
 SILENCE_S = 10.0

@@ -10,8 +10,9 @@ from session_book import make_chain
 
 from controllers.errors import ToolsDiffer
 from controllers.records import SessionRecord
-from controllers.session import Replay, SessionController, Turn
+from controllers.session import SessionController
 from controllers.tokens import encode_tokens
+from controllers.turns import Replay, Turn
 
 RECORD = SessionRecord("s", "t", 1, "r")
 

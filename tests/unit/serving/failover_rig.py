@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.cluster import Cluster
+from serving.front.conversations import Conversations
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA
 from serving.front.replica_gone import Loss as Seen
@@ -61,6 +62,9 @@ class Replicas:
         living = [rig for name, rig in self.rigs.items() if name not in self.dead]
         return [rig.turns.abort(call.request_id, call.tenant) for rig in living]
 
+    async def pick(self, _holder: str | None) -> str:
+        return ANY_REPLICA
+
     @asynccontextmanager
     async def turn(
         self, replica_id: str, call: TurnCall, epoch: int | None
@@ -105,7 +109,13 @@ class Failover:
         self.replicas = Replicas({rig.replica_id: rig for rig in rigs})
         self.controller = rigs[0].controller
         self.metrics = IngressMetrics("i")
-        parts: tuple[Any, ...] = (self.replicas, self.controller, OwnershipCache(9), self.metrics)
+        parts: tuple[Any, ...] = (
+            self.replicas,
+            self.controller,
+            OwnershipCache(9),
+            Conversations(9),
+            self.metrics,
+        )
         self.dispatcher = TurnDispatcher(*parts, failover_timeout_s=failover_timeout_s)
 
     @property

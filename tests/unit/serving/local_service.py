@@ -20,6 +20,7 @@ from controllers.errors import ControllerError, SessionNotFound
 from controllers.records import ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import EngineError, Finish, FinishReason
+from serving.front.conversations import Conversations
 from serving.front.http import create_http_app
 from serving.replica.replica import replica_figures
 from serving.text.text import TextProcessor
@@ -49,6 +50,7 @@ class LocalService:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
+        self.conversations = Conversations(1000)
         self.calls: list[TurnCall] = []
         self.ended = 0
 
@@ -62,6 +64,7 @@ class LocalService:
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         self.calls.append(call)
+        call = self.conversations.recognized(call)
         epoch = None
         if call.session is not None:
             key = session_key(call.tenant, call.session.session_id)

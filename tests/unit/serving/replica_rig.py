@@ -21,7 +21,7 @@ from controllers.served_model import ServedModel
 from controllers.session import SessionController
 from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
-from engine.api import SamplingParams
+from engine.api import Engine, SamplingParams
 from engine.build import assemble_engine
 from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
@@ -35,6 +35,7 @@ from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
+from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.text.text import TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
@@ -151,14 +152,7 @@ class Rig:
         calls: Any = self.controller
         self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512)
         self.mailbox = Mailbox(asyncio.get_running_loop())
-        self.engine = assemble_engine(
-            self.runner,
-            CacheSettings(books="strict"),
-            SchedulerSettings(chunk_size=32),
-            speculation,
-            frozenset({EOS_TOKEN_ID}),
-            self.mailbox.deliver,
-        )
+        self.engine = _engine_of(self.runner, speculation, self.mailbox)
         self.tasks = BackgroundTasks()
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)
@@ -176,11 +170,13 @@ class Rig:
         )
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats)
         self.builder = RequestBuilder(self.engine, text)
+        self.unnamed = UnnamedSessions(time.monotonic, idle_timeout_s, self.engine)
         self.turns = TurnRunner(
             engine=self.engine,
             sessions=self.sessions,
             host=self.host,
             commits=TurnCommits(calls, self.metrics, patience_s=commit_patience_s),
+            unnamed=self.unnamed,
             builder=self.builder,
             event_maker=EventMaker(text, self.metrics, time.perf_counter),
             mailbox=self.mailbox,
@@ -296,3 +292,14 @@ def call(
 
 def tokens_of(events: list[TurnEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
+
+
+def _engine_of(runner: SlowRunner, speculation: SpeculationSettings, mailbox: Mailbox) -> Engine:
+    return assemble_engine(
+        runner,
+        CacheSettings(books="strict"),
+        SchedulerSettings(chunk_size=32),
+        speculation,
+        frozenset({EOS_TOKEN_ID}),
+        mailbox.deliver,
+    )

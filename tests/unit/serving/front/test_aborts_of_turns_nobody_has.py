@@ -11,6 +11,7 @@ import pytest
 
 from serving.front import dispatched_turn, turn_dispatch
 from serving.front.cluster_client import ClusterClient
+from serving.front.conversations import Conversations
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.watch.metrics import IngressMetrics
@@ -32,12 +33,19 @@ class Siblings:
 
 
 def other_ingress(served: Failover) -> ClusterClient:
-    parts: tuple[Any, ...] = (served.replicas, served.controller, OwnershipCache(9), IngressMetrics("other"))
+    parts: tuple[Any, ...] = (
+        served.replicas,
+        served.controller,
+        OwnershipCache(9),
+        Conversations(9),
+        IngressMetrics("other"),
+    )
     fields: dict[str, Any] = {
         "model": None,
         "replicas": served.replicas,
         "siblings": Siblings(served),
         "controller": served.controller,
+        "conversations": Conversations(9),
         "dispatcher": TurnDispatcher(*parts, failover_timeout_s=30.0),
         "metrics": parts[3],
         "settings": {},

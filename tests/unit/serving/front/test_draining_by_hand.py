@@ -32,7 +32,7 @@ class Replicas:
 
 def client_of(replicas: Replicas) -> ClusterClient:
     unused: dict[str, Any] = dict.fromkeys(
-        ("model", "siblings", "controller", "dispatcher", "metrics", "tasks")
+        ("model", "siblings", "controller", "dispatcher", "conversations", "metrics", "tasks")
     )
     parts: dict[str, Any] = {"replicas": replicas}
     return ClusterClient(settings={}, **parts, **unused)

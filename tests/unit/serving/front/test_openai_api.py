@@ -128,7 +128,8 @@ async def test_a_session_takes_only_new_messages(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, service):
         seen = 0
         for turn in range(3):
-            reply = await post(client, CHAT, {"messages": [HELLO], **GREEDY}, x_session_id="s-1")
+            headers = {"x_session_id": "s-1", "x_session_mode": "append"}
+            reply = await post(client, CHAT, {"messages": [HELLO], **GREEDY}, **headers)
             usage = reply["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert cached in ((seen, seen - 1) if turn else (0,))
@@ -172,7 +173,7 @@ async def test_every_turn_says_which_of_its_session_it_is(
             assert reply.status_code == 200
             return reply.headers.get("x-session-turn")
 
-        session = {"x-session-id": "s-1"}
+        session = {"x-session-id": "s-1", "x-session-mode": "append"}
         assert [await turn(**session) for _ in range(3)] == ["0", "1", "2"]
         again = session | {"idempotency-key": "k"}
         assert [await turn(**again) for _ in range(2)] == ["3", "3"], "a replay is the turn that it was"

@@ -64,7 +64,7 @@ async def test_stream_helper_adds_the_chunks_up(url: str) -> None:
 async def test_sync_client_in_a_session(url: str) -> None:
     def three_turns() -> list[openai.types.CompletionUsage]:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            headers = {"x-session-id": "sync"}
+            headers = {"x-session-id": "sync", "x-session-mode": "append"}
             return [
                 client.chat.completions.create(
                     model=MODEL.model_id, messages=[HELLO], max_tokens=6, extra_headers=headers

@@ -10,6 +10,7 @@ import pytest
 from controllers.errors import NoReplica, SessionNotFound
 from controllers.records import Assignment
 from serving.front import turn_dispatch
+from serving.front.conversations import Conversations
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
@@ -66,7 +67,9 @@ class Controller:
 
 def dispatcher(replicas: Replicas, controller: Controller, timeout_s: float = 5.0) -> TurnDispatcher:
     parts: tuple[Any, ...] = (replicas, controller)
-    return TurnDispatcher(*parts, OwnershipCache(9), IngressMetrics("i"), failover_timeout_s=timeout_s)
+    return TurnDispatcher(
+        *parts, OwnershipCache(9), Conversations(9), IngressMetrics("i"), failover_timeout_s=timeout_s
+    )
 
 
 @pytest.fixture(autouse=True)

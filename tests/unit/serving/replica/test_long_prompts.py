@@ -14,9 +14,6 @@ from msgspec.structs import replace
 from engine.api import EngineOverloaded
 from serving.replica.turn_request import LONG_PROMPT, RequestBuilder
 from serving.text.chat_template import ChatTemplate
-from serving.text.detokenizer import NoText
-from serving.text.stop_strings import StopMatcher
-from serving.text.text import OutputText
 from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenPrompt, TurnCall
 from tests.unit.serving.local_service import small_text
 from tests.unit.serving.replica_rig import Rig, call, running_rig
@@ -30,8 +27,6 @@ LONG: list[Prompt] = [
     ChatPrompt((MESSAGE,), {"deep": {"in": ["a" * LONG_PROMPT]}}),
     ChatPrompt((MESSAGE,), {}, ({"type": "function", "function": {"description": "a" * LONG_PROMPT}},)),
 ]
-
-OUTPUT = OutputText(NoText(), StopMatcher(()), trim_stop=True)
 
 
 class Slow:
@@ -68,7 +63,7 @@ async def test_a_long_prompt_leaves_the_event_loop_free(rig: Rig, slow: Slow, pr
     """Arguments of the template were not counted: 31 MiB of them paused every stream for 5.5 s."""
     builder = RequestBuilder(rig.engine, slow)  # type: ignore[arg-type]
     asked = call([5])
-    building = asyncio.create_task(builder.build(_with(asked, prompt), None, "r", OUTPUT))
+    building = asyncio.create_task(builder.place(_with(asked, prompt), None))
     while not slow.threads:
         await asyncio.sleep(0)
     assert slow.threads[0] is not threading.main_thread()
@@ -80,10 +75,10 @@ async def test_a_prompt_that_takes_too_long_is_given_up(rig: Rig, slow: Slow) ->
     builder = RequestBuilder(rig.engine, slow, long_prompt_timeout_s=0.05)  # type: ignore[arg-type]
     for _ in range(3):
         with pytest.raises(EngineOverloaded, match=r"within 0\.05 s"):
-            await builder.build(_with(call([5]), LONG[0]), None, "r", OUTPUT)
+            await builder.place(_with(call([5]), LONG[0]), None)
     assert len(slow.threads) == 2, "who has no thread waits no longer than who has one"
     slow.go_on.set()
-    assert (await builder.build(call([5]), None, "r", OUTPUT)).new_tokens == [5]
+    assert (await builder.place(call([5]), None)).new_tokens == [5]
 
 
 async def test_messages_that_cannot_fit_are_refused_before_they_are_rendered(

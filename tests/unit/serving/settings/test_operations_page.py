@@ -19,12 +19,23 @@ def first_cells(prefix: str) -> set[str]:
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell) if name.startswith(prefix)}
 
 
+def leaves(section: str, model: type[BaseModel]) -> set[str]:
+    names = set()
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            names |= leaves(f"{section}.{name}", kind)
+        else:
+            names.add(f"{section}.{name}")
+    return names
+
+
 def setting_names() -> set[str]:
     names = set()
     for section, field in AppArgs.model_fields.items():
         assert isinstance(field.annotation, type)
         assert issubclass(field.annotation, BaseModel)
-        names |= {f"{section}.{name}" for name in field.annotation.model_fields}
+        names |= leaves(section, field.annotation)
     return names | {f"replicas.autoscaling.{name}" for name in AutoscalingArgs.model_fields}
 
 

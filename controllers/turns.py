@@ -1,0 +1,67 @@
+"""What is in flight in a session: a turn or a fork, and the places that a turn can go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from controllers.history_chain import HistoryChain
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A place in a history that a whole conversation is recognized by: its first `num_messages` messages, of which
+    `digest` is a hash, are the first `length` tokens, the opening of the answer to them included."""
+
+    num_messages: int
+    digest: bytes
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A turn in flight. Ended by exactly one of `commit_turn` and `abort_turn`.
+
+    Ownership: `history` is the session's own, lent for reading; its first `history_len` entries do not change until the
+    turn ends, nor does what `chain` has of them. `room_tokens` is how many tokens the turn may add (None: no limit).
+    `open_key` tells the session from others of its name, before it and after. `checkpoints`, oldest first, are lent
+    likewise. `whole`: the session's client has sent whole histories before.
+    """
+
+    session_id: str
+    epoch: int
+    turn_index: int
+    history: Sequence[int]
+    history_len: int
+    chain: HistoryChain
+    room_tokens: int | None = None
+    idempotency_key: str | None = None
+    digest: str | None = None
+    tools: str | None = None
+    open_key: str | None = None
+    checkpoints: Sequence[Checkpoint] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fork:
+    """A fork being made; until it ends the parent takes no turn. Ended by one of `finish_fork` and `abort_fork`.
+
+    Ownership: `history` is the parent's own, lent for reading, as is its `chain`; nothing of them changes until the
+    fork ends.
+    """
+
+    session_id: str
+    epoch: int
+    history: Sequence[int]
+    history_len: int
+    chain: HistoryChain
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The turn ran before; `result` is what it answered."""
+
+    session_id: str
+    turn_index: int
+    result: bytes

@@ -1,0 +1,89 @@
+"""What whole conversations are recognized by, and which replicas have them: one front end's memory of its own turns.
+
+A wrong or missing entry costs computing, never an answer: a replica compares what it has with what it is sent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from serving.text.system_messages import head_len
+from serving.wire.turns import ChatPrompt, Said, TurnCall
+
+DIGEST_BYTES = 16
+MOST_SAID = 256
+"""Places in a conversation, the newest: who goes back further begins anew."""
+ASSISTANT = "assistant"
+
+
+class Conversations:
+    """Replicas by what was said, of the `capacity` places that were used last. `unnamed`: those without a session are
+    recognized, too. Used on the front end's event loop only."""
+
+    def __init__(self, capacity: int, *, unnamed: bool = True) -> None:
+        self._capacity = capacity
+        self._unnamed = unnamed
+        self._replicas: OrderedDict[bytes, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def recognized(self, call: TurnCall) -> TurnCall:
+        """The call with what its replica is to look for, if it may be a whole conversation."""
+        session = call.session
+        wanted = self._unnamed if session is None else session.mode != "append"
+        if not wanted or not isinstance(call.prompt, ChatPrompt):
+            return call
+        return replace(call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant)))
+
+    def holder(self, call: TurnCall) -> str | None:
+        """The replica that has the most of what was said. None: nobody knows one."""
+        for digest in reversed(_places(call)):
+            if (replica_id := self._replicas.get(digest)) is not None:
+                return replica_id
+        return None
+
+    def note(self, call: TurnCall, replica_id: str) -> None:
+        """The replica answers the call, and has then all of it."""
+        places = _places(call)
+        for digest in (*places[:1], *places[-1:]):
+            self._replicas[digest] = replica_id
+            self._replicas.move_to_end(digest)
+        while len(self._replicas) > self._capacity:
+            self._replicas.popitem(last=False)
+
+    def forget_replica(self, replica_id: str) -> None:
+        """It is gone."""
+        for digest in [digest for digest, name in self._replicas.items() if name == replica_id]:
+            del self._replicas[digest]
+
+
+def said_in(prompt: ChatPrompt, tenant: str) -> tuple[Said, ...]:
+    """What was said before each answer, and in all; first what a conversation begins with, where there is a system
+    message or a tool. Reads each message once."""
+    messages = prompt.messages
+    spoken = blake2b(_canonical((tenant, prompt.tools, prompt.template_kwargs)), digest_size=DIGEST_BYTES)
+    num_head = head_len(messages)
+    places = [Said(0, spoken.digest())] if prompt.tools and not num_head else []
+    for count, message in enumerate(messages):
+        if message["role"] == ASSISTANT or (count and count == num_head):
+            places.append(Said(count, spoken.digest()))
+        spoken.update(_canonical(message))
+    places.append(Said(len(messages), spoken.digest()))
+    return (*places[:1], *places[1:][-MOST_SAID:])
+
+
+def _places(call: TurnCall) -> list[bytes]:
+    prompt = call.prompt
+    if call.session is not None or not isinstance(prompt, ChatPrompt):
+        return []
+    return [said.digest for said in prompt.said]
+
+
+def _canonical(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")

@@ -1,0 +1,147 @@
+"""Where in a history a turn's prompt belongs: behind its end, or where a whole conversation parts from it.
+
+A prompt that is a whole conversation is compared with the history by its tokens, so the answer is what a fresh request
+would get, whatever the template writes differently once a conversation goes on. A checkpoint only saves the work: what
+is known to be said is not rendered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from controllers.session_keys import named
+from controllers.turns import Checkpoint, Turn
+from engine.api import InvalidRequest
+from serving.text.system_messages import USER, head_len
+from serving.text.text import TextProcessor, common_len
+from serving.wire.turns import ChatPrompt, Prompt, TurnCall
+
+ASSISTANT = "assistant"
+
+
+class HistoryDiffers(InvalidRequest):
+    """The messages are a whole history, and not that of the session."""
+
+    code = "history_differs"
+
+
+class AmbiguousHistory(InvalidRequest):
+    """The messages are those that the session began with: to be said again, or answered again."""
+
+    code = "ambiguous_history"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPrompt:
+    """A turn keeps the first `kept_len` tokens of its history and adds `new_tokens`. `checkpoint` is where its answer
+    begins, if the whole conversation up to there is known; `whole`: its client sends whole histories."""
+
+    kept_len: int
+    new_tokens: list[int]
+    checkpoint: Checkpoint | None = None
+    whole: bool = False
+
+
+class PromptPlacer:
+    """Safe to use from any thread. The turn must be in flight: its history and its checkpoints are read."""
+
+    def __init__(self, text: TextProcessor) -> None:
+        self._text = text
+
+    def place(self, call: TurnCall, turn: Turn | None) -> PlacedPrompt:
+        """`turn` None: there is no history.
+
+        Raises InvalidRequest, ContextLengthExceeded, HistoryDiffers and AmbiguousHistory, naming the field.
+        """
+        prompt = call.prompt
+        if turn is None:
+            return PlacedPrompt(0, self._text.encode_prompt(prompt))
+        if not isinstance(prompt, ChatPrompt) or not prompt.said:
+            return self._appended(prompt, turn)
+        has_answers = any(message["role"] == ASSISTANT for message in prompt.messages)
+        whole = has_answers or turn.whole or call.session is None or call.session.mode == "full"
+        if turn.history_len == 0:
+            new_tokens = self._text.encode_prompt(prompt)
+            return PlacedPrompt(0, new_tokens, _checkpoint(prompt, len(new_tokens)), whole)
+        return self._gone_on_with(prompt, turn) if whole else self._looked_at(prompt, turn)
+
+    def _appended(self, prompt: Prompt, turn: Turn) -> PlacedPrompt:
+        length = turn.history_len
+        last_token = turn.history[length - 1] if length else None
+        new_tokens = self._text.encode_prompt(prompt, history_len=length, last_token=last_token)
+        return PlacedPrompt(length, new_tokens)
+
+    def _gone_on_with(self, prompt: ChatPrompt, turn: Turn) -> PlacedPrompt:
+        newest, start = _known(prompt, turn)
+        continued = self._text.encode_conversation(
+            prompt,
+            turn.history,
+            num_asked=0 if start is None else start.num_messages,
+            asked_len=0 if start is None else start.length,
+        )
+        if newest is None:
+            self._check_begins_alike(prompt, turn, continued.kept_len)
+        end = continued.kept_len + len(continued.new_tokens)
+        return PlacedPrompt(continued.kept_len, continued.new_tokens, _checkpoint(prompt, end), True)
+
+    def _check_begins_alike(self, prompt: ChatPrompt, turn: Turn, kept_len: int) -> None:
+        """Its first question is the session's, so that the session may go back as far as that."""
+        roles = [message["role"] for message in prompt.messages]
+        num_first = roles.index(ASSISTANT) if ASSISTANT in roles else len(roles)
+        first = replace(prompt, messages=prompt.messages[:num_first]) if num_first else prompt
+        if kept_len >= len(self._text.encode_prompt(first)) - 1:
+            return
+        index = min(self._text.num_agreed(prompt, turn.history), len(roles) - 1)
+        raise HistoryDiffers(
+            f"messages[{index}]: the history of {named(turn.session_id)} has another message there. Send the messages "
+            "that it has, or only new ones with x-session-mode: append, or open another session.",
+            f"messages[{index}]",
+        )
+
+    def _looked_at(self, prompt: ChatPrompt, turn: Turn) -> PlacedPrompt:
+        """Without any answer they are new messages, perhaps behind the system message that is there already."""
+        whole = self._text.encode_prompt(prompt)
+        if common_len(turn.history[: len(whole)], whole) == len(whole):
+            raise AmbiguousHistory(
+                f"messages: {named(turn.session_id)} began with just these. Send x-session-mode: append to say them "
+                "again, or full to have them answered anew.",
+                "messages",
+            )
+        num_head = head_len(prompt.messages)
+        if 0 < num_head < len(prompt.messages):
+            head = self._text.head_tokens(prompt)
+            if common_len(turn.history[: len(head)], head) == len(head):
+                prompt = replace(prompt, messages=prompt.messages[num_head:])
+        return self._appended(prompt, turn)
+
+
+def _known(prompt: ChatPrompt, turn: Turn) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """The newest checkpoint that the prompt goes on from, and the one to render from.
+
+    Templates may write what was said before the last question otherwise than what follows it, such as without what the
+    model thought. So behind a new question one renders from the question before.
+    """
+    said = {each.num_messages: each.digest for each in prompt.said}
+    known = [
+        each
+        for each in reversed(turn.checkpoints)
+        if each.length <= turn.history_len and said.get(each.num_messages) == each.digest
+    ]
+    if not known:
+        return None, None
+    if USER not in _roles(prompt, known[0].num_messages):
+        return known[0], known[0]
+    asked = (each for each in known if prompt.messages[each.num_messages - 1]["role"] == USER)
+    return known[0], next(asked, None)
+
+
+def _roles(prompt: ChatPrompt, start: int) -> Sequence[str]:
+    return [message["role"] for message in prompt.messages[start:]]
+
+
+def _checkpoint(prompt: ChatPrompt, length: int) -> Checkpoint:
+    last = prompt.said[-1]
+    return Checkpoint(last.num_messages, last.digest, length)

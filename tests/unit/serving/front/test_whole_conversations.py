@@ -1,0 +1,250 @@
+"""Clients that send all that was said each time: what they mean is done, and it costs what is new."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.runner.null import null_generate
+from serving.text.chat_template import ChatTemplate
+from serving.wire.turns import ChatPrompt
+from tests.unit.serving.local_service import local_client, small_text
+from tests.unit.serving.replica_rig import VOCAB_SIZE
+
+CHAT = "/v1/chat/completions"
+MOST = 5
+RULES = {"role": "system", "content": "Be short."}
+OTHER_RULES = {"role": "system", "content": "Be long and kind."}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(reply: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+
+
+def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
+    return small_text().encode_prompt(ChatPrompt(tuple(messages)))
+
+
+async def ask(
+    client: httpx.AsyncClient, messages: list[dict[str, Any]], session: str | None = None, **headers: str
+) -> dict[str, Any]:
+    """The reply, checked to be that of a server that knows of no session."""
+    reply = await sent(client, messages, session, **headers)
+    assert reply.status_code == 200, reply.text
+    prompt = tokens_of(messages)
+    said: dict[str, Any] = reply.json()
+    assert said["choices"][0]["token_ids"] == null_generate(prompt, MOST, VOCAB_SIZE)
+    assert said["usage"]["prompt_tokens"] == len(prompt)
+    return said
+
+
+async def sent(
+    client: httpx.AsyncClient,
+    messages: list[dict[str, Any]],
+    session: str | None = None,
+    body: dict[str, Any] | None = None,
+    **headers: str,
+) -> httpx.Response:
+    named = {} if session is None else {"x-session-id": session}
+    named |= {f"x-session-{name}": value for name, value in headers.items()}
+    whole = {"messages": messages, "temperature": 0, "max_tokens": MOST, "return_token_ids": True}
+    return await client.post(CHAT, json=whole | (body or {}), headers=named)
+
+
+def cached(reply: dict[str, Any]) -> int:
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("session", [None, "named"])
+async def test_a_turn_with_its_whole_history_costs_what_is_new(tmp_path: Path, session: str | None) -> None:
+    """With the header the history was appended to itself: 41, 123, 235 prompt tokens where 41, 74, 104 are right."""
+    async with local_client(tmp_path) as (client, _):
+        messages = [RULES]
+        held = 0
+        for turn in range(6):
+            messages.append(user(f"question {turn}"))
+            reply = await ask(client, messages, session)
+            # Of the answer all but its last token has KV; the null model's text may be tokenized otherwise.
+            if turn > 1:
+                assert cached(reply) >= held
+            held = reply["usage"]["prompt_tokens"]
+            messages.append(answer(reply))
+
+
+async def test_what_was_said_is_not_rendered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[int] = []
+    render = ChatTemplate._render
+
+    def counted(self: ChatTemplate, messages: Any, *args: Any, **kwargs: Any) -> str:
+        text = render(self, messages, *args, **kwargs)
+        rendered.append(len(text))
+        return text
+
+    async with local_client(tmp_path) as (client, _):
+        messages, costs = [RULES], []
+        for turn in range(8):
+            messages.append(user(f"question {turn}"))
+            with monkeypatch.context() as patch:
+                patch.setattr(ChatTemplate, "_render", counted)
+                rendered.clear()
+                reply = await ask_unchecked(client, messages)
+                costs.append(sum(rendered))
+            messages.append(answer(reply))
+    assert max(costs[2:]) < 1.5 * min(costs[2:]), costs
+
+
+async def ask_unchecked(client: httpx.AsyncClient, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    reply = await sent(client, messages)
+    assert reply.status_code == 200, reply.text
+    said: dict[str, Any] = reply.json()
+    return said
+
+
+@pytest.mark.parametrize("session", [None, "named"])
+async def test_an_answer_that_is_asked_for_again_is_made_anew(tmp_path: Path, session: str | None) -> None:
+    async with local_client(tmp_path) as (client, _):
+        first = [user("one")]
+        begun = [*first, answer(await ask(client, first, session)), user("two")]
+        once = await ask(client, begun, session)
+        again = await ask(client, begun, session)
+        assert once["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
+        assert cached(again) > 0
+
+
+@pytest.mark.parametrize("session", [None, "named"])
+async def test_an_edited_answer_is_what_was_said(tmp_path: Path, session: str | None) -> None:
+    async with local_client(tmp_path) as (client, _):
+        first = [user("one")]
+        await ask(client, first, session)
+        edited = [*first, {"role": "assistant", "content": "Edited."}, user("two")]
+        reply = await ask(client, edited, session)
+        await ask(client, [*edited, answer(reply), user("three")], session)
+
+
+async def test_two_branches_at_once_are_both_gone_on_with(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        first = [user("one")]
+        begun = [*first, answer(await ask(client, first))]
+        second = [*begun, user("two")]
+        begun = [*second, answer(await ask(client, second))]
+        branches = [[*begun, user(f"branch {number}")] for number in range(4)]
+        replies = await asyncio.gather(*(ask(client, messages) for messages in branches))
+        await asyncio.gather(
+            *(
+                ask(client, [*messages, answer(reply), user("on")])
+                for messages, reply in zip(branches, replies, strict=True)
+            )
+        )
+
+
+async def test_another_system_prompt_is_another_history(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        messages = [RULES, user("one")]
+        messages = [*messages, answer(await ask(client, messages, "s")), user("two")]
+        changed = [OTHER_RULES, *messages[1:]]
+        refused = await sent(client, changed, "s")
+        assert refused.status_code == 409
+        assert (refused.json()["error"]["code"], refused.json()["error"]["param"]) == (
+            "history_differs",
+            "messages[0]",
+        )
+        await ask(client, messages, "s")
+        await ask(client, changed)
+
+
+async def test_other_tools_are_refused_in_a_session_and_begin_anew_without_one(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        first = [user("one")]
+        messages = [*first, answer(await ask(client, first, "s")), user("two")]
+        refused = await sent(client, messages, "s", {"tools": [TOOL], "tool_choice": "none"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "tools_differ")
+        anew = await sent(client, messages, None, {"tools": [TOOL], "tool_choice": "none"})
+        assert anew.status_code == 200
+        assert len(service.rig.unnamed) == 1
+
+
+async def test_a_history_that_differs_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        first = [RULES, user("one")]
+        messages = [*first, answer(await ask(client, first, "s")), user("two")]
+        for mode in ("auto", "full"):
+            differs = [RULES, user("another"), *messages[2:]]
+            refused = await sent(client, differs, "s", mode=mode)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (409, "messages[1]")
+        assert service.rig.sessions.status("s").turns == 1
+        await ask(client, messages, "s")
+
+
+async def test_a_first_message_that_is_sent_again_is_ambiguous(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        first = [user("one")]
+        reply = await ask(client, first, "s")
+        refused = await sent(client, first, "s")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ambiguous_history")
+        await ask(client, first, "s", mode="full")
+        appended = await sent(client, first, "s", mode="append")
+        assert appended.json()["usage"]["prompt_tokens"] > len(tokens_of([*first, answer(reply)]))
+
+
+async def test_a_client_that_sent_whole_histories_goes_on_so(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        first = [user("one")]
+        second = [*first, answer(await ask(client, first, "s")), user("two")]
+        await ask(client, second, "s")
+        await ask(client, first, "s")
+        refused = await sent(client, [user("something else")], "s")
+        assert refused.json()["error"]["code"] == "history_differs"
+
+
+async def test_a_system_prompt_beside_new_messages_is_not_said_twice(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        for session, head in (("with", [RULES]), ("without", [])):
+            await ask(client, [RULES, user("one")], session)
+            reply = await sent(client, [*head, user("two")], session)
+            assert reply.status_code == 200
+            if session == "with":
+                expected = reply.json()["usage"]["prompt_tokens"]
+        assert reply.json()["usage"]["prompt_tokens"] == expected
+
+
+async def test_a_turn_is_refused_that_is_not_the_expected_one(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        reply = await sent(client, [user("one")], "s", turn="0")
+        assert (reply.status_code, reply.headers["x-session-turn"]) == (200, "0")
+        refused = await sent(client, [user("two")], "s", turn="0")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "turn_differs")
+        assert "is 1, not 0" in refused.json()["error"]["message"]
+        assert (await sent(client, [user("two")], "s", turn="1")).status_code == 200
+
+
+async def test_tenants_find_nothing_of_each_other(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        first = [user("one")]
+        messages = [*first, answer(await ask(client, first)), user("two")]
+        body = {"messages": messages, "temperature": 0, "max_tokens": MOST}
+        reply = await client.post(CHAT, json=body, headers={"x-tenant-id": "other"})
+        assert cached(reply.json()) == 0
+        assert len(service.rig.unnamed) == 2
+
+
+async def test_nothing_stays_of_unnamed_conversations_that_are_forgotten(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        messages = [user("one")]
+        for turn in range(3):
+            messages += [answer(await ask(client, messages)), user(f"more {turn}")]
+        unnamed = service.rig.unnamed
+        assert (len(unnamed), unnamed.num_tokens > 0) == (1, True)
+        unnamed.forget_all()
+        assert (len(unnamed), unnamed.num_tokens, len(unnamed._by_digest)) == (0, 0, 0)
+        assert await service.flush()
+        await service.rig.books_are_empty()
+        await ask(client, messages)
