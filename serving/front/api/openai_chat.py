@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ from serving.front.api.openai_requests import (
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.openai_tools import ToolUse, tool_use
 from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json, shown
-from serving.front.api.sse import TurnEventStream
+from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
 from serving.wire.turns import ChatPrompt, ErrorInfo, ModelInfo, SessionTurn, TextLogprob, TurnCall, TurnEvent
@@ -208,6 +208,8 @@ async def _with_logprobs(text: bytes, entries: Sequence[TextLogprob]) -> bytes:
 class ChatEncoder:
     """Writes the chunks of one request; the first of each choice names the role."""
 
+    keep_alive = KEEP_ALIVE_COMMENT
+
     def __init__(self, body: ChatBody, readers: Sequence[AnswerReader], reply_id: str, model_id: str) -> None:
         self._body = body
         self._readers = readers
@@ -228,11 +230,12 @@ class ChatEncoder:
         )
         usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
         chunk = ChatChunk(**self._head, choices=[choice], usage=usage)
-        return await _with_logprobs(reply_json(chunk), event.logprobs)
+        return server_event(await _with_logprobs(reply_json(chunk), event.logprobs))
 
-    def closing(self) -> Iterable[bytes]:
-        if self._body.wants_usage_chunk:
-            yield reply_json(ChatChunk(**self._head, choices=[], usage=self._usage.usage()))
+    def closing(self) -> bytes:
+        if not self._body.wants_usage_chunk:
+            return DONE
+        return server_event(reply_json(ChatChunk(**self._head, choices=[], usage=self._usage.usage()))) + DONE
 
-    def error(self, info: ErrorInfo) -> dict[str, Any]:
-        return openai_error(info)
+    def error(self, info: ErrorInfo) -> bytes:
+        return error_then_done(openai_error(info))

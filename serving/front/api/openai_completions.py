@@ -47,7 +47,7 @@ from serving.front.api.openai_requests import (
 )
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json, shown
-from serving.front.api.sse import TurnEventStream
+from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
 from serving.wire.turns import (
@@ -170,6 +170,8 @@ class TextPlace:
 class CompletionEncoder:
     """Writes the reply of one request, in chunks or whole; knows where in each choice's text it stands."""
 
+    keep_alive = KEEP_ALIVE_COMMENT
+
     def __init__(self, body: CompletionBody, prompts: Prompts, reply_id: str, model_id: str) -> None:
         self._body = body
         self._prompts = prompts
@@ -183,14 +185,16 @@ class CompletionEncoder:
         choice = self._choice(index, event)
         usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
         reply = CompletionReply(**self._head, choices=[choice], usage=usage)
-        return await self._with_logprobs(reply_json(reply), index, event)
+        return server_event(await self._with_logprobs(reply_json(reply), index, event))
 
-    def closing(self) -> Iterable[bytes]:
-        if self._body.wants_usage_chunk:
-            yield reply_json(CompletionReply(**self._head, choices=[], usage=self._usage.usage()))
+    def closing(self) -> bytes:
+        if not self._body.wants_usage_chunk:
+            return DONE
+        usage = CompletionReply(**self._head, choices=[], usage=self._usage.usage())
+        return server_event(reply_json(usage)) + DONE
 
-    def error(self, info: ErrorInfo) -> dict[str, Any]:
-        return openai_error(info)
+    def error(self, info: ErrorInfo) -> bytes:
+        return error_then_done(openai_error(info))
 
     async def whole(self, results: Sequence[TurnResult]) -> bytes:
         """The reply to a request that is not streamed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from serving.front.api.errors import session_error
 from serving.front.api.reply_json import filled, joined_items, list_items, or_unset, reply_json, shown
 from serving.front.api.session_schema import GenerateBody, GenerateReply, LogprobEntry, MetaInfo
+from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, error_then_done, server_event
 from serving.front.api.turn_streams import TurnPlan, TurnResult
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish
 
@@ -38,6 +39,8 @@ class GenerateEncoder:
     of that name, `incremental` ones only what is new. Counts are totals in both. Those that tell everything wait until
     a share of it is new, or the end."""
 
+    keep_alive = KEEP_ALIVE_COMMENT
+
     def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool, incremental: bool) -> None:
         self._body = body
         self._calls = plan.calls
@@ -48,7 +51,7 @@ class GenerateEncoder:
         """Of each call what its events so far have of log-probabilities: each entry is written once."""
         self._told = [_Sent() for _ in plan.calls]
 
-    async def chunk(self, index: int, event: TurnEvent) -> bytes | None:
+    async def chunk(self, index: int, event: TurnEvent) -> bytes:
         new = await _logprob_items(self._body, event)
         result = self._results[index]
         result.add(replace(event, logprobs=(), input_logprobs=()))
@@ -57,16 +60,16 @@ class GenerateEncoder:
         else:
             self._add(index, new)
             if not self._told[index].may_send(event, new):
-                return None
+                return b""
             new = {name: joined_items(texts) for name, texts in self._written[index].items()}
         number = index if self._numbered else None
-        return _reply(self._calls[index], result, new, number)
+        return server_event(_reply(self._calls[index], result, new, number))
 
-    def closing(self) -> Iterable[bytes]:
-        return ()
+    def closing(self) -> bytes:
+        return DONE
 
-    def error(self, info: ErrorInfo) -> dict[str, Any]:
-        return session_error(info)
+    def error(self, info: ErrorInfo) -> bytes:
+        return error_then_done(session_error(info))
 
     def _add(self, index: int, new: ItemsByField) -> None:
         for name, items in new.items():

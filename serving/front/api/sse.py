@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 from fastapi.sse import EventSourceResponse
@@ -17,8 +16,6 @@ from serving.front.api.turn_streams import TurnPlan, open_turns, until_disconnec
 from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent, TurnService
 
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"[DONE]"
 SEND_PATIENCE_S = 60.0
 """A client that takes nothing for so long is gone, as far as its turn is concerned. It may have kilobytes of an answer
 on their way to it that it has not read."""
@@ -28,30 +25,50 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 logger = logging.getLogger(__name__)
 
 
-class ChunkEncoder(Protocol):
-    """How a protocol writes a stream: JSON texts of one line, each of which becomes one event."""
+def server_event(data: bytes, name: str | None = None) -> bytes:
+    """A server-sent event whose data is one line, as all JSON is that we write. Without a name it is a `message`."""
+    head = b"" if name is None else b"event: %s\n" % name.encode()
+    return b"%sdata: %s\n\n" % (head, data)
 
-    async def chunk(self, index: int, event: TurnEvent) -> bytes | None:
-        """None: a later one tells it, too."""
 
-    def closing(self) -> Iterable[bytes]:
-        """What follows the last turn's end."""
+KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
+DONE = server_event(b"[DONE]")
+"""How streams of OpenAI's and SGLang's protocols end."""
 
-    def error(self, info: ErrorInfo) -> dict[str, Any]:
-        """The body of the error that ends a stream."""
+
+def error_then_done(body: dict[str, Any]) -> bytes:
+    """How they end where something went wrong."""
+    return server_event(json.dumps(body).encode()) + DONE
+
+
+class StreamEncoder(Protocol):
+    """How a protocol writes a stream, as the bytes of whole server-sent events: each text may have several."""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """What clients pass over. It goes out at any time, also before everything else."""
+
+    async def chunk(self, index: int, event: TurnEvent) -> bytes:
+        """Empty: a later one tells it, too."""
+
+    def closing(self) -> bytes:
+        """What follows the last turn's end, to the end of the stream."""
+
+    def error(self, info: ErrorInfo) -> bytes:
+        """The same where something went wrong."""
 
 
 class TurnEventStream(EventSourceResponse):
-    """An event for each TurnEvent that is told, then `[DONE]`.
+    """The events that an encoder makes of those of the turns.
 
-    A turn may wait in a queue, or for the session log. Meanwhile comments go out, which clients pass over, so that
-    nobody on the way takes the connection for dead.
+    A turn may wait in a queue, or for the session log. Meanwhile the encoder's `keep_alive` goes out, so that nobody on
+    the way takes the connection for dead.
 
-    The reply starts with the first event, so that a refusal still gets a status of its own; or with the first comment.
+    The reply starts with the first event, so that a refusal still gets a status of its own; or with the first of those.
     The turns run inside the response, in one task: they end when the client goes away.
     """
 
-    def __init__(self, service: TurnService, plan: TurnPlan, encoder: ChunkEncoder) -> None:
+    def __init__(self, service: TurnService, plan: TurnPlan, encoder: StreamEncoder) -> None:
         self._service = service
         self._plan = plan
         self._encoder = encoder
@@ -88,14 +105,13 @@ class TurnEventStream(EventSourceResponse):
         try:
             async with open_turns(self._service, self._plan) as events:
                 async for index, event in events:
-                    data = await encoder.chunk(index, event)
-                    if data is None:
+                    text = await encoder.chunk(index, event)
+                    if not text:
                         continue
                     if not self._started:
                         self.headers.update(turn_headers(event))
-                    await self._write(send, _as_event(data))
-            for data in encoder.closing():
-                await self._write(send, _as_event(data))
+                    await self._write(send, text)
+            await self._write(send, encoder.closing())
         except ClientGone:
             raise
         except Exception as error:
@@ -103,11 +119,10 @@ class TurnEventStream(EventSourceResponse):
                 raise
             if not isinstance(error, ServiceError):
                 logger.exception("a stream broke off")
-            await self._write(send, _as_event(json.dumps(encoder.error(error_info(error))).encode()))
-        await self._write(send, _as_event(DONE))
+            await self._write(send, encoder.error(error_info(error)))
 
     async def _watch(self, send: Send, keep_alive_s: float, patience: asyncio.Timeout) -> None:
-        """Sends a comment whenever nothing has been sent for `keep_alive_s`. Lets `patience` run out once the client
+        """Sends a sign of life when nothing has been sent for `keep_alive_s`. Lets `patience` run out once the client
         has taken nothing for SEND_PATIENCE_S. One task looks at the clock for all that is sent."""
         loop = asyncio.get_running_loop()
         self._sent_s = loop.time()
@@ -124,13 +139,13 @@ class TurnEventStream(EventSourceResponse):
             else:
                 try:
                     async with asyncio.timeout(SEND_PATIENCE_S):
-                        await self._write(send, KEEP_ALIVE)
+                        await self._write(send, self._encoder.keep_alive)
                 except TimeoutError:
                     break
         patience.reschedule(loop.time())
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """For events and comments, of which none gets into another."""
+        """For whole events, of which none gets into another."""
         async with self._sending:
             loop = asyncio.get_running_loop()
             self._sending_since_s = loop.time()
@@ -140,8 +155,3 @@ class TurnEventStream(EventSourceResponse):
             await send({"type": "http.response.body", "body": body, "more_body": True})
             self._sending_since_s = None
             self._sent_s = loop.time()
-
-
-def _as_event(data: bytes) -> bytes:
-    """A server-sent event whose data is one line, as all JSON is that we write."""
-    return b"data: %s\n\n" % data
