@@ -9,6 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from serving.front.api import (
     admin,
+    messages,
     openai_chat,
     openai_completions,
     openai_models,
@@ -47,7 +48,15 @@ def create_http_app(
     app.state.keep_alive_s = keep_alive_s
     app.state.incremental_streaming_output = incremental_streaming_output
     install_error_handlers(app)
-    for protocol in (openai_chat, openai_completions, openai_models, session_protocol, tokenization, admin):
+    for protocol in (
+        openai_chat,
+        openai_completions,
+        openai_models,
+        messages,
+        session_protocol,
+        tokenization,
+        admin,
+    ):
         app.include_router(protocol.routes())
     app.add_middleware(CallersKnown, keys=keys, operators=operators)
     app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=not keys)

@@ -16,13 +16,15 @@ from serving.wire.turns import ErrorInfo
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """For load balancers and Prometheus, which tell nothing of what sessions say."""
 
-ONCE = frozenset({"authorization", "host", "idempotency-key", "origin", "x-session-id", "x-tenant-id"})
+ONCE = frozenset(
+    {"authorization", "host", "idempotency-key", "origin", "x-api-key", "x-session-id", "x-tenant-id"}
+)
 """Headers that say who calls, and for what. Of two a proxy may check the one and this server heed the other."""
 
 REFUSED = ErrorInfo(
     HTTPStatus.UNAUTHORIZED,
     "invalid_api_key",
-    "Send a key that is valid here: authorization: Bearer <key>.",
+    "Send a key that is valid here: authorization: Bearer <key>, or x-api-key: <key>.",
     "authorization",
 )
 FOR_OPERATORS = ErrorInfo(
@@ -64,10 +66,18 @@ class CallersKnown:
             )
         if not self._keys:
             return ANYBODY
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        key = given.strip().encode("latin-1", "replace")
-        caller = self._keys.caller(key) if scheme.lower() == "bearer" else None
+        key = _key_in(headers)
+        caller = None if key is None else self._keys.caller(key.strip().encode("latin-1", "replace"))
         return caller or (Caller() if path in OPEN_PATHS else REFUSED)
+
+
+def _key_in(headers: Headers) -> str | None:
+    """Anthropic's clients have a header of their own for it. What `authorization` says, counts."""
+    authorization = headers.get("authorization")
+    if authorization is None:
+        return headers.get("x-api-key")
+    scheme, _, given = authorization.partition(" ")
+    return given if scheme.lower() == "bearer" else None
 
 
 def _twice(headers: Headers) -> str | None:

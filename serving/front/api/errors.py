@@ -6,7 +6,9 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
+from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +21,7 @@ from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError
 
 CLIENT_CLOSED_REQUEST = 499
+MESSAGES_PATH = "/v1/messages"
 NAME_PATTERN = r"^[!-~]+$"
 """Ids given by clients: visible ASCII, so that they can travel in a header."""
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
@@ -54,13 +57,40 @@ def session_error(info: ErrorInfo) -> dict[str, Any]:
     return {"error": {"message": info.message, "code": info.code, "param": info.param}}
 
 
+_MESSAGES_KINDS = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        504: "timeout_error",
+        529: "overloaded_error",
+    }
+)
+
+
+def messages_error(info: ErrorInfo) -> dict[str, Any]:
+    """The body of an error of Anthropic's protocol, which names a field in its message, if anywhere."""
+    other = "invalid_request_error" if info.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    named = info.param is None or info.param in info.message
+    message = info.message if named else f"{info.param}: {info.message}"
+    error = {"type": _MESSAGES_KINDS.get(info.status, other), "message": message}
+    return {"type": "error", "error": error, "request_id": f"req_{uuid4().hex}"}
+
+
 def error_response(path: str, info: ErrorInfo) -> Response:
     """The error in the shape of the protocol that `path` belongs to.
 
     The session protocol has one status for what is wrong with a call, 400, whatever the trouble is.
     """
     status = info.status
-    if not _is_openai(path) and status < HTTPStatus.INTERNAL_SERVER_ERROR and status not in _ABOUT_THE_CALLER:
+    if (
+        not _has_statuses(path)
+        and status < HTTPStatus.INTERNAL_SERVER_ERROR
+        and status not in _ABOUT_THE_CALLER
+    ):
         status = HTTPStatus.BAD_REQUEST
     return _in_shape(path, info, status)
 
@@ -69,11 +99,20 @@ def _in_shape(path: str, info: ErrorInfo, status: int) -> Response:
     headers = {}
     if info.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(info.retry_after_s)))
-    body = openai_error(info) if _is_openai(path) else session_error(info)
+    body = _body(path, info)
+    if "request_id" in body:
+        headers["request-id"] = body["request_id"]
     return JSONResponse(body, status, headers)
 
 
-def _is_openai(path: str) -> bool:
+def _body(path: str, info: ErrorInfo) -> dict[str, Any]:
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        return messages_error(info)
+    return openai_error(info) if _has_statuses(path) else session_error(info)
+
+
+def _has_statuses(path: str) -> bool:
+    """Whether an error's status is its own there: OpenAI's protocol, and Anthropic's."""
     return path.startswith("/v1/")
 
 

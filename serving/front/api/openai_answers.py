@@ -36,17 +36,33 @@ class AnswerPart:
     reasoning: str | None = None
     """What the model thought before its answer, where its format parts the two."""
 
+    places: list[int] = field(default_factory=list)
+    """Of each call, how much of the content came before it."""
+
+    def in_order(self) -> list[str | CallDelta]:
+        """Content and calls as they came."""
+        content, said = self.content or "", 0
+        pieces: list[str | CallDelta] = []
+        for call, place in zip(self.calls, self.places, strict=True):
+            pieces += [content[said:place], call]
+            said = place
+        return [piece for piece in (*pieces, content[said:]) if piece]
+
     def add(self, piece: Piece, scope: str) -> None:
         if isinstance(piece, str):
             self.content = f"{self.content or ''}{piece}"
         elif piece.name is not None:
             function = FunctionDelta(name=piece.name, arguments=piece.arguments)
             call_id = _call_id(scope, piece.index)
-            self.calls.append(CallDelta(index=piece.index, id=call_id, type="function", function=function))
+            self._begin(CallDelta(index=piece.index, id=call_id, type="function", function=function))
         elif self.calls and self.calls[-1].index == piece.index:
             self.calls[-1].function.arguments += piece.arguments
         else:
-            self.calls.append(CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments)))
+            self._begin(CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments)))
+
+    def _begin(self, call: CallDelta) -> None:
+        self.calls.append(call)
+        self.places.append(len(self.content or ""))
 
     def delta(self, role: Literal["assistant"] | None) -> Delta:
         return Delta(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
-from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import from_json
 
 from serving.front.api.fields import JsonSchema, NonEmptyText
@@ -18,20 +18,22 @@ MAX_TOOL_CALLS = 256
 ToolName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 
 
+def _of_an_object(schema: JsonSchema) -> JsonSchema:
+    if schema.get("type", "object") != "object":
+        raise ValueError("The schema of a function's parameters has the type object.")
+    return schema
+
+
+ObjectSchema = Annotated[JsonSchema, AfterValidator(_of_an_object)]
+
+
 class Function(StrictBody):
     """`strict` has no effect: where calls are held to the functions, their schemas are enforced."""
 
     name: ToolName
     description: str | None = None
-    parameters: JsonSchema | None = None
+    parameters: ObjectSchema | None = None
     strict: bool | None = None
-
-    @field_validator("parameters")
-    @classmethod
-    def _of_an_object(cls, schema: JsonSchema | None) -> JsonSchema | None:
-        if schema is not None and schema.get("type", "object") != "object":
-            raise ValueError("The schema of a function's parameters has the type object.")
-        return schema
 
     @property
     def arguments_schema(self) -> JsonSchema:

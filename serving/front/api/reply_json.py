@@ -28,7 +28,12 @@ class Reply(msgspec.Struct, kw_only=True):
 
 def reply_json(reply: Reply) -> bytes:
     """An infinite or undefined number is null."""
-    return _ENCODER.encode(reply)
+    return encoded(reply)
+
+
+def encoded(value: Any) -> bytes:
+    """The same of a dictionary that may have replies in it."""
+    return _ENCODER.encode(value)
 
 
 def or_unset(value: T | None) -> T | UnsetType:

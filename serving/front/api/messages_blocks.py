@@ -1,0 +1,163 @@
+"""Messages of /v1/messages as clients send them: blocks of text, tool calls, their results, and thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from serving.front.api.fields import NonEmptyText, one_or_many
+from serving.front.api.strict_json import NotSupported, StrictBody
+
+MAX_MESSAGES = 4096
+MAX_BLOCKS = 1024
+"""Of one message."""
+
+
+class CacheControl(StrictBody):
+    """Where a client would have a prefix cached. All of them are here, so it has no effect."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
+
+
+class TextBlock(StrictBody):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: NotSupported = None
+
+
+class ThinkingBlock(StrictBody):
+    """What the model thought in an earlier answer. The signature says nothing here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(StrictBody):
+    """What another server's model thought, which nobody else can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class DirectCaller(StrictBody):
+    type: Literal["direct"]
+
+
+class ToolUseBlock(StrictBody):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: NonEmptyText
+    name: NonEmptyText
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: DirectCaller | None = None
+    toolset_name: NotSupported = None
+
+
+def tag_of(field: str) -> Callable[[Any], str]:
+    """What tells the members of a union apart: that field of theirs, in brackets, so that no error names the tag."""
+
+    def tag(value: dict[str, Any]) -> str:
+        return f"<{value[field]}>"
+
+    return tag
+
+
+def one_of(field: str, *known: str) -> Callable[[Any], Any]:
+    """Refuses what is no object whose `field` is one of these, by the name that it has."""
+    wanted = ", ".join(known)
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict) or field not in value:
+            raise ValueError(f"Send an object with a {field}, one of: {wanted}.")
+        if value[field] not in known:
+            raise ValueError(f"{field} {str(value[field])[:80]!r} is not taken here, only: {wanted}.")
+        return value
+
+    return check
+
+
+TextBlocks = Annotated[
+    list[Annotated[TextBlock, BeforeValidator(one_of("type", "text"))]],
+    Field(max_length=MAX_BLOCKS, fail_fast=True),
+]
+Text = Annotated[
+    Annotated[str, Tag("<one>")] | Annotated[TextBlocks, Tag("<many>")], Discriminator(one_or_many)
+]
+
+
+class ToolResultBlock(StrictBody):
+    type: Literal["tool_result"]
+    tool_use_id: NonEmptyText
+    content: Text | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+    toolset_name: NotSupported = None
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(tag_of("type")),
+    BeforeValidator(one_of("type", "text", "tool_result")),
+]
+AssistantBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")],
+    Discriminator(tag_of("type")),
+    BeforeValidator(one_of("type", "text", "thinking", "redacted_thinking", "tool_use")),
+]
+
+
+class UserMessage(StrictBody):
+    role: Literal["user"]
+    content: Annotated[
+        Annotated[str, Tag("<one>")]
+        | Annotated[
+            list[UserBlock], Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True), Tag("<many>")
+        ],
+        Discriminator(one_or_many),
+    ]
+
+
+class AssistantMessage(StrictBody):
+    """An answer that had no words has no blocks."""
+
+    role: Literal["assistant"]
+    content: Annotated[
+        Annotated[str, Tag("<one>")]
+        | Annotated[list[AssistantBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("<many>")],
+        Discriminator(one_or_many),
+    ]
+
+
+class SystemMessage(StrictBody):
+    """Instructions in mid-conversation. Those that are cleared at the next user's message are for one turn."""
+
+    role: Literal["system"]
+    content: Text
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: NotSupported = None
+
+
+Message = Annotated[
+    Annotated[UserMessage, Tag("<user>")]
+    | Annotated[AssistantMessage, Tag("<assistant>")]
+    | Annotated[SystemMessage, Tag("<system>")],
+    Discriminator(tag_of("role")),
+    BeforeValidator(one_of("role", "user", "assistant", "system")),
+]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def text_of(content: str | list[TextBlock]) -> str:
+    """The blocks of a text, one per line."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
