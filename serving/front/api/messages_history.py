@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from serving.front.api.messages_blocks import (
-    AssistantMessage,
     Message,
     RedactedThinkingBlock,
     SystemMessage,
@@ -44,14 +43,18 @@ def for_template(
 
 
 def _messages_of(message: Message) -> Iterable[TemplateMessage]:
-    match message:
-        case UserMessage(content=str()) | AssistantMessage(content=str()) | SystemMessage():
-            yield {"role": message.role, "content": text_of(message.content)}
-        case UserMessage():
-            for block in message.content:
-                yield _told(block) if isinstance(block, ToolResultBlock) else _said(block)
-        case AssistantMessage():
-            yield _answered(message.content)
+    content = message.content
+    if isinstance(content, str):
+        yield {"role": message.role, "content": content}
+    elif isinstance(message, SystemMessage):
+        yield {"role": "system", "content": text_of(message.content)}
+    elif isinstance(message, UserMessage):
+        for block in message.content:
+            assert not isinstance(block, str)
+            yield _told(block) if isinstance(block, ToolResultBlock) else _said(block)
+    else:
+        assert not isinstance(message.content, str)
+        yield _answered(message.content)
 
 
 def _said(block: TextBlock) -> TemplateMessage:

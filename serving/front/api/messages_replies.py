@@ -21,7 +21,7 @@ _NO_INPUT = msgspec.Raw(b"{}")
 
 
 class MessageUsage(Reply, kw_only=True):
-    """The input is the sum of its three parts. What is cached here was not asked for, so nobody is told of writing it."""
+    """The input is the sum of its three parts. Nobody asked for what is cached, so nobody is told of that."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
