@@ -9,10 +9,12 @@ from fastapi.responses import Response
 
 from serving.front.api.fields import (
     IdempotencyHeader,
+    ModeHeader,
     RetriesHeader,
     Service,
     SessionHeader,
     Tenant,
+    TurnHeader,
     check_model_name,
     new_id,
 )
@@ -48,12 +50,22 @@ async def create_message(
     service: Service,
     tenant: Tenant,
     x_session_id: SessionHeader = None,
+    x_session_mode: ModeHeader = None,
+    x_session_turn: TurnHeader = None,
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
     check_model_name(body.model, service.model)
     body.check()
-    session = session_turn(x_session_id, idempotency_key, x_stainless_retry_count, 1, "messages")
+    session = session_turn(
+        x_session_id,
+        idempotency_key,
+        x_stainless_retry_count,
+        1,
+        "messages",
+        mode=x_session_mode or "auto",
+        expected_turn=x_session_turn,
+    )
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
     reply_id = new_id("msg_")
     if len(body.messages) <= FEW_MESSAGES:

@@ -49,7 +49,7 @@ async def test_whole_and_streamed_answers_agree(url: str) -> None:
         assert (whole.role, whole.stop_reason, whole.usage.output_tokens) == ("assistant", "max_tokens", 20)
         async with client.messages.stream(**greedy()) as stream:
             final = await stream.get_final_message()
-        assert final.content == whole.content
+        assert [block.text for block in final.content] == [block.text for block in whole.content]
         assert (final.stop_reason, final.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
         total = [
             each.usage.input_tokens
