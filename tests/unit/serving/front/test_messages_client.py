@@ -64,7 +64,7 @@ async def test_whole_and_streamed_answers_agree(url: str) -> None:
 
 async def test_sessions_report_what_was_cached(url: str) -> None:
     async with client_at(url) as client:
-        headers = {"x-session-id": "s"}
+        headers = {"x-session-id": "s", "x-session-mode": "append"}
         first = await client.messages.create(**greedy(extra_headers=headers))
         second = await client.messages.create(**greedy(extra_headers=headers))
         known = first.usage.input_tokens + first.usage.output_tokens
