@@ -187,7 +187,7 @@ def _scored(context_len: int) -> Iterator[HostileBody]:
         return_text_in_logprobs=True,
         sampling_params=params,
     )
-    opening = json.dumps({"capacity_of_str_len": 0, "session_id": "hostile"})
+    opening = json.dumps({"capacity_of_str_len": 0, "streaming": True, "session_id": "hostile"})
     yield HostileBody("(a session is opened)", "/open_session", opening.encode())
     yield HostileBody(
         "log-probabilities of 2,000 tokens, in a session, with a key",

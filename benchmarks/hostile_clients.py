@@ -88,7 +88,7 @@ class Sessions:
                     if session_id:
                         await self._client.post("/close_session", json={"session_id": session_id})
                     session_id, length = uuid.uuid4().hex, 0
-                    opening = {"capacity_of_str_len": 0, "session_id": session_id}
+                    opening = {"capacity_of_str_len": 0, "streaming": True, "session_id": session_id}
                     (await self._client.post("/open_session", json=opening)).raise_for_status()
                     began_s = time.monotonic()
                 first_s = await self._turn(session_id, [rng.randrange(300, 900) for _ in range(16)])

@@ -127,7 +127,11 @@ class Talker:
             await self._insist("/close_session", {"session_id": self._session_id})
         name = f"talk-{uuid.uuid4().hex[:12]}"
         self._history, self._answers, self._num_checked = [], [], 0
-        await self._insist("/open_session", {"capacity_of_str_len": 100_000, "session_id": name}, taken=True)
+        await self._insist(
+            "/open_session",
+            {"capacity_of_str_len": 100_000, "streaming": True, "session_id": name},
+            taken=True,
+        )
         self._session_id = name
 
     async def _turn(self) -> None:

@@ -85,7 +85,9 @@ class Talker:
         self.turns: list[Turn] = []
 
     async def open(self) -> None:
-        reply = await self._client.post("/open_session", json={"capacity_of_str_len": 1_000_000})
+        reply = await self._client.post(
+            "/open_session", json={"capacity_of_str_len": 1_000_000, "streaming": True}
+        )
         self.session_id = reply.raise_for_status().json()
 
     async def turn(self, num_new: int, num_output: int) -> None:

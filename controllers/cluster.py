@@ -37,6 +37,7 @@ from controllers.records import (
 from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.session_claims import SessionClaims
 from controllers.session_keys import named, session_key
+from controllers.session_notes import SessionNotes
 from controllers.session_reports import ReportReader
 from controllers.settings import ClusterSettings
 from controllers.store import SessionStore
@@ -77,6 +78,7 @@ class Cluster:
         self._reports = ReportReader(self._ledger)
         self._claims = SessionClaims(self._ledger, store, self._stats)
         self.commits = Commits(self._ledger, self._claims, store, self._stats)
+        self.notes = SessionNotes(self._ledger, self._claims, store, self._stats)
         self._replicas = ReplicaDirectory(attended, settings.replica_timeout_s, settings.heartbeat_interval_s)
         self._rebalancing = self._rebalancing_by(settings)
         self._started_s = attended()

@@ -36,6 +36,7 @@ from controllers.records import (
     SessionRecord,
     SessionReport,
     SessionStatus,
+    TurnNote,
     TurnRecord,
 )
 from controllers.settings import ClusterSettings, Deployment, LogSettings
@@ -132,6 +133,12 @@ class ClusterController:
 
     async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         return self._cluster.load_session(session_id, epoch, replica_id)
+
+    async def notes(self, session_id: str, tenant: str, after: int | None = None) -> list[TurnNote]:
+        return self._cluster.notes.page(session_id, tenant, after)
+
+    async def forget_note(self, session_id: str, tenant: str, turn_index: int) -> None:
+        self._cluster.notes.forget(session_id, tenant, turn_index)
 
     async def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
         return self._cluster.offer_session(session_id, epoch, replica_id)

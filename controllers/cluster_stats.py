@@ -25,6 +25,7 @@ STORE_OPERATIONS = (
     "assign",
     "touch",
     "load",
+    "notes",
     "commit",
     "close",
     "close_after",

@@ -48,6 +48,15 @@ class TurnDiffers(ControllerError):
         super().__init__(message, param)
 
 
+class SessionIsTree(ControllerError):
+    """The session is a tree of requests, each of which goes on from another one."""
+
+    code = "session_is_tree"
+
+    def __init__(self, message: str, param: str | None = "session_id") -> None:
+        super().__init__(message, param)
+
+
 class TurnNotInFlight(ControllerError):
     """The turn was committed or aborted before: a turn ends exactly once."""
 

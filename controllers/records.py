@@ -6,6 +6,7 @@ the cluster controller's clock, `idle_s` and `timeout_s` are durations. `result`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controllers.tokens import count_tokens
@@ -25,6 +26,22 @@ class ModelFingerprint:
     weights: str | None = None
     template: str | None = None
 
+
+@wire_record
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A place in a history that a whole conversation is recognized by: its first `num_messages` messages, of which
+    `digest` is a hash, are the first `length` tokens, the opening of the answer to them included, as `template` writes
+    them (see ModelFingerprint)."""
+
+    num_messages: int
+    digest: bytes
+    length: int
+    template: str | None = None
+
+
+TREE_KEY = "tree-"
+"""How the `open_key` of a session begins that is a tree of requests: it takes no turns itself, its forks do."""
 
 COUNTED_KEY = "try-"
 """How the keys of turns begin whose clients count their tries but name no key: the front end gives each try one."""
@@ -49,7 +66,8 @@ class SessionRecord:
     `timeout_s` None is the default idle timeout; `capacity_tokens` None is unlimited. `results` is oldest
     first. `open_key` identifies the request that opened the session, so that a retried open is recognized. `tools`
     identifies those that its history begins with (None: none). `model` made the last turn (None: there is no history,
-    or it was logged before models were recorded). `closes_after`: see LedgerEntry.
+    or it was logged before models were recorded). `closes_after`: see LedgerEntry. `checkpoints` are oldest first.
+    `whole`: its client has sent whole histories.
     """
 
     session_id: str
@@ -66,6 +84,8 @@ class SessionRecord:
     tools: str | None = None
     model: ModelFingerprint | None = None
     closes_after: str | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()
+    whole: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +100,9 @@ class TurnRecord:
     `turn_index` counts the session's committed turns before this one. The first `input_len` of `tokens` are
     input, the rest output. `start_len` below the committed length is a rewind. `tools` identifies those that the
     turn named; where it begins the history they are the session's. `model` made the turn (None: not told).
+
+    `checkpoint` is where its answer begins, if it was asked with a `whole` history, or began with one. `note` tells
+    what was said, for those who read the session (serving/wire/transcripts.py); empty: nothing is kept of it.
     """
 
     session_id: str
@@ -93,11 +116,34 @@ class TurnRecord:
     digest: str | None = None
     tools: str | None = None
     model: ModelFingerprint | None = None
+    checkpoint: Checkpoint | None = None
+    whole: bool = False
+    note: bytes = b""
+
+    @property
+    def asked_len(self) -> int:
+        """Where its answer begins, in tokens."""
+        return self.start_len + self.input_len
 
     @property
     def end_len(self) -> int:
         """Committed length after this turn, in tokens."""
         return self.start_len + count_tokens(self.tokens)
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
+class TurnNote:
+    """What is kept of a committed turn beside its tokens, which are those from `start_len` to `end_len` of the history,
+    its answer those from `asked_len`. In a fork `turn_index` is negative for turns of its parent."""
+
+    turn_index: int
+    start_len: int
+    asked_len: int
+    end_len: int
+    checkpoint: Checkpoint | None = None
+    whole: bool = False
+    note: bytes = b""
 
 
 @wire_record
@@ -179,6 +225,7 @@ class LedgerEntry:
         results: tuple[StoredResult, ...] = (),
         tools: str | None = None,
         model: ModelFingerprint | None = None,
+        notes: Sequence[TurnNote] = (),
     ) -> SessionRecord:
         """The session as its owner needs it, with what the ledger does not know."""
         return SessionRecord(
@@ -196,6 +243,8 @@ class LedgerEntry:
             tools=tools,
             model=model,
             closes_after=self.closes_after,
+            checkpoints=tuple(each.checkpoint for each in notes if each.checkpoint is not None),
+            whole=any(each.whole for each in notes),
         )
 
 

@@ -4,7 +4,8 @@ Of each session there are
 
 - `session`, a string: all but its tokens and results, as JSON (redis_session.py);
 - its tokens, see redis_histories.py;
-- `results`, a hash: what turns with an idempotency key answered, by their index.
+- `results`, a hash: what turns with an idempotency key answered, by their index;
+- `notes`, a hash: what turns said, see redis_notes.py.
 
 Besides there are `sessions`, the set of all ids, and `epoch_floor`. Of each cluster there are `alive`, which is there
 while it lives, `deployment`, and `taken`, a hash: the sessions that others took from it, and at which epochs.
@@ -39,11 +40,13 @@ from controllers.records import (
     LedgerEntry,
     SessionRecord,
     StoredResult,
+    TurnNote,
     TurnRecord,
 )
 from controllers.redis_connection import Connect, connect_redis
 from controllers.redis_histories import RedisHistories
 from controllers.redis_log import ALIVE_S, Command, Guards, RedisLog
+from controllers.redis_notes import RedisNotes
 from controllers.redis_session import StoredSession
 from controllers.session_keys import id_in, named, session_key, tenant_in
 from controllers.settings import RedisLogSettings
@@ -85,6 +88,7 @@ class RedisSessionStore:
         self._cipher = cipher or LogCipher()
         self._log = RedisLog(settings, cluster, timer, connect, open_patience_s=open_patience_s)
         self._histories = RedisHistories(self._log, self._cipher)
+        self._notes = RedisNotes(self._log, self._cipher)
         self._clock = clock
         self._deployment_key = self._log.key("deployment", cluster)
         self._cursor = 0  # of the walk over all sessions that `changes` goes on with
@@ -100,7 +104,8 @@ class RedisSessionStore:
             check_fork(parent.entry, length)
             forked = replace(record, tools=parent.tools, model=parent.model)
             commands, guards = self._histories.forked(parent.entry, record.session_id, length)
-            return forked, length, commands, {**guards, self._key(parent_id): text}
+            said = self._notes.forked(parent.entry, self._noted(parent.entry), record.session_id, length)
+            return forked, length, [*commands, *said], {**guards, self._key(parent_id): text}
 
         return self._add(child)[1]
 
@@ -128,9 +133,10 @@ class RedisSessionStore:
         return [outcomes[at] for at in range(len(records))]
 
     def load(self, session_id: str) -> SessionRecord:
-        found, results, former, turns = self._log.read(
+        found, results, notes, former, turns = self._log.read(
             ("GET", self._key(session_id)),
             ("HGETALL", self._results(session_id)),
+            self._notes.reads(session_id),
             *self._histories.reads(session_id),
         )
         session = self._checked(session_id, found)
@@ -139,7 +145,14 @@ class RedisSessionStore:
             for index, key, digest in session.kept
         )
         tokens = self._histories.history(session.entry, former, turns)
-        return session.entry.record(tokens, tuple(kept), session.tools, session.model)
+        said = self._notes.notes(session.entry, notes, self._histories.starts(turns))
+        return session.entry.record(tokens, tuple(kept), session.tools, session.model, said)
+
+    def notes(self, session_id: str) -> list[TurnNote]:
+        return self._noted(self._own(session_id)[0].entry)
+
+    def forget_note(self, session_id: str, turn_index: int) -> None:
+        self._change(session_id, lambda _: (self._notes.forgotten(session_id, turn_index), {}))
 
     def find(self, session_id: str) -> LedgerEntry:
         return self._any(session_id)[0].entry
@@ -212,6 +225,7 @@ class RedisSessionStore:
                 ("SET", floor_key, max(int(floor or 0), session.entry.epoch)),
                 ("SREM", self._log.key("sessions"), session_id),
                 ("DEL", self._key(session_id), self._results(session_id)),
+                self._notes.closed(session_id),
                 *gone,
             ]
             if self._log.change(commands, {**guards, self._key(session_id): found, floor_key: floor}):
@@ -307,6 +321,7 @@ class RedisSessionStore:
             added = self._text(session)
             change = [
                 self._histories.opened(session_id),
+                self._notes.opened(session_id),
                 *commands,
                 ("SET", key, added),
                 ("SADD", self._log.key("sessions"), session_id),
@@ -345,6 +360,7 @@ class RedisSessionStore:
     def _appended(self, session: StoredSession, record: TurnRecord) -> tuple[list[Command], Guards]:
         assert len(record.tokens) % TOKEN_BYTES == 0
         commands, guards = self._histories.appended(session.entry, record)
+        commands += self._notes.appended(session.entry, record)
         entry = replace(
             session.entry,
             tokens=record.end_len,
@@ -362,6 +378,12 @@ class RedisSessionStore:
             commands.append(("HSET", results, record.turn_index, result))
             commands += [("HDEL", results, index) for index, _, _ in gone]
         return [*commands, self._set(session)], guards
+
+    def _noted(self, entry: LedgerEntry) -> list[TurnNote]:
+        notes, _, turns = self._log.read(
+            self._notes.reads(entry.session_id), *self._histories.reads(entry.session_id)
+        )
+        return self._notes.notes(entry, notes, self._histories.starts(turns))
 
     def _sessions(self, session_ids: list[str]) -> Iterator[StoredSession]:
         """Those of them that have not been closed meanwhile."""

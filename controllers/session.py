@@ -9,26 +9,32 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from controllers.deadlines import Deadlines
 from controllers.errors import (
-    CapacityExceeded,
-    IdempotencyConflict,
     InvalidFork,
-    InvalidRewind,
-    SessionClosing,
     SessionNotFound,
     StaleEpoch,
-    ToolsDiffer,
     TurnDiffers,
     TurnInFlight,
     TurnNotInFlight,
+)
+from controllers.held_session import (
+    HeldSession,
+    capacity_error,
+    check_free,
+    check_line,
+    kept_len,
+    replay,
+    room_tokens_behind,
+    tools_error,
 )
 from controllers.history_chain import ChainMaker, HistoryChain
 from controllers.kept_answers import outdated
 from controllers.records import (
     COUNTED_KEY,
+    Checkpoint,
     SessionRecord,
     SessionStatus,
     StoredResult,
@@ -38,34 +44,12 @@ from controllers.retention import idle_timeout_s
 from controllers.served_model import ServedModel
 from controllers.session_keys import named
 from controllers.tokens import encode_tokens, unpack_tokens
-from controllers.turns import Checkpoint, Fork, Replay, Turn
+from controllers.turns import Fork, Replay, Turn
 
 MOST_CHECKPOINTS = 1024
 """Of one session. Who goes back further is recognized by its tokens."""
 TRIED_AGAIN_WITHIN_S = 60.0
 """OpenAI's SDKs wait for 8 s at most, or as long as `retry-after` says, which they heed up to a minute."""
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    epoch: int
-    chain: HistoryChain
-    turns: int
-    timeout_s: float
-    capacity_tokens: int | None
-    results: OrderedDict[str, StoredResult]
-    idle_since_s: float
-    tools: str | None
-    open_key: str | None = None
-    turn: Turn | Fork | None = None
-    closing: bool = False
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    """Of turns that were committed here: who takes the session over begins with none."""
-    whole: bool = False
-    awaited: str | None = None
-    """Of a session that is closing since before it was adopted: the key of the turn that may still come."""
-    undone: str | None = None
-    """Digest of the last turn, if it was begun behind all committed ones and left no trace."""
 
 
 class SessionController:
@@ -87,7 +71,7 @@ class SessionController:
         self._default_timeout_s = default_timeout_s
         self._model = model
         self._make_chain = make_chain
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, HeldSession] = {}
         self._expiries = Deadlines(self._expires_at_s)
         self._changed: set[str] = set()
 
@@ -146,24 +130,26 @@ class SessionController:
         must be the ones that it begins with. `cuttable`: the turn may yet be cut (`cut_turn`), so it may begin in a
         session that is full.
 
-        Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, TurnDiffers if it is not
-        the `expected_turn` (None: any), InvalidRewind, ToolsDiffer and CapacityExceeded; nothing is changed then.
+        Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, SessionIsTree,
+        TurnDiffers if it is not the `expected_turn` (None: any), InvalidRewind, ToolsDiffer and CapacityExceeded;
+        nothing is changed then.
         """
         session = self._at_epoch(session_id, epoch)
         if idempotency_key is not None and idempotency_key in session.results:
-            return _replay(session_id, session.results[idempotency_key], digest)
-        _check_free(session_id, session, idempotency_key)
+            return replay(session_id, session.results[idempotency_key], digest)
+        check_free(session_id, session, idempotency_key)
+        check_line(session_id, session)
         if expected_turn not in (None, session.turns):
             raise TurnDiffers(
                 f"x-session-turn: the next turn of {named(session_id)} is {session.turns}, not {expected_turn}"
             )
         committed_len = len(session.chain)
-        history_len = _kept_len(committed_len, rewind_to)
+        history_len = kept_len(committed_len, rewind_to)
         if history_len and tools not in (None, session.tools):
-            raise _tools_error(session_id, session.tools)
-        room_tokens = _room_tokens(session, history_len)
+            raise tools_error(session_id, session.tools)
+        room_tokens = room_tokens_behind(session, history_len)
         if room_tokens is not None and room_tokens < 1 and not cuttable:
-            raise _capacity_error(session_id, session.capacity_tokens, history_len + 1)
+            raise capacity_error(session_id, session.capacity_tokens, history_len + 1)
         session.turn = Turn(
             session_id=session_id,
             epoch=epoch,
@@ -187,7 +173,7 @@ class SessionController:
         TurnNotInFlight."""
         session = self._in_flight(turn)
         assert 0 <= length <= turn.history_len
-        session.turn = replace(turn, history_len=length, room_tokens=_room_tokens(session, length))
+        session.turn = replace(turn, history_len=length, room_tokens=room_tokens_behind(session, length))
         return session.turn
 
     def tried_key(self, session_id: str, epoch: int, digest: str) -> str | None:
@@ -217,7 +203,7 @@ class SessionController:
         Raises SessionNotFound, StaleEpoch, SessionClosing, TurnInFlight and InvalidFork; nothing is changed then.
         """
         session = self._at_epoch(session_id, epoch)
-        _check_free(session_id, session)
+        check_free(session_id, session)
         committed_len = len(session.chain)
         history_len = committed_len if length is None else length
         if not 0 <= history_len <= committed_len:
@@ -235,7 +221,9 @@ class SessionController:
         parent = self._in_flight(fork)
         namesake = self._sessions.get(child.session_id)
         if namesake is None or (namesake.epoch < child.epoch and namesake.turn is None):
-            self._hold(replace(child, tools=parent.tools), fork.chain.prefix(fork.history_len))
+            places = tuple(each for each in parent.checkpoints if each.length <= fork.history_len)
+            record = replace(child, tools=parent.tools, checkpoints=places, whole=parent.whole)
+            self._hold(record, fork.chain.prefix(fork.history_len))
         self._end_turn(fork.session_id, parent)
 
     def abort_fork(self, fork: Fork) -> None:
@@ -243,16 +231,27 @@ class SessionController:
         self._end_turn(fork.session_id, self._in_flight(fork))
 
     def prepare_commit(
-        self, turn: Turn, new_tokens: Sequence[int], output_tokens: Sequence[int], result: bytes
+        self,
+        turn: Turn,
+        new_tokens: Sequence[int],
+        output_tokens: Sequence[int],
+        result: bytes,
+        checkpoint: Checkpoint | None = None,
+        *,
+        whole: bool = False,
+        note: bytes = b"",
     ) -> TurnRecord:
-        """Describes the turn for the session log; changes nothing. The turn stays in flight.
+        """Describes the turn for the session log; changes nothing. The turn stays in flight. `checkpoint`, `whole` and
+        `note` are those of its TurnRecord.
 
         Raises TurnNotInFlight if it has ended and CapacityExceeded if it is too long to be committed.
         """
         session = self._in_flight(turn)
         end_len = turn.history_len + len(new_tokens) + len(output_tokens)
         if session.capacity_tokens is not None and end_len > session.capacity_tokens:
-            raise _capacity_error(turn.session_id, session.capacity_tokens, end_len)
+            raise capacity_error(turn.session_id, session.capacity_tokens, end_len)
+        if checkpoint is not None:
+            checkpoint = replace(checkpoint, template=self._template)
         return TurnRecord(
             session_id=turn.session_id,
             epoch=turn.epoch,
@@ -265,15 +264,15 @@ class SessionController:
             digest=turn.digest,
             tools=turn.tools,
             model=None if self._model is None else self._model.fingerprint,
+            checkpoint=checkpoint,
+            whole=whole,
+            note=note,
         )
 
-    def commit_turn(
-        self, turn: Turn, record: TurnRecord, checkpoint: Checkpoint | None = None, *, whole: bool = False
-    ) -> None:
+    def commit_turn(self, turn: Turn, record: TurnRecord) -> None:
         """Ends the turn: history becomes `history[:start_len]` plus the record's tokens. O(new tokens).
 
-        `checkpoint` is where its answer begins, if it was asked with a whole history (`whole`), or began with one. Call
-        it once the log holds `record`, as `prepare_commit` made it. Raises TurnNotInFlight.
+        Call it once the log holds `record`, as `prepare_commit` made it. Raises TurnNotInFlight.
         """
         session = self._in_flight(turn)
         assert (record.session_id, record.epoch) == (turn.session_id, turn.epoch)
@@ -284,10 +283,10 @@ class SessionController:
             session.tools = record.tools
         while session.checkpoints and session.checkpoints[-1].length > record.start_len:
             session.checkpoints.pop()
-        if checkpoint is not None:
-            session.checkpoints.append(checkpoint)
+        if record.checkpoint is not None:
+            session.checkpoints.append(record.checkpoint)
             del session.checkpoints[:-MOST_CHECKPOINTS]
-        session.whole = session.whole or whole
+        session.whole = session.whole or record.whole
         session.turns += 1
         session.undone = session.awaited = None
         if record.idempotency_key is not None:
@@ -378,20 +377,25 @@ class SessionController:
         """Committed tokens of the session. Raises SessionNotFound."""
         return len(self._get(session_id).chain)
 
-    def _get(self, session_id: str) -> _Session:
+    @property
+    def _template(self) -> str | None:
+        """What this replica's histories are written with: what another wrote is compared by its tokens."""
+        return None if self._model is None else self._model.fingerprint.template
+
+    def _get(self, session_id: str) -> HeldSession:
         session = self._sessions.get(session_id)
         if session is None:
             raise SessionNotFound(f"{named(session_id)} is not held here")
         return session
 
-    def _at_epoch(self, session_id: str, epoch: int) -> _Session:
+    def _at_epoch(self, session_id: str, epoch: int) -> HeldSession:
         session = self._get(session_id)
         if session.epoch != epoch:
             raise StaleEpoch(f"{named(session_id)} is held at epoch {session.epoch}, not {epoch}")
         return session
 
     def _hold(self, record: SessionRecord, chain: HistoryChain) -> None:
-        self._sessions[record.session_id] = _Session(
+        self._sessions[record.session_id] = HeldSession(
             epoch=record.epoch,
             chain=chain,
             turns=record.turns,
@@ -403,6 +407,8 @@ class SessionController:
             closing=record.closes_after is not None,
             awaited=record.closes_after,
             open_key=record.open_key,
+            checkpoints=[each for each in record.checkpoints if each.template == self._template],
+            whole=record.whole,
         )
         self._watch(record.session_id)
 
@@ -424,54 +430,15 @@ class SessionController:
         idle_since_s = session.idle_since_s if session.turn is None else self._clock()
         return idle_since_s + idle_timeout_s(session.timeout_s, closing=session.closing)
 
-    def _in_flight(self, turn: Turn | Fork) -> _Session:
+    def _in_flight(self, turn: Turn | Fork) -> HeldSession:
         session = self._sessions.get(turn.session_id)
         if session is None or session.turn is not turn:
             raise TurnNotInFlight(f"the turn or fork of {named(turn.session_id)} has ended")
         return session
 
-    def _end_turn(self, session_id: str, session: _Session) -> None:
+    def _end_turn(self, session_id: str, session: HeldSession) -> None:
         session.turn = None
         session.idle_since_s = self._clock()
         self._changed.add(session_id)
         if session.closing:
             self._watch(session_id)
-
-
-def _check_free(session_id: str, session: _Session, turn_key: str | None = None) -> None:
-    if session.closing and (turn_key is None or turn_key != session.awaited):
-        raise SessionClosing(f"{named(session_id)} is closing")
-    if session.turn is not None:
-        what = "is being forked" if isinstance(session.turn, Fork) else "has a turn in flight"
-        raise TurnInFlight(f"{named(session_id)} {what}")
-
-
-def _replay(session_id: str, stored: StoredResult, digest: str | None) -> Replay:
-    if digest is not None and stored.digest is not None and digest != stored.digest:
-        raise IdempotencyConflict(f"key {stored.idempotency_key!r} was used for a different request")
-    return Replay(session_id, stored.turn_index, stored.result)
-
-
-def _room_tokens(session: _Session, history_len: int) -> int | None:
-    return None if session.capacity_tokens is None else session.capacity_tokens - history_len
-
-
-def _kept_len(committed_len: int, rewind_to: int | None) -> int:
-    history_len = committed_len if rewind_to is None else rewind_to
-    if not 0 <= history_len <= committed_len:
-        raise InvalidRewind(f"cannot rewind to {history_len}: committed history has {committed_len} tokens")
-    return history_len
-
-
-def _tools_error(session_id: str, tools: str | None) -> ToolsDiffer:
-    began = "no tools" if tools is None else "others"
-    return ToolsDiffer(
-        f"tools: {named(session_id)} began with {began}. Its turns name the tools of the first one, or none; "
-        "open another session for these."
-    )
-
-
-def _capacity_error(session_id: str, capacity_tokens: int | None, needed_tokens: int) -> CapacityExceeded:
-    return CapacityExceeded(
-        f"{named(session_id)} was opened for {capacity_tokens} tokens; this turn needs {needed_tokens}"
-    )

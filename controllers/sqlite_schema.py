@@ -10,8 +10,8 @@ from pathlib import Path
 from controllers.errors import StoreError
 
 _APPLICATION_ID = int.from_bytes(b"KEDG", "big")
-_SCHEMA_VERSION = 5
-_READABLE = (1, 2, 3, 4, _SCHEMA_VERSION)
+_SCHEMA_VERSION = 6
+_READABLE = (1, 2, 3, 4, 5, _SCHEMA_VERSION)
 """Older ones are brought up to the newest when they are opened."""
 _LOCK_TIMEOUT_S = 20.0
 """How long a restarted controller waits for its former process to be gone: if it gives up, it stays down."""
@@ -61,6 +61,13 @@ CREATE TABLE IF NOT EXISTS results (
     idempotency_key TEXT NOT NULL,
     digest BLOB,
     result BLOB NOT NULL,
+    PRIMARY KEY (session_id, turn_index)
+);
+CREATE TABLE IF NOT EXISTS notes (
+    session_id TEXT NOT NULL,
+    turn_index INTEGER NOT NULL,
+    asked_len INTEGER NOT NULL,
+    note BLOB NOT NULL,
     PRIMARY KEY (session_id, turn_index)
 );
 CREATE TABLE IF NOT EXISTS epoch_floor (

@@ -38,9 +38,11 @@ from controllers.records import (
     ModelFingerprint,
     SessionRecord,
     StoredResult,
+    TurnNote,
     TurnRecord,
 )
 from controllers.sqlite_histories import SqliteHistories
+from controllers.sqlite_notes import SqliteNotes
 from controllers.sqlite_schema import open_session_log
 from controllers.store import LogChanges
 from controllers.tokens import TOKEN_BYTES
@@ -86,6 +88,7 @@ class SqliteSessionStore:
         self._clock = clock
         self._cipher = cipher or LogCipher()
         self._histories = SqliteHistories(self._cipher)
+        self._notes = SqliteNotes(self._cipher)
         self._connection = open_session_log(self._path, full_sync=full_sync)
         self._purged = False
         self._model_text = lru_cache(_MODELS_AT_ONCE)(_model_text)
@@ -104,6 +107,7 @@ class SqliteSessionStore:
             record = replace(record, tools=tools, model=model)
             self._insert_session(db, record, tokens=length)
             self._histories.fork(db, parent, record.session_id, length)
+            self._notes.fork(db, parent, record.session_id, length)
             return _entry(db, record.session_id)
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
@@ -124,13 +128,25 @@ class SqliteSessionStore:
         with self._transaction() as db:
             entry = _entry(db, session_id)
             history = self._histories.read(db, entry)
+            notes = self._notes.read(db, entry)
             tools, model = _tools_and_model(db, session_id)
             rows = db.execute(
                 "SELECT turn_index, idempotency_key, digest, result FROM results"
                 " WHERE session_id = ? ORDER BY turn_index",
                 (session_id,),
             ).fetchall()
-        return entry.record(history, tuple(self._result(session_id, *row) for row in rows), tools, model)
+        results = tuple(self._result(session_id, *row) for row in rows)
+        return entry.record(history, results, tools, model, notes)
+
+    def notes(self, session_id: str) -> list[TurnNote]:
+        with self._transaction() as db:
+            return self._notes.read(db, _entry(db, session_id))
+
+    def forget_note(self, session_id: str, turn_index: int) -> None:
+        with self._transaction() as db:
+            _entry(db, session_id)
+            self._notes.forget(db, session_id, turn_index)
+            self._purged = False
 
     def find(self, session_id: str) -> LedgerEntry:
         with self._transaction() as db:
@@ -169,6 +185,7 @@ class SqliteSessionStore:
             if not _is_there(db, session_id):
                 return False
             db.execute("DELETE FROM results WHERE session_id = ?", (session_id,))
+            self._notes.delete(db, session_id)
             self._histories.delete(db, session_id)
             db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             self._purged = False
@@ -229,6 +246,7 @@ class SqliteSessionStore:
         if record.idempotency_key is not None:
             self._insert_result(db, record)
         self._histories.append(db, entry, record)
+        self._notes.append(db, entry, record)
         if record.start_len < entry.tokens:
             self._purged = False
         last_turn = self._cipher.encrypt(json.dumps(identity(record)).encode(), _last_place(entry))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from controllers.errors import ControllerError
-from controllers.records import LedgerEntry, SessionRecord, TurnRecord
+from controllers.records import LedgerEntry, SessionRecord, TurnNote, TurnRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,13 @@ class SessionStore(Protocol):
 
     def load(self, session_id: str) -> SessionRecord:
         """The session with its whole history. Raises SessionNotFound."""
+
+    def notes(self, session_id: str) -> Sequence[TurnNote]:
+        """Of the turns that the session's history is of, in their order. Raises SessionNotFound."""
+
+    def forget_note(self, session_id: str, turn_index: int) -> None:
+        """Deletes what the turn's note says; its checkpoint stays. A turn that has none is fine. Raises
+        SessionNotFound."""
 
     def find(self, session_id: str) -> LedgerEntry:
         """The session as the log has it, whoever its writer is. Raises SessionNotFound."""

@@ -1,4 +1,4 @@
-"""What is in flight in a session: a turn or a fork, and the places that a turn can go on from."""
+"""What is in flight in a session: a turn or a fork."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controllers.history_chain import HistoryChain
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A place in a history that a whole conversation is recognized by: its first `num_messages` messages, of which
-    `digest` is a hash, are the first `length` tokens, the opening of the answer to them included."""
-
-    num_messages: int
-    digest: bytes
-    length: int
+from controllers.records import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)

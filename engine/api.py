@@ -90,7 +90,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to pick tokens. `temperature == 0` is greedy; `top_k == 0`, `top_p == 1`, `min_p == 0` are off."""
+    """How to pick tokens. `temperature == 0` is greedy; `top_k == 0`, `top_p == 1`, `min_p == 0` are off.
+
+    Before `min_new_tokens` of output neither end-of-sequence tokens nor `stop_token_ids` are picked. Others than
+    `allowed_token_ids` never are (None: all may be), nor what would complete one of `bad_words` in the output.
+    """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     temperature: float = 1.0
@@ -104,6 +108,9 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_new_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def greedy(self) -> bool:

@@ -28,15 +28,15 @@ class ItemMaker:
             return True
         if self._speculates or request.seen is not None or request.next_input_logprob is not None:
             return False
-        if request.spec.constraint is not None:
+        if request.is_held:
             return False
         return request.num_pending == 0 or request.output_left > 0
 
     def step_by_step(self, request: LiveRequest) -> bool:
-        """Whether every step of it needs the host: for proposals, edits of its logits, its constraint, or
+        """Whether every step of it needs the host: for proposals, edits of its logits, what it is held to, or
         log-probabilities."""
         spec = request.spec
-        if self._speculates or spec.constraint is not None:
+        if self._speculates or request.is_held:
             return True
         return spec.sampling.edits_logits or spec.logprobs is not None
 
@@ -95,11 +95,11 @@ class ItemMaker:
             item.draft = DraftWork(kv.draft_len, missing, proposal.model_count)
 
     def _propose(self, request: LiveRequest, budget: int) -> Proposal:
-        """Drafts for a decode, if there are pages for them: nothing gives way to a guess. Constraints are asked for
-        one token at a time, so what has one gets none."""
+        """Drafts for a decode, if there are pages for them: nothing gives way to a guess. Constraints and rules are
+        asked for one token at a time, so what is held to them gets none."""
         kv = request.kv
         assert kv is not None
-        if request.spec.constraint is not None:
+        if request.is_held:
             return NOTHING
         if request.num_output == 0 or request.next_input_logprob is not None or request.in_flight:
             return NOTHING

@@ -14,6 +14,7 @@ from cache.radix_tree import TokenArray
 from cache.sequence_kv import SequenceKV
 from engine.api import Finish, GenerateRequest, TokenDelta, TokenLogprob
 from engine.batch import BatchItem, SampleSpec, SeenTokens
+from engine.token_rules import TokenRules
 
 
 class TokenSequence:
@@ -45,6 +46,10 @@ class TokenSequence:
         head = list(self._history[start : min(end, self._history_len)])
         return head + self._own[: max(0, end - self._history_len)]
 
+    def latest(self, count: int) -> Sequence[int]:
+        """The last tokens, of which this request has at least so many of its own."""
+        return self._own[len(self._own) - count :]
+
     def array(self, end: int | None = None) -> TokenArray:
         """The first `end` tokens (all by default) as an array; costs their number, once until the next append."""
         if self._array is None or len(self._array) < len(self):
@@ -66,13 +71,13 @@ class LiveRequest:
     `total_len`. Once the prompt is done that is the KV of all tokens but the last. `run` is 0 unless it is RUNNING.
 
     What never changes is worked out once, since a step asks for it with every token: `sample` for its items,
-    `stop_ids` and `longest_output`, see StopCriteria.
+    `stop_ids`, `longest_output` and `rules`, see StopCriteria, which lets go of rules that are over.
     """
 
     __slots__ = ("accepted_draft_tokens", "arrival", "cached_tokens", "draft_tokens", "history", "in_flight", "kv",
                  "launched_len", "longest_output", "next_input_logprob", "num_output", "num_pending", "place",
-                 "prompt_len", "request_id", "run", "sample", "seen", "shares_prompt", "spec", "status", "stop_ids",
-                 "tokens", "total_len")  # fmt: skip
+                 "prompt_len", "request_id", "rules", "run", "sample", "seen", "shares_prompt", "spec", "status",
+                 "stop_ids", "tokens", "total_len")  # fmt: skip
 
     def __init__(self, spec: GenerateRequest, arrival: int) -> None:
         self.spec = spec
@@ -97,6 +102,7 @@ class LiveRequest:
         self.sample = _sample(spec)
         self.stop_ids = spec.sampling.stop_token_ids
         self.longest_output = spec.sampling.max_new_tokens
+        self.rules: TokenRules | None = None
         logprobs = None if spec.resumed_tokens else spec.logprobs
         self.next_input_logprob = logprobs.input_start if logprobs is not None else None
 
@@ -180,8 +186,13 @@ class LiveRequest:
         self.total_len -= self.num_pending
         self.run = self.in_flight = self.num_pending = self.launched_len = 0
 
-    def allow(self, mask: bytes) -> None:
-        """What its constraint says of the next token (SampleSpec.allowed)."""
+    @property
+    def is_held(self) -> bool:
+        """Whether what its next token may be depends on those before it: by its constraint, or by rules."""
+        return self.rules is not None or self.spec.constraint is not None
+
+    def allow(self, mask: bytes | None) -> None:
+        """What the next token may be (SampleSpec.allowed)."""
         if self.sample is not None:
             self.sample = replace(self.sample, allowed=mask)
 

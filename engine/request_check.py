@@ -62,6 +62,8 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
         "frequency_penalty": math.isfinite(sampling.frequency_penalty),
         "presence_penalty": math.isfinite(sampling.presence_penalty),
         "repetition_penalty": 0.0 < sampling.repetition_penalty < math.inf,
+        "min_new_tokens": sampling.min_new_tokens >= 0,
+        "bad_words": all(sampling.bad_words),
         "logit_bias": all(map(math.isfinite, sampling.logit_bias.values())),
     }
     for name, good in in_range.items():
@@ -69,6 +71,9 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
             raise InvalidRequest(f"{name} is out of its range: {getattr(sampling, name)}", param=name)
     _check_ids(sampling.logit_bias, limits, "logit_bias")
     _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
+    _check_ids(sampling.allowed_token_ids or (), limits, "allowed_token_ids")
+    for word in sampling.bad_words:
+        _check_ids(word, limits, "bad_words")
 
 
 def _check_length(request: GenerateRequest, limits: RequestLimits) -> None:

@@ -253,7 +253,7 @@ class Scheduler:
         self._counters.generated_tokens += len(token_ids)
         if result.num_proposed:
             self._count_drafts(request, result)
-        if finish is None and (item.sample is None or request.spec.constraint is not None):
+        if finish is None and (item.sample is None or request.is_held):
             finish = self._end_of_step(request, item)
         if finish is not None:
             return self._end(request, finish, token_ids, logprobs, result.input_logprobs)

@@ -1,4 +1,4 @@
-"""When does a request end? Stop tokens, stop strings, length limits, and constraints, which say what may follow."""
+"""When does a request end? Stop tokens, stop strings, length limits, and what may follow: constraints and rules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine.api import (
     TokenConstraint,
 )
 from engine.request import LiveRequest
+from engine.token_rules import TokenRules, both
 
 
 class StopCriteria:
@@ -18,6 +19,7 @@ class StopCriteria:
 
     def __init__(self, eos_token_ids: frozenset[int], max_context_len: int, vocab_size: int) -> None:
         self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
         self._num_mask_bytes = -(-vocab_size // 8)
         self._max_context_len = max_context_len
 
@@ -26,6 +28,7 @@ class StopCriteria:
         sampling = request.spec.sampling
         if not sampling.ignore_eos:
             request.stop_ids = sampling.stop_token_ids | self._eos_token_ids
+        request.rules = TokenRules.of(sampling, self._eos_token_ids, self._vocab_size)
         request.longest_output = min(sampling.max_new_tokens, self._max_context_len - request.prompt_len)
         for token_id in request.spec.resumed_tokens:
             request.accept(token_id)
@@ -41,30 +44,51 @@ class StopCriteria:
             return Finish(FinishReason.STOP, matched=token_id)
         finish = None if spec.watcher is None else _watched(spec.watcher, token_id)
         if finish is None and spec.constraint is not None:
-            finish = _constrained(spec.constraint, token_id)
+            finish = _accepted(spec.constraint, token_id)
         if finish is None and request.num_output >= request.longest_output:
             return Finish(FinishReason.LENGTH)
         return finish
 
     def allow(self, request: LiveRequest) -> Finish | None:
-        """Notes what the next token of a constrained request may be; if there is none the request ends."""
-        constraint = request.spec.constraint
-        if constraint is None:
+        """Notes what the next token of a request that is held to something may be; if there is none it ends."""
+        if not request.is_held:
             return None
-        try:
-            allowed, may_end = bytearray(constraint.allowed()), constraint.may_end
-            if len(allowed) != self._num_mask_bytes:
-                raise ValueError(f"its mask has {len(allowed)} bytes, not {self._num_mask_bytes}")
-        except Exception as error:
-            return _failed("constraint", error)
-        for eos_id in self._eos_token_ids:
-            _set_bit(allowed, eos_id, may_end and not request.spec.sampling.ignore_eos)
-        request.allow(bytes(allowed))
-        if any(allowed):
+        allowed, may_end = None, True
+        if request.spec.constraint is not None:
+            try:
+                allowed, may_end = self._constrained(request, request.spec.constraint)
+            except Exception as error:
+                return _failed("constraint", error)
+        ruled = _ruled(request)
+        if ruled is not None:
+            allowed = ruled if allowed is None else both(allowed, ruled)
+        request.allow(None if allowed is None else bytes(allowed))
+        if allowed is None or any(allowed):
             return None
         if may_end:
             return Finish(FinishReason.STOP)
         return _failed("constraint", ConstraintFailed("no token of the model can go on with the output"))
+
+    def _constrained(self, request: LiveRequest, constraint: TokenConstraint) -> tuple[bytearray, bool]:
+        """What its constraint allows, and whether the output may end. Raises whatever the constraint does."""
+        allowed, may_end = bytearray(constraint.allowed()), constraint.may_end
+        if len(allowed) != self._num_mask_bytes:
+            raise ValueError(f"its mask has {len(allowed)} bytes, not {self._num_mask_bytes}")
+        for eos_id in self._eos_token_ids:
+            _set_bit(allowed, eos_id, may_end and not request.spec.sampling.ignore_eos)
+        return allowed, may_end
+
+
+def _ruled(request: LiveRequest) -> bytearray | None:
+    """What its rules allow. Once they are over the request is rid of them."""
+    rules = request.rules
+    if rules is None:
+        return None
+    if not rules.hold(request.num_output):
+        request.rules = None
+        return None
+    num_latest = min(rules.recent, request.num_output)
+    return rules.mask(request.num_output, request.tokens.latest(num_latest))
 
 
 def _watched(watcher: TextWatcher, token_id: int) -> Finish | None:
@@ -75,7 +99,7 @@ def _watched(watcher: TextWatcher, token_id: int) -> Finish | None:
     return None if matched_text is None else Finish(FinishReason.STOP, matched=matched_text)
 
 
-def _constrained(constraint: TokenConstraint, token_id: int) -> Finish | None:
+def _accepted(constraint: TokenConstraint, token_id: int) -> Finish | None:
     try:
         constraint.accept(token_id)
         return Finish(FinishReason.STOP) if constraint.complete else None

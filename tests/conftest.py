@@ -29,6 +29,8 @@ EXPLAINED_SKIPS = MappingProxyType(
         "has a GPU": "the other half of a pair: one of the two runs on every machine",
         "kernels write to a card here": "runs where kernels are interpreted",
         "needs a network": "nobody reaches a machine without one",
+        "no npm": "Node.js is no part of the project; command-line agents of tests/clients are from npm",
+        "npm's registry cannot be reached": "nor is what it has",
     }
 )
 """Why continuous integration need not run a test, by the reason that the test gives."""

@@ -156,7 +156,6 @@ class Trainer:
         copy.load_state_dict(self.model.state_dict())
         copy.config.dtype = torch.bfloat16
         copy.generation_config.do_sample = False
-        copy.generation_config.max_new_tokens = 256
         copy.save_pretrained(directory)
         save_tokenizer(self.tokenizer, directory)
 

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from controllers.errors import ControllerError, NoReplica, SessionNotFound, StoreError
-from controllers.records import ForkOrder, LedgerEntry
+from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
 from serving.front.conversations import Conversations
@@ -40,10 +40,12 @@ from serving.wire.calls import (
     Flush,
     ForkSession,
     MetricsText,
+    RewindSession,
     Tokenize,
 )
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.errors import STALE_EPOCH, error_info, unavailable
+from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
     ChatPrompt,
     ErrorInfo,
@@ -55,6 +57,7 @@ from serving.wire.turns import (
     TokenizedPrompt,
     TurnCall,
     TurnEvent,
+    TurnTranscript,
 )
 
 OWNERSHIP_METRICS = MappingProxyType(
@@ -116,9 +119,25 @@ class ClusterClient:
             yield events
 
     async def open_session(
-        self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
+        self,
+        session_id: str | None,
+        *,
+        timeout_s: float | None,
+        capacity_tokens: int | None,
+        tenant: str,
+        tree: bool = False,
     ) -> str:
-        return id_in(await self._dispatcher.open_session(session_id, tenant, timeout_s, capacity_tokens))
+        opened = await self._dispatcher.open_session(
+            session_id, tenant, timeout_s, capacity_tokens, tree=tree
+        )
+        return id_in(opened)
+
+    async def is_tree(self, session_id: str, *, tenant: str) -> bool:
+        try:
+            owner = await self._dispatcher.owner_of(session_key(tenant, session_id))
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+        return owner.open_key is not None and owner.open_key.startswith(TREE_KEY)
 
     async def fork_session(
         self,
@@ -135,6 +154,10 @@ class ClusterClient:
         answer = await self._dispatcher.ask_owner(key, lambda epoch: ForkSession(key, epoch, order))
         assert isinstance(answer, ForkedSession)
         return replace(answer, session_id=child_id)
+
+    async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
+        key = session_key(tenant, session_id)
+        await self._dispatcher.ask_owner(key, lambda epoch: RewindSession(key, epoch, length))
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
         try:
@@ -195,6 +218,25 @@ class ClusterClient:
             raise ServiceError(error_info(error)) from error
         session = _session_info(entry, time.time())
         return session if (session.tenant, session.session_id) == (tenant, session_id) else None
+
+    async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
+        notes: list[TurnNote] = []
+        try:
+            # A session of another cluster, or whose owner is gone, comes to be ours first.
+            await self._controller.resolve(session_id, False, tenant)
+            after = None
+            while page := await self._controller.notes(session_id, tenant, after):
+                notes += page
+                after = page[-1].turn_index
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+        return await asyncio.to_thread(lambda: [transcript_of(note) for note in notes])
+
+    async def forget_note(self, session_id: str, turn_index: int, *, tenant: str) -> None:
+        try:
+            await self._controller.forget_note(session_id, tenant, turn_index)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
 
     async def audit(self) -> dict[str, Any]:
         expected: set[str] = set()

@@ -6,8 +6,9 @@ A wrong or missing entry costs computing, never an answer: a replica compares wh
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -21,13 +22,27 @@ MOST_SAID = 256
 ASSISTANT = "assistant"
 
 
+class Affinity(NamedTuple):
+    """Which replica a call had better go to: `holder` has some of what was said. Where it is not known, or not there,
+    each front end that knows the call's `home` chooses the same one. `goes_on`: there is an answer to go on from."""
+
+    holder: str | None = None
+    home: bytes | None = None
+    goes_on: bool = False
+
+
+NOWHERE = Affinity()
+
+
 class Conversations:
     """Replicas by what was said, of the `capacity` places that were used last. `unnamed`: those without a session are
-    recognized, too. Used on the front end's event loop only."""
+    recognized, too. `shared`: other front ends get turns of the same conversations. Used on the front end's event loop
+    only."""
 
-    def __init__(self, capacity: int, *, unnamed: bool = True) -> None:
+    def __init__(self, capacity: int, *, unnamed: bool = True, shared: bool = False) -> None:
         self._capacity = capacity
         self._unnamed = unnamed
+        self._shared = shared
         self._replicas: OrderedDict[bytes, str] = OrderedDict()
 
     def __len__(self) -> int:
@@ -37,16 +52,25 @@ class Conversations:
         """The call with what its replica is to look for, if it may be a whole conversation."""
         session = call.session
         wanted = self._unnamed if session is None else session.mode != "append"
-        if not wanted or not isinstance(call.prompt, ChatPrompt):
+        if not wanted or not isinstance(call.prompt, ChatPrompt) or not call.may_go_on:
             return call
         return replace(call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant)))
 
-    def holder(self, call: TurnCall) -> str | None:
-        """The replica that has the most of what was said. None: nobody knows one."""
-        for digest in reversed(_places(call)):
-            if (replica_id := self._replicas.get(digest)) is not None:
-                return replica_id
-        return None
+    def affinity(self, call: TurnCall) -> Affinity:
+        """Where the call would find the most of what was said."""
+        prompt = call.prompt
+        if call.session is not None or not isinstance(prompt, ChatPrompt) or not prompt.said:
+            return Affinity(home=_home_of(call))
+        said = _said_behind_head(prompt)
+        home = _home_of(call) or (said[0].digest if self._shared else None)
+        # Who has but the system message and the tools is not where others look for this conversation.
+        holder = self._known(prompt.said if home is None else said)
+        goes_on = any(message["role"] == ASSISTANT for message in prompt.messages)
+        return Affinity(holder, home, goes_on=goes_on)
+
+    def _known(self, places: Sequence[Said]) -> str | None:
+        found = (self._replicas.get(place.digest) for place in reversed(places))
+        return next((replica_id for replica_id in found if replica_id is not None), None)
 
     def note(self, call: TurnCall, replica_id: str) -> None:
         """The replica answers the call, and has then all of it."""
@@ -75,7 +99,19 @@ def said_in(prompt: ChatPrompt, tenant: str) -> tuple[Said, ...]:
             places.append(Said(count, spoken.digest()))
         spoken.update(_canonical(message))
     places.append(Said(len(messages), spoken.digest()))
-    return (*places[:1], *places[1:][-MOST_SAID:])
+    return (*places[:2], *places[2:][-MOST_SAID:])
+
+
+def _home_of(call: TurnCall) -> bytes | None:
+    if not call.affinity_key:
+        return None
+    return blake2b(_canonical((call.tenant, call.affinity_key)), digest_size=DIGEST_BYTES).digest()
+
+
+def _said_behind_head(prompt: ChatPrompt) -> tuple[Said, ...]:
+    """The first of them is what was said before the first answer: the same in all turns of a conversation."""
+    begins_with_head = len(prompt.said) > 1 and prompt.said[0].num_messages <= head_len(prompt.messages)
+    return prompt.said[1:] if begins_with_head else prompt.said
 
 
 def _places(call: TurnCall) -> list[bytes]:

@@ -13,13 +13,16 @@ from serving.front.api import (
     openai_chat,
     openai_completions,
     openai_models,
+    responses,
     session_protocol,
+    sessions,
     tokenization,
 )
 from serving.front.api.access import CallersKnown
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
 from serving.front.api.errors import install_error_handlers
+from serving.front.api.ignored_fields import IGNORED_FIELDS
 from serving.front.api.keys import KeyRing
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.wire.turns import TurnService
@@ -37,24 +40,31 @@ def create_http_app(
     keep_alive_s: float = KEEP_ALIVE_S,
     browser_rules: BrowserRules = NO_RULES,
     incremental_streaming_output: bool = False,
+    ignore_unknown_fields: bool = False,
+    request_chat_template: bool = False,
     operators: bool = True,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
     `keys` calls need one of them. A stream is silent for `keep_alive_s` at most. Without `operators` what is for them
-    is refused to everybody."""
+    is refused to everybody. With `ignore_unknown_fields` a body may have fields that nobody here knows,
+    with `request_chat_template` a chat template of its own."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
     app.state.keep_alive_s = keep_alive_s
     app.state.incremental_streaming_output = incremental_streaming_output
+    app.state.ignore_unknown_fields = ignore_unknown_fields
+    app.state.request_chat_template = request_chat_template
     install_error_handlers(app)
     for protocol in (
         openai_chat,
         openai_completions,
         openai_models,
+        responses,
         messages,
         session_protocol,
         tokenization,
+        sessions,
         admin,
     ):
         app.include_router(protocol.routes())
@@ -66,6 +76,6 @@ def create_http_app(
             allow_origins=browser_rules.origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=(TURN_INDEX, REPLAYED, "retry-after"),
+            expose_headers=(TURN_INDEX, REPLAYED, IGNORED_FIELDS, "retry-after"),
         )
     return app

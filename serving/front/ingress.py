@@ -84,13 +84,13 @@ class Ingress:
         place_of: Callable[[AppArgs], Awaitable[IngressPlace]],
     ) -> None:
         self._keys = KeyRing(os.environ, args.ingress.keys_path)
-        self._args = args.ingress
+        self._args = args
         place = await place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
         metrics = self._metrics = IngressMetrics(place.ingress_id)
         owners = OwnershipCache(CACHED_OWNERS)
-        conversations = Conversations(CACHED_CONVERSATIONS, unnamed=args.sessions.unnamed.enabled)
+        conversations = _conversations(args)
 
         def forget(replica_id: str) -> None:
             owners.forget_replica(replica_id)
@@ -138,9 +138,10 @@ class Ingress:
         place.settle()
 
     def _opened_for_operators(self) -> OperatorPort | None:
-        if self._args.operator_port is None:
+        args = self._args.ingress
+        if args.operator_port is None:
             return None
-        address = (self._args.operator_host, self._args.operator_port)
+        address = (args.operator_host, args.operator_port)
         return OperatorPort(self._app(operators=True), address)
 
     @property
@@ -168,7 +169,7 @@ class Ingress:
         return self._app(operators=self._operator_port is None)
 
     def _app(self, *, operators: bool) -> FastAPI:
-        args = self._args
+        args, api = self._args.ingress, self._args.api
         return create_http_app(
             lambda: self.service,
             keys=self._keys,
@@ -176,6 +177,8 @@ class Ingress:
             keep_alive_s=args.keep_alive_s,
             browser_rules=BrowserRules(args.allowed_hosts, args.allowed_origins),
             incremental_streaming_output=args.incremental_streaming_output,
+            ignore_unknown_fields=api.unknown_fields == "ignore",
+            request_chat_template=api.request_chat_template,
             operators=operators,
         )
 
@@ -204,6 +207,11 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPla
         random=Random(),
         settle=settle,
     )
+
+
+def _conversations(args: AppArgs) -> Conversations:
+    unnamed = args.sessions.unnamed.enabled
+    return Conversations(CACHED_CONVERSATIONS, unnamed=unnamed, shared=args.ingress.count > 1)
 
 
 async def actor_has_died(address: ReplicaAddress) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from random import Random
 
 from controllers.errors import ControllerError
 from controllers.records import ReplicaStatus
+from serving.front.conversations import NOWHERE, Affinity
 from serving.wire.controller_calls import ControllerCalls
 
 logger = logging.getLogger(__name__)
@@ -17,6 +19,8 @@ LOOK_INTERVAL_S = 0.5
 HOLDERS_LOAD = 8
 """Turns that a replica may have more than another, and still get what it has the beginning of: computing that again
 takes longer than to wait for so many."""
+NEWCOMERS_LOAD = 2
+"""The same, for a conversation of which no replica has anything yet."""
 
 
 @dataclass(slots=True)
@@ -70,22 +74,40 @@ class Membership:
                 logger.warning("the controller does not tell who is there: %s", error)
         return self.status(replica_id)
 
-    def pick(self, holder: str | None = None) -> str | None:
-        """The less loaded of two, for a call that any may take: none that is to go, while there is another. None if
-        there is nobody. `holder` has something that the call needs, and gets it unless it is much more loaded."""
+    def pick(self, affinity: Affinity = NOWHERE) -> str | None:
+        """A replica for a call that any may take: none that is to go, while there is another. None if there is nobody.
+
+        The less loaded of two; but one that has something which the call needs, unless it is much more loaded.
+        """
         staying = [name for name, known in self._known.items() if not known.status.draining]
         names = staying or list(self._known)
         if not names:
             return None
-        chosen = min(self._random.sample(names, min(2, len(names))), key=self._load)
-        if holder in names and self._load(holder) <= self._load(chosen) + HOLDERS_LOAD:
-            chosen = holder
+        chosen = self._preferred(names, affinity)
+        if chosen is None:
+            chosen = min(self._random.sample(names, min(2, len(names))), key=self._load)
         self._known[chosen].begun += 1
         return chosen
+
+    def _preferred(self, names: list[str], affinity: Affinity) -> str | None:
+        """Rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018): whoever knows the
+        same replicas has the same order of them, and who comes or goes moves no other conversation."""
+        least = min(map(self._load, names))
+        if affinity.holder in names and self._load(affinity.holder) <= least + HOLDERS_LOAD:
+            return affinity.holder
+        if affinity.home is None:
+            return None
+        room = HOLDERS_LOAD if affinity.goes_on else NEWCOMERS_LOAD
+        fit = [name for name in names if self._load(name) <= least + room]
+        return max(fit, key=lambda name: _weight(affinity.home or b"", name))
 
     def _load(self, replica_id: str) -> int:
         known = self._known[replica_id]
         return known.status.running + known.status.waiting + known.begun
+
+
+def _weight(home: bytes, replica_id: str) -> bytes:
+    return blake2b(replica_id.encode(), key=home, digest_size=8).digest()
 
 
 def _is_same_report(known: _Known | None, status: ReplicaStatus) -> bool:

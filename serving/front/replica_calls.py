@@ -17,6 +17,7 @@ from typing import Any
 from controllers.errors import ControllerError
 from controllers.records import ReplicaAddress
 from serving.background import BackgroundTasks
+from serving.front.conversations import Affinity
 from serving.front.membership import Membership
 from serving.front.replica_gone import Loss, ReplicaGone
 from serving.front.replica_link import Connection, ConnectionEvents, LinkTimes, ReplicaLink
@@ -147,11 +148,10 @@ class ReplicaCalls:
         for name, link in list(self._links.items()):
             link.lose(ReplicaGone(name))
 
-    async def pick(self, holder: str | None) -> str:
-        """A replica for a call that any may take: `holder`, if it is there and not much more loaded than others, else
-        the less loaded of two; ANY_REPLICA if there is none."""
+    async def pick(self, affinity: Affinity) -> str:
+        """A replica for a call that any may take, see Membership.pick; ANY_REPLICA if there is none."""
         await self.present()
-        return self._membership.pick(holder) or ANY_REPLICA
+        return self._membership.pick(affinity) or ANY_REPLICA
 
     async def _link(self, replica_id: str) -> ReplicaLink:
         """Raises ReplicaGone for a replica that is not there."""

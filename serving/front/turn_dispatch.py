@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from controllers.errors import ControllerError, NoAnswer, NoReplica, StoreError
-from controllers.records import COUNTED_KEY
+from controllers.records import COUNTED_KEY, TREE_KEY
 from controllers.session_keys import tenant_in
-from serving.front.conversations import Conversations
+from serving.front.conversations import NOWHERE, Conversations
 from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnAborted
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
@@ -110,11 +110,17 @@ class TurnDispatcher:
                 turn.abort()
 
     async def open_session(
-        self, session_id: str | None, tenant: str, timeout_s: float | None, capacity_tokens: int | None
+        self,
+        session_id: str | None,
+        tenant: str,
+        timeout_s: float | None,
+        capacity_tokens: int | None,
+        *,
+        tree: bool = False,
     ) -> str:
-        """Registers and places a session; returns its key. Waits while there is no replica, and for a log that is
-        away. Raises ServiceError."""
-        open_key = uuid.uuid4().hex
+        """Registers and places a session; returns its key. `tree`: of requests, not of turns. Waits while there is no
+        replica, and for a log that is away. Raises ServiceError."""
+        open_key = (TREE_KEY if tree else "") + uuid.uuid4().hex
         deadline_s = _now_s() + self._failover_timeout_s
         while True:
             try:
@@ -199,7 +205,8 @@ class TurnDispatcher:
         while True:
             owner = await self._owner_for(call, deadline_s)
             if owner is None:
-                replica_id = await self._replicas.pick(None if failed else self._conversations.holder(call))
+                affinity = NOWHERE if failed else self._conversations.affinity(call)
+                replica_id = await self._replicas.pick(affinity)
             else:
                 replica_id = owner.replica_id
             epoch = None if owner is None else owner.epoch

@@ -21,7 +21,12 @@ CACHED_GRAMMARS = 32
 CACHED_TRIALS = 1024
 MOST_WAITING = 64
 MOST_WAITING_OF_TENANT = 16
-NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "tool_calls": "functions' parameters"}
+NAMES = {
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "tool_calls": "functions' parameters",
+    "grammar": "grammar",
+}
 
 T = TypeVar("T")
 

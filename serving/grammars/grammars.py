@@ -1,4 +1,4 @@
-"""JSON schemas, regular expressions and function calls to grammars, and to constraints that the engine follows.
+"""JSON schemas, regular expressions, function calls and what is written as a grammar, to constraints for the engine.
 
 llguidance reads the grammar and keeps the masks; here are its bounds, and what its errors mean to a client.
 """
@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed
@@ -35,6 +36,7 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 """They come last, so that a schema cannot say otherwise."""
 EXACT_INTEGERS = 2**53
+_OPTIONS_LINE = re.compile(r"^\s*%llguidance\b.*$", re.MULTILINE)
 
 
 class Grammars:
@@ -63,6 +65,8 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_lark(
                     calls_grammar(json.loads(constraint.source), self._special_ids(), JSON_OPTIONS)
                 )
+            case "grammar":
+                grammar = LLMatcher.grammar_from_lark(lark_of(constraint.source))
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
@@ -127,6 +131,16 @@ def _unforced(grammar: str) -> str:
     (made,) = json.loads(grammar)["grammars"]
     rule = made["lark_grammar"] or f"start: %json {json.dumps(made['json_schema'], ensure_ascii=False)}"
     return f"{NOTHING_FORCED}\n{rule}"
+
+
+def lark_of(source: str) -> str:
+    """A grammar in EBNF (`root ::= ...`, as llama.cpp and XGrammar have it), or in Lark's notation already. Raises
+    ValueError."""
+    try:
+        lark = any_to_lark(source)
+    except Exception as error:  # it raises Exception itself
+        raise ValueError(str(error) or type(error).__name__) from error
+    return f"{NOTHING_FORCED}\n{_OPTIONS_LINE.sub('', lark)}"
 
 
 def check_integers(source: str) -> None:

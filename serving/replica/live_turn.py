@@ -12,7 +12,16 @@ from serving.replica.prompt_places import PlacedPrompt
 from serving.text.text import OutputText, TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turn_events import end_behind
-from serving.wire.turns import ResumedTurn, TextLogprob, TurnCall, TurnEvent, TurnFinish
+from serving.wire.turns import (
+    ChatPrompt,
+    ResumedTurn,
+    SaidTurn,
+    TextLogprob,
+    TextPrompt,
+    TurnCall,
+    TurnEvent,
+    TurnFinish,
+)
 
 NOTHING = ResumedTurn(())
 
@@ -37,6 +46,7 @@ class LiveTurn:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     output_tokens: list[int] = field(default_factory=list)
     events: list[TurnEvent] = field(default_factory=list)
+    in_thought: bool = False
     resumed: ResumedTurn = NOTHING
     last_token_s: float | None = None
     finish: Finish | None = None
@@ -57,6 +67,25 @@ class LiveTurn:
         last = self.events[-1] if self.events else TurnEvent(prompt_tokens=len(self.prompt.new_tokens))
         finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
         return end_behind(last, finish)
+
+
+def said_by(live: LiveTurn, whole_turn: TurnEvent) -> SaidTurn:
+    """What the log is to know of a session's turn beside its tokens; `whole_turn` is all of its events as one."""
+    assert live.turn is not None
+    assert live.call.session is not None
+    prompt, placed = live.call.prompt, live.prompt
+    return SaidTurn(
+        num_kept=placed.num_kept,
+        messages=prompt.messages[placed.num_told :] if isinstance(prompt, ChatPrompt) else (),
+        text=prompt.text if isinstance(prompt, TextPrompt) else None,
+        answer=whole_turn.text,
+        finish=whole_turn.finish,
+        key=live.turn.idempotency_key,
+        note=live.call.session.note,
+        num_output=len(live.output_tokens),
+        cached_tokens=whole_turn.cached_tokens,
+        in_thought=whole_turn.in_thought,
+    )
 
 
 class EventMaker:
@@ -100,6 +129,7 @@ class EventMaker:
             turn_index=None if live.named is None else live.named.turn_index,
             open_key=None if live.named is None else live.named.open_key,
             tokenizer=self._text.tokenizer_hash,
+            in_thought=live.in_thought,
         )
 
     def _with_texts(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from controllers.records import Checkpoint
 from controllers.session_keys import named
-from controllers.turns import Checkpoint, Turn
+from controllers.turns import Turn
 from engine.api import InvalidRequest
 from serving.text.system_messages import USER, head_len
 from serving.text.text import TextProcessor, common_len
@@ -37,12 +38,17 @@ class AmbiguousHistory(InvalidRequest):
 @dataclass(frozen=True, slots=True)
 class PlacedPrompt:
     """A turn keeps the first `kept_len` tokens of its history and adds `new_tokens`. `checkpoint` is where its answer
-    begins, if the whole conversation up to there is known; `whole`: its client sends whole histories."""
+    begins, if the whole conversation up to there is known; `whole`: its client sends whole histories.
+
+    Of the prompt's messages those behind the first `num_told` are new, and follow the first `num_kept` of the
+    conversation (None: all of them)."""
 
     kept_len: int
     new_tokens: list[int]
     checkpoint: Checkpoint | None = None
     whole: bool = False
+    num_kept: int | None = None
+    num_told: int = 0
 
 
 class PromptPlacer:
@@ -58,34 +64,43 @@ class PromptPlacer:
         """
         prompt = call.prompt
         if turn is None:
-            return PlacedPrompt(0, self._text.encode_prompt(prompt))
+            return PlacedPrompt(0, _kept(self._text.encode_prompt(prompt), call.keep_last))
         if not isinstance(prompt, ChatPrompt) or not prompt.said:
             return self._appended(prompt, turn)
         has_answers = any(message["role"] == ASSISTANT for message in prompt.messages)
         whole = has_answers or turn.whole or call.session is None or call.session.mode == "full"
         if turn.history_len == 0:
             new_tokens = self._text.encode_prompt(prompt)
-            return PlacedPrompt(0, new_tokens, _checkpoint(prompt, len(new_tokens)), whole)
+            return PlacedPrompt(0, new_tokens, _checkpoint(prompt, len(new_tokens)), whole, num_kept=0)
         return self._gone_on_with(prompt, turn) if whole else self._looked_at(prompt, turn)
 
-    def _appended(self, prompt: Prompt, turn: Turn) -> PlacedPrompt:
+    def _appended(self, prompt: Prompt, turn: Turn, num_told: int = 0) -> PlacedPrompt:
         length = turn.history_len
         last_token = turn.history[length - 1] if length else None
         new_tokens = self._text.encode_prompt(prompt, history_len=length, last_token=last_token)
-        return PlacedPrompt(length, new_tokens)
+        return PlacedPrompt(length, new_tokens, num_told=num_told)
 
     def _gone_on_with(self, prompt: ChatPrompt, turn: Turn) -> PlacedPrompt:
-        newest, start = _known(prompt, turn)
+        known = _known(prompt, turn)
+        start = _rendered_from(prompt, known)
         continued = self._text.encode_conversation(
             prompt,
             turn.history,
             num_asked=0 if start is None else start.num_messages,
             asked_len=0 if start is None else start.length,
         )
-        if newest is None:
+        if not known:
             self._check_begins_alike(prompt, turn, continued.kept_len)
         end = continued.kept_len + len(continued.new_tokens)
-        return PlacedPrompt(continued.kept_len, continued.new_tokens, _checkpoint(prompt, end), True)
+        num_kept = next((each.num_messages for each in known if each.length <= continued.kept_len), 0)
+        return PlacedPrompt(
+            continued.kept_len,
+            continued.new_tokens,
+            _checkpoint(prompt, end),
+            whole=True,
+            num_kept=num_kept,
+            num_told=num_kept,
+        )
 
     def _check_begins_alike(self, prompt: ChatPrompt, turn: Turn, kept_len: int) -> None:
         """Its first question is the session's, so that the session may go back as far as that."""
@@ -110,32 +125,38 @@ class PromptPlacer:
                 "again, or full to have them answered anew.",
                 "messages",
             )
-        num_head = head_len(prompt.messages)
+        num_head, num_told = head_len(prompt.messages), 0
         if 0 < num_head < len(prompt.messages):
             head = self._text.head_tokens(prompt)
             if common_len(turn.history[: len(head)], head) == len(head):
-                prompt = replace(prompt, messages=prompt.messages[num_head:])
-        return self._appended(prompt, turn)
+                prompt, num_told = replace(prompt, messages=prompt.messages[num_head:]), num_head
+        return self._appended(prompt, turn, num_told)
 
 
-def _known(prompt: ChatPrompt, turn: Turn) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """The newest checkpoint that the prompt goes on from, and the one to render from.
+def _kept(token_ids: list[int], keep_last: int | None) -> list[int]:
+    return token_ids if keep_last is None else token_ids[-keep_last:]
 
-    Templates may write what was said before the last question otherwise than what follows it, such as without what the
-    model thought. So behind a new question one renders from the question before.
-    """
+
+def _known(prompt: ChatPrompt, turn: Turn) -> list[Checkpoint]:
+    """The checkpoints that the prompt goes on from, the newest first."""
     said = {each.num_messages: each.digest for each in prompt.said}
-    known = [
+    return [
         each
         for each in reversed(turn.checkpoints)
         if each.length <= turn.history_len and said.get(each.num_messages) == each.digest
     ]
-    if not known:
-        return None, None
-    if USER not in _roles(prompt, known[0].num_messages):
-        return known[0], known[0]
+
+
+def _rendered_from(prompt: ChatPrompt, known: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The checkpoint to render from.
+
+    Templates may write what was said before the last question otherwise than what follows it, such as without what the
+    model thought. So behind a new question one renders from the question before.
+    """
+    if not known or USER not in _roles(prompt, known[0].num_messages):
+        return known[0] if known else None
     asked = (each for each in known if prompt.messages[each.num_messages - 1]["role"] == USER)
-    return known[0], next(asked, None)
+    return next(asked, None)
 
 
 def _roles(prompt: ChatPrompt, start: int) -> Sequence[str]:

@@ -45,6 +45,7 @@ def decode_result(data: bytes) -> TurnEvent:
         accepted_draft_tokens=fields.get("accepted_draft_tokens", 0),
         turn_index=fields.get("turn_index"),
         tokenizer=fields.get("tokenizer"),
+        in_thought=fields.get("in_thought", False),
         replayed=True,
     )
 

@@ -30,6 +30,7 @@ from serving.background import BackgroundTasks
 from serving.garbage import settle
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
+from serving.replica.generation_config import sampling_defaults
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.link_server import TICK_S, Emit, LinkServer, PeerConnections, TakeFrame
 from serving.replica.live_turn import EventMaker
@@ -42,6 +43,7 @@ from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.settings.config import AppArgs
+from serving.settings.engine_args import ModelArgs
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import ReplicaMetrics
@@ -58,6 +60,7 @@ from serving.wire.calls import (
     ForkSession,
     GetModelInfo,
     MetricsText,
+    RewindSession,
     RunTurn,
     Tokenize,
     answer_of,
@@ -68,6 +71,7 @@ from serving.wire.link_keys import CurveKeys
 from serving.wire.turns import (
     ChatPrompt,
     ModelInfo,
+    SamplingDefaults,
     ServiceError,
     TurnEvent,
 )
@@ -132,6 +136,7 @@ class LLMReplica:
         settings = args.engine_settings()
         self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
         self._text = await asyncio.to_thread(place.load_text, settings.model, self._engine)
+        self._sampling = await asyncio.to_thread(_sampling_of, args.model)
         self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
         self._publish = place.publish_gauges
         self._controller = place.controller
@@ -216,6 +221,8 @@ class LLMReplica:
                 return await self._host.close(call.session_id, call.epoch)
             case ForkSession():
                 return await self._host.fork(call.parent_id, call.epoch, call.order)
+            case RewindSession():
+                return await self._turns.rewind(call.session_id, call.epoch, call.length)
             case Abort():
                 return self._turns.abort(call.request_id, call.tenant)
             case Flush():
@@ -262,6 +269,9 @@ class LLMReplica:
             vocab_size=self._engine.vocab_size,
             created=self._created,
             tool_calls=self._text.tool_format(self._args.model.tool_calls),
+            reasoning=self._text.reasoning_format(self._args.model.reasoning),
+            sampling=self._sampling,
+            aliases=tuple(self._args.model.aliases),
         )
 
     def _describe(self) -> dict[str, Any]:
@@ -404,6 +414,13 @@ def _load_text(model: ModelSettings, engine: Engine) -> TextProcessor:
     return TextProcessor.load(
         str(directory), vocab_size=engine.vocab_size, max_context_len=engine.max_context_len
     )
+
+
+def _sampling_of(model: ModelArgs) -> SamplingDefaults:
+    if model.generation_config == "off":
+        return SamplingDefaults()
+    settings = model.settings()
+    return sampling_defaults(find_model(settings.path, settings.revision))
 
 
 def _served_model(text: TextProcessor, engine: Engine) -> ServedModel:

@@ -73,7 +73,8 @@ class SessionHost:
         self._engine_timeout_s = engine_timeout_s
         self._settings_hash = settings_hash
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._forking: dict[str, asyncio.Task[ForkedSession]] = {}
+        self._forking: dict[str, asyncio.Task[ForkedSession]] = {}  # by child
+        self._forked: dict[str, asyncio.Task[ForkedSession]] = {}  # by parent
         self._handing_over: dict[str, asyncio.Task[bool]] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._reports = ReportWriter()
@@ -114,8 +115,12 @@ class SessionHost:
         """
         await self.hold(parent_id, epoch)
         await self._settled(order.child_id)
-        forking = self._forking[order.child_id] = self._tasks.start(self._fork(parent_id, epoch, order))
+        while before := self._forked.get(parent_id):  # one fork after the other, each in milliseconds
+            await asyncio.wait([before])
+        forking = self._tasks.start(self._fork(parent_id, epoch, order))
+        self._forking[order.child_id] = self._forked[parent_id] = forking
         forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))
+        forking.add_done_callback(lambda _: self._forked.pop(parent_id, None))
         return await self._tasks.outcome(forking)
 
     async def offer(self, session_id: str, epoch: int) -> None:

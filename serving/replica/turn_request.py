@@ -20,6 +20,7 @@ from controllers.turns import Fork, Turn
 from engine.api import Engine, EngineOverloaded, GenerateRequest, SamplingParams, TokenConstraint
 from serving.grammars.constraints import ConstraintCompiler
 from serving.replica.prompt_places import PlacedPrompt, PromptPlacer
+from serving.text.reasoning.formats import OPENER_TOKENS
 from serving.text.text import OutputText, TextProcessor
 from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt, TurnCall
 
@@ -64,6 +65,13 @@ class RequestBuilder:
             )
         return await self._of_prompt(call.prompt, partial(self._placer.place, call, turn))
 
+    def opens_thought(self, turn: Turn | None, prompt: PlacedPrompt) -> bool:
+        """Whether the prompt has begun a thought, which the answer goes on with."""
+        known = (
+            () if turn is None else turn.history[max(0, prompt.kept_len - OPENER_TOKENS) : prompt.kept_len]
+        )
+        return self._text.opens_thought([*known, *prompt.new_tokens[-OPENER_TOKENS:]])
+
     def build(
         self,
         call: TurnCall,
@@ -85,7 +93,7 @@ class RequestBuilder:
             history_len=history_len,
             history_chain=history_chain(turn),
             session_id=turn.session_id if turn is not None and keeps_kv else None,
-            namespace=call.tenant,
+            namespace=_namespace(call),
             logprobs=call.logprobs,
             watcher=output.watcher,
             constraint=constraint,
@@ -99,6 +107,7 @@ class RequestBuilder:
             trim_stop=call.trim_stop,
             skip_special_tokens=call.skip_special_tokens,
             shown=call.shown_tokens,
+            min_tokens=call.sampling.min_new_tokens,
         )
 
     async def tokenize(
@@ -155,6 +164,7 @@ class RequestBuilder:
             asked = max(0, self._engine.pool_len - prompt_len)
         return replace(
             call.sampling,
+            bad_words=self._text.bad_words(call.bad_words),
             max_new_tokens=min(asked, room),
             seed=secrets.randbelow(SEED_LIMIT) if call.seed is None else call.seed,
         )
@@ -165,8 +175,15 @@ def history_chain(lent: Turn | Fork | None) -> TokenChain | None:
     return None if lent is None else cast("TokenChain | None", lent.chain)
 
 
+def _namespace(call: TurnCall) -> str:
+    """Whose prefixes it may share. No name of a tenant has a NUL, so no salt leads to another's."""
+    return f"{call.tenant}\0{call.cache_salt}" if call.cache_salt else call.tenant
+
+
 def _is_long(prompt: Prompt) -> bool:
-    """Looks at no more of it than is needed to know."""
+    """Looks at no more of it than is needed to know. A template of the request's own may take any time."""
+    if isinstance(prompt, ChatPrompt) and prompt.template is not None:
+        return True
     room = LONG_PROMPT
     rest: list[Any] = []
     match prompt:
@@ -198,6 +215,7 @@ def _digest(call: TurnCall) -> str:
         call.seed,
         call.max_new_tokens,
         call.constraint,
+        call.bad_words,
         *shown,
     )
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()

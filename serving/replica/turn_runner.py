@@ -24,12 +24,13 @@ from controllers.errors import (
     StoreError,
     TurnInFlight,
 )
+from controllers.records import TurnRecord
 from controllers.session import SessionController
 from controllers.session_keys import named
 from controllers.turns import Replay, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint, TokenDelta
 from serving.background import BackgroundTasks
-from serving.replica.live_turn import NOTHING, EventMaker, LiveTurn
+from serving.replica.live_turn import NOTHING, EventMaker, LiveTurn, said_by
 from serving.replica.mailbox import Mailbox
 from serving.replica.overlaps import OVERLAP_PATIENCE_S, Overlaps
 from serving.replica.replay import decode_result, encode_result
@@ -40,6 +41,7 @@ from serving.replica.turn_request import RequestBuilder
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
+from serving.wire.transcripts import encode_said
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ResumedTurn, ServiceError, SessionTurn, TurnCall, TurnEvent
 from serving.wire.versions import mismatch
@@ -135,6 +137,26 @@ class TurnRunner:
         except EngineStopped:
             logger.warning("abort: the engine has stopped, which ends every request")
         return len(chosen)
+
+    async def rewind(self, session_id: str, epoch: int, length: int) -> None:
+        """Keeps the first `length` committed tokens, as a turn that says nothing. Once begun it comes to its end
+        whoever still waits. Raises ControllerError."""
+        await self._ended(session_id, None)
+        await self._host.hold(session_id, epoch)
+        turn = self._sessions.begin_turn(session_id, epoch, rewind_to=length, cuttable=True)
+        assert isinstance(turn, Turn)
+        await self._tasks.outcome(self._tasks.start(self._rewind(turn)))
+
+    async def _rewind(self, turn: Turn) -> None:
+        record = self._sessions.prepare_commit(turn, (), (), b"")
+        try:
+            await self._commits.commit(record)
+        except ControllerError:  # only the log knows whether it was made
+            await self._host.let_go(turn)
+            raise
+        self._sessions.commit_turn(turn, record)
+        await self._host.cut_kv(turn.session_id, turn.history_len)
+        await self._host.turn_ended(turn.session_id)
 
     @property
     def num_live(self) -> int:
@@ -235,6 +257,7 @@ class TurnRunner:
             emit=emit,
             output=output,
             started_s=started_s,
+            in_thought=self._builder.opens_thought(turn, prompt),
             resumed=call.resumed or NOTHING,
             last_token_s=None if call.resumed is None else started_s,
         )
@@ -323,11 +346,8 @@ class TurnRunner:
         if turn is None and live.turn is not None:
             self._unnamed.commit(live.turn, prompt.new_tokens, live.output_tokens, prompt.checkpoint)
         if turn is not None:
-            result = b""
-            if turn.idempotency_key is not None:
-                result = encode_result(merge_events([*live.events, final]))
             try:
-                record = self._sessions.prepare_commit(turn, prompt.new_tokens, live.output_tokens, result)
+                record = self._record(live, turn, merge_events([*live.events, final]))
             except ControllerError as error:
                 self._metrics.turn_ended(_outcome_of(error))
                 await self._take_back(turn)
@@ -340,9 +360,21 @@ class TurnRunner:
                 self._metrics.turn_ended("store_failed" if isinstance(error, StoreError) else "stale")
                 await self._host.let_go(turn)
                 return error_event(error)
-            self._sessions.commit_turn(turn, record, prompt.checkpoint, whole=prompt.whole)
+            self._sessions.commit_turn(turn, record)
         self._metrics.turn_ended("committed")
         return final
+
+    def _record(self, live: LiveTurn, turn: Turn, whole_turn: TurnEvent) -> TurnRecord:
+        """Raises CapacityExceeded."""
+        return self._sessions.prepare_commit(
+            turn,
+            live.prompt.new_tokens,
+            live.output_tokens,
+            b"" if turn.idempotency_key is None else encode_result(whole_turn),
+            live.prompt.checkpoint,
+            whole=live.prompt.whole,
+            note=encode_said(said_by(live, whole_turn)),
+        )
 
     async def _abandon(self, live: LiveTurn) -> None:
         """Ends a turn that nobody listens to any more: no trace of it stays."""

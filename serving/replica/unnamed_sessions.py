@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from controllers.errors import TurnNotInFlight
-from controllers.records import SessionRecord
+from controllers.records import Checkpoint, SessionRecord
 from controllers.session import SessionController
-from controllers.turns import Checkpoint, Turn
+from controllers.turns import Turn
 from engine.api import Engine, EngineError
 from serving.wire.turns import ChatPrompt, TurnCall
 
@@ -73,8 +73,8 @@ class UnnamedSessions:
         """Raises TurnNotInFlight."""
         before = self._sessions.checkpoints(turn.session_id)
         forgotten = {each.digest for each in before if each.length > turn.history_len}
-        record = self._sessions.prepare_commit(turn, new_tokens, output_tokens, b"")
-        self._sessions.commit_turn(turn, record, checkpoint)
+        record = self._sessions.prepare_commit(turn, new_tokens, output_tokens, b"", checkpoint)
+        self._sessions.commit_turn(turn, record)
         for digest in forgotten - {each.digest for each in self._sessions.checkpoints(turn.session_id)}:
             self._forget_digest(digest, turn.session_id)
         if checkpoint is not None:

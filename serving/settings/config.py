@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
@@ -149,6 +149,15 @@ class UnnamedSessionArgs(StrictModel):
     idle_timeout_s: Seconds = 600.0
 
 
+class ApiArgs(StrictModel):
+    """What bodies may have. `unknown_fields`: a field that no protocol here knows is refused, or ignored and named in a
+    header of the reply; what is known and not supported is refused in any case. With `request_chat_template` a request
+    may bring a chat template of its own, which is a program: it is run in a sandbox, and nothing bounds its time."""
+
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    request_chat_template: bool = False
+
+
 class SessionArgs(StrictModel):
     """Sessions end `idle_timeout_s` after their last turn, unless opened with a timeout of their own, which may be
     `max_timeout_s`."""
@@ -260,6 +269,7 @@ class AppArgs(StrictModel):
     execution: Annotated[ExecutionArgs, Field(validate_default=True)] = ExecutionArgs()
     replicas: Annotated[ReplicaArgs, Field(validate_default=True)] = ReplicaArgs()
     ingress: IngressArgs = IngressArgs()
+    api: ApiArgs = ApiArgs()
     sessions: SessionArgs = SessionArgs()
     tenants: TenantArgs = TenantArgs()
     rebalancing: RebalancingArgs = RebalancingArgs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -23,6 +23,7 @@ from engine.settings import (
 )
 from serving.settings.settings_paths import resolve_path, state_path
 from serving.settings.strict_settings import NotEmpty, NotNegative, PositiveInt, StrictModel
+from serving.text.reasoning.formats import ReasoningSetting
 from serving.text.tool_calls.formats import ToolCallsSetting
 
 SPECULATION = SpeculationSettings()
@@ -38,7 +39,10 @@ def _yaml_off(value: Any) -> Any:
 
 class ModelArgs(StrictModel):
     """Which model. `path`: a local Hugging Face directory (relative to the project) or a hub id, `revision`: a commit,
-    tag or branch there. `tool_calls` is the format of its function calls; `auto` is what its chat template teaches."""
+    tag or branch there. `tool_calls` is the format of its function calls, `reasoning` that of its thoughts; `auto` is
+    what its chat template has.
+    `generation_config`: whether the file of this name beside the weights gives the defaults of sampling. `aliases` are
+    names that requests may give the model beside its own."""
 
     path: NotEmpty
     name: str | None = None
@@ -48,7 +52,10 @@ class ModelArgs(StrictModel):
     seed: int = 0
     num_threads: PositiveInt | None = None
     tool_calls: Annotated[ToolCallsSetting, BeforeValidator(_yaml_off)] = "auto"
+    reasoning: Annotated[ReasoningSetting, BeforeValidator(_yaml_off)] = "auto"
     revision: NotEmpty | None = None
+    generation_config: Annotated[Literal["auto", "off"], BeforeValidator(_yaml_off)] = "auto"
+    aliases: list[NotEmpty] = Field(default_factory=list)
 
     @field_validator("path")
     @classmethod
@@ -69,6 +76,13 @@ class ModelArgs(StrictModel):
         if revision is not None and path is not None and Path(resolve_path(path)).is_dir():
             raise ValueError(f"{path!r} is a directory; only a model of the hub has revisions")
         return revision
+
+    @field_validator("aliases")
+    @classmethod
+    def _each_once(cls, aliases: list[str]) -> list[str]:
+        if twice := {alias for alias in aliases if aliases.count(alias) > 1}:
+            raise ValueError(f"{min(twice)!r} is there twice")
+        return aliases
 
     @property
     def model_id(self) -> str:

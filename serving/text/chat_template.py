@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -38,6 +39,7 @@ _STAND_IN: Messages = (
 )
 _PROBE: Messages = ({"role": "user", "content": "KedgeProbe"},)
 _EARLIER: Messages = ({"role": "user", "content": "Earlier"}, {"role": "assistant", "content": "Words"})
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _HEADS_AT_ONCE = 64
 """System messages with their tools, of which it is known whether what follows them depends on them."""
 
@@ -91,20 +93,22 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         answers: bool = True,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """A whole conversation, up to the point where the model begins to answer, or is about to."""
+        """A whole conversation, up to the point where the model begins to answer, or is about to. `options` are those
+        of transformers' `apply_chat_template`."""
 
         def shown(messages: Messages) -> Collection[int]:
             marked, marks = standing_in(messages)
             try:
-                text = self._render(marked, kwargs, tools, answers=answers)
+                text = self._render(marked, kwargs, tools, answers=answers, options=options)
             except TemplateRefused:
                 # It may be a later one that it refuses.
                 return {0} & marks.keys() if self._first_system_shown else ()
             return [index for index, mark in marks.items() if mark in text]
 
         messages = placed(messages, shown, developers=self._developers)
-        return self._render(messages, kwargs, tools, answers=answers)
+        return self._render(messages, kwargs, tools, answers=answers, options=options)
 
     def render_continuation(self, messages: Messages, kwargs: Mapping[str, Any]) -> str:
         """What follows the words of a finished answer: its closing text, then `messages`, then the next opening."""
@@ -198,6 +202,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         answers: bool = True,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
         """`answers`: up to the point where the model begins to."""
         if reserved := self._reserved.intersection(kwargs):
@@ -209,6 +214,7 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=answers,
+                **options,
                 **kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:

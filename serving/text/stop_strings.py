@@ -41,8 +41,9 @@ class StopMatcher:
     def stops(self) -> Sequence[str]:
         return self._stops
 
-    def feed(self, text: str) -> str:
-        """Returns the text that is safe to show. After a match nothing more is."""
+    def feed(self, text: str, *, may_match: bool = True) -> str:
+        """Returns the text that is safe to show. After a match nothing more is. Where it may not match, a stop string
+        that ends in this text is none; one that begins in it may end later."""
         if not self._stops:
             return text
         if self.matched is not None:
@@ -50,7 +51,7 @@ class StopMatcher:
         pending = self._held + text
         for i, char in enumerate(text, start=len(self._held)):
             stop = self._advance(char)
-            if stop is not None:
+            if stop is not None and may_match:
                 self.matched, self._held = stop, ""
                 end = i + 1
                 return pending[: end if self._keep_stop else end - len(stop)]

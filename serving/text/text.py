@@ -24,10 +24,18 @@ from engine.api import (
     TextWatcher,
     TokenLogprob,
 )
+from serving.text.bad_words import word_tokens
 from serving.text.chat_template import ChatTemplate
 from serving.text.control_tokens import ControlTokens
 from serving.text.detokenizer import Detokenizer, NoText, TokenBytes
 from serving.text.fingerprint import template_hash, tokenizer_hash
+from serving.text.reasoning.formats import (
+    OPENER_TOKENS,
+    ReasoningName,
+    ReasoningSetting,
+    opens_thought,
+    reasoning_of,
+)
 from serving.text.stop_strings import StopMatcher
 from serving.text.system_messages import head_len
 from serving.text.tool_calls.formats import FormatName, ToolCallsSetting, format_of
@@ -100,7 +108,8 @@ class TextProcessor:
             case TokenPrompt():
                 token_ids = self._checked_ids(prompt.token_ids)
             case TextPrompt():
-                token_ids = self._encode(prompt.text, "prompt", add_special_tokens=history_len == 0)
+                special = history_len == 0 and prompt.add_special_tokens
+                token_ids = self._encode(prompt.text, "prompt", add_special_tokens=special)
             case ChatPrompt():
                 token_ids = self._encode_chat(prompt, history_len > 0, last_token)
         if history_len > 0 and token_ids and token_ids[0] == self._bos_id:
@@ -177,6 +186,18 @@ class TextProcessor:
             return None if setting == "off" else setting
         return None if self._chat_template is None else format_of(self._chat_template.text_with_tools)
 
+    def reasoning_format(self, setting: ReasoningSetting) -> ReasoningName | None:
+        """How the model writes what it thinks. `auto` asks its chat template."""
+        if setting != "auto":
+            return None if setting == "off" else setting
+        return None if self._chat_template is None else reasoning_of(self._chat_template.text_with_tools)
+
+    def opens_thought(self, end: Sequence[int]) -> bool:
+        """Whether a prompt that ends with these tokens has begun a thought, which the answer goes on with."""
+        if self._backend is None:
+            return False
+        return opens_thought(self._backend.decode(list(end[-OPENER_TOKENS:]), skip_special_tokens=False))
+
     def output_text(
         self,
         stops: Sequence[str] = (),
@@ -184,16 +205,26 @@ class TextProcessor:
         trim_stop: bool = True,
         skip_special_tokens: bool = True,
         shown: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> OutputText:
-        """Follows one request's output. `shown` are special tokens that are part of its text in any case. Raises
-        InvalidRequest, naming `stop`."""
+        """Follows one request's output. `shown` are special tokens that are part of its text in any case. No stop
+        string ends it within the first `min_tokens`. Raises InvalidRequest, naming `stop`."""
         detokenizer: Detokenizer = NoText()
         if self._token_bytes is None:
             if stops:
                 raise InvalidRequest("This model has no tokenizer, so stop strings cannot be found.", "stop")
         else:
             detokenizer = self._token_bytes.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
-        return OutputText(detokenizer, StopMatcher(stops, keep_stop=not trim_stop), trim_stop=trim_stop)
+        matcher = StopMatcher(stops, keep_stop=not trim_stop)
+        return OutputText(detokenizer, matcher, trim_stop=trim_stop, min_tokens=min_tokens)
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that write these words. Raises InvalidRequest, naming `bad_words`."""
+        if not words:
+            return ()
+        if self._backend is None:
+            raise InvalidRequest("This model has no tokenizer, so words cannot be found.", "bad_words")
+        return word_tokens(self._backend, words)
 
     def token_text(self, token_id: int) -> bytes:
         """A token by itself, which may be no whole character."""
@@ -222,8 +253,14 @@ class TextProcessor:
         self._check_len(sum(len(str(message.get("content", ""))) for message in prompt.messages), "messages")
         prompt, mark = control_tokens.guard(prompt)
         if not continues:
-            text = template.render(prompt.messages, prompt.template_kwargs, prompt.tools)
-            return self._encode(text, "messages", cut_at=mark)
+            text = template.render(
+                prompt.messages,
+                prompt.template_kwargs,
+                prompt.tools,
+                answers=prompt.opens_answer and not prompt.continues_final,
+                options=_options(prompt),
+            )
+            return self._encode(text, "messages", cut_at=mark, add_special_tokens=prompt.add_special_tokens)
         text = template.render_continuation(prompt.messages, prompt.template_kwargs)
         token_ids = self._encode(text, "messages", cut_at=mark)
         # The model usually ends its answer with the very token that closes it in the template.
@@ -270,8 +307,10 @@ class TextProcessor:
         self._check_len(len(text), param)
         try:
             # Unlike encode, the batch call lets other threads run meanwhile: a long text takes seconds.
-            pieces = [text] if cut_at is None else text.split(cut_at)
-            encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=add_special_tokens)
+            first, *others = [text] if cut_at is None else text.split(cut_at)
+            encodings = self._backend.encode_batch_fast([first], add_special_tokens=add_special_tokens)
+            if others:
+                encodings += self._backend.encode_batch_fast(others, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("The text is not valid Unicode.", param) from error
         return [token_id for encoding in encodings for token_id in encoding.ids]
@@ -301,10 +340,13 @@ class OutputText:
     only hands it on. Ownership: what makes text is the engine's until the last delta, and then the reader's.
     """
 
-    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher, *, trim_stop: bool) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, matcher: StopMatcher, *, trim_stop: bool, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._trim_stop = trim_stop
+        self._tokens_to_pass = min_tokens
         self._watched: deque[str] = deque()
         """What each token added that the engine has shown and nobody has taken yet."""
 
@@ -314,7 +356,9 @@ class OutputText:
         return self if self._matcher.stops else None
 
     def accept(self, token_id: int) -> str | None:
-        self._watched.append(self._matcher.feed(self._detokenizer.push((token_id,))))
+        text = self._detokenizer.push((token_id,))
+        self._watched.append(self._matcher.feed(text, may_match=self._tokens_to_pass == 0))
+        self._tokens_to_pass = max(self._tokens_to_pass - 1, 0)
         return self._matcher.matched
 
     def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> str:
@@ -341,6 +385,12 @@ def _continued(history: Sequence[int], start: int, token_ids: list[int]) -> Cont
     something."""
     known = min(common_len(history[start : start + len(token_ids)], token_ids), len(token_ids) - 1)
     return Continued(start + known, token_ids[known:])
+
+
+def _options(prompt: ChatPrompt) -> dict[str, Any]:
+    """For its rendering, in transformers' words."""
+    options: dict[str, Any] = {"continue_final_message": True} if prompt.continues_final else {}
+    return options if prompt.template is None else {**options, "chat_template": prompt.template}
 
 
 def _stopped_by_token(finish: Finish) -> bool:

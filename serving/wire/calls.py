@@ -57,6 +57,14 @@ class ForkSession(Call, frozen=True, tag="fork_session"):
     order: ForkOrder
 
 
+class RewindSession(Call, frozen=True, tag="rewind_session"):
+    """Keeps the first `length` tokens of a session that is owned at `epoch`."""
+
+    session_id: str
+    epoch: int
+    length: int
+
+
 class Abort(Call, frozen=True, tag="abort"):
     """Aborts the tenant's requests of that name (None: all of them). The answer is how many."""
 
@@ -107,6 +115,7 @@ AnyCall = (
     RunTurn
     | CloseSession
     | ForkSession
+    | RewindSession
     | Abort
     | Flush
     | Drain
@@ -122,6 +131,7 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
     {
         CloseSession: bool,
         ForkSession: ForkedSession,
+        RewindSession: None,
         Abort: int,
         Flush: bool,
         Drain: None,

@@ -84,6 +84,8 @@ class ControllerCalls:
     fork_session = _called(ClusterController.fork_session)
     resolve = _called(ClusterController.resolve)
     load_session = _called(ClusterController.load_session)
+    notes = _called(ClusterController.notes)
+    forget_note = _called(ClusterController.forget_note)
     offer_session = _called(ClusterController.offer_session)
     close_session = _called(ClusterController.close_session)
     close_after = _called(ClusterController.close_after)

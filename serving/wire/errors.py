@@ -22,6 +22,7 @@ STATUS_BY_CODE = MappingProxyType(
         "turn_in_flight": 409,
         "turn_not_in_flight": 409,
         "turn_differs": 409,
+        "session_is_tree": 409,
         "history_differs": 409,
         "ambiguous_history": 409,
         "session_closing": 409,

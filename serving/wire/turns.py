@@ -17,6 +17,7 @@ import msgspec
 
 from controllers.wire_record import WIRE_VERSION
 from engine.api import LogprobParams, SamplingParams, TokenLogprob
+from serving.text.reasoning.formats import ReasoningName
 from serving.text.tool_calls.formats import FormatName
 
 
@@ -36,18 +37,34 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
 
     `tools` are rendered where they begin a history; later they only have to be the same. `said`: what was said before
     each answer that is among the messages, and at their end, where the prompt may be a whole history.
+
+    The rendered text ends with what opens an answer, if `opens_answer`; or, if it `continues_final`, with the words of
+    the last message. `template` is the request's own, in place of the model's. With `add_special_tokens` it begins with
+    those of a text, too.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
     said: tuple[Said, ...] = ()
+    opens_answer: bool = True
+    continues_final: bool = False
+    template: str | None = None
+    add_special_tokens: bool = False
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is rendered as a conversation always is."""
+        own_way = self.continues_final or self.template is not None or self.add_special_tokens
+        return self.opens_answer and not own_way
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
-    """Plain text, tokenized as it is. `add_bos` follows the tokenizer's default for a fresh sequence."""
+    """Plain text, tokenized as it is. A fresh sequence begins with the tokenizer's special tokens, unless
+    `add_special_tokens` is false."""
 
     text: str
+    add_special_tokens: bool = True
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens"):
@@ -60,10 +77,10 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
 class OutputConstraint(msgspec.Struct, frozen=True):
-    """What the whole output must be: JSON that fits a schema, what a regular expression matches from end to end, or
-    function calls (serving/text/tool_calls/grammar.py)."""
+    """What the whole output must be: JSON that fits a schema, what a regular expression matches from end to end,
+    function calls (serving/text/tool_calls/grammar.py), or what a grammar writes, in Lark's notation or in EBNF."""
 
-    kind: Literal["json_schema", "regex", "tool_calls"]
+    kind: Literal["json_schema", "regex", "tool_calls", "grammar"]
     source: str
 
 
@@ -73,7 +90,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
     `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404). `retries`:
     how often the client has sent this turn before, where it counts that (None: it does not). `open_key`: the session
     that was opened with it, and none that has its name later (None: any). `expected_turn`: the number that the turn is
-    to have (None: any). `mode` is about chat messages.
+    to have (None: any). `mode` is about chat messages. `note` is the protocol's own, kept with the turn in the log.
     """
 
     session_id: str
@@ -84,6 +101,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
     open_key: str | None = None
     expected_turn: int | None = None
     mode: HistoryMode = "append"
+    note: bytes = b""
 
 
 class TextLogprob(msgspec.Struct, frozen=True):
@@ -116,6 +134,11 @@ class TurnCall(msgspec.Struct, frozen=True):
     `sampling`. `logprobs.input_start` is an absolute position in history + new input, as in the engine. `shown_tokens`
     are special tokens that are part of the text, whatever `skip_special_tokens` says.
 
+    `bad_words` are texts that the output may not have. Outside a session only the last `keep_last` tokens of a prompt
+    may count (None: all), and prefixes of a call with a `cache_salt` are shared with calls of the same salt only.
+
+    Outside a session calls with the same `affinity_key` go to the same replica while its load allows it.
+
     `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
     `wire_version` is that of the front end that made the call.
     """
@@ -135,6 +158,16 @@ class TurnCall(msgspec.Struct, frozen=True):
     tenant: str = ""
     resumed: ResumedTurn | None = None
     wire_version: int = WIRE_VERSION
+    bad_words: tuple[str, ...] = ()
+    keep_last: int | None = None
+    cache_salt: str = ""
+    affinity_key: str = ""
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its messages may be those of a conversation that is known: all of them count, as always."""
+        usual = isinstance(self.prompt, ChatPrompt) and self.prompt.is_usual
+        return usual and self.keep_last is None and not self.cache_salt
 
     def named(self, request_id: str | None, tenant: str) -> bool:
         """Whether who names `request_id` of `tenant` means this call; None names all of the tenant's."""
@@ -165,7 +198,8 @@ class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
     `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
     `turn_index` says which of its session's turns it is, `open_key` of which session of that name; None outside a
     session. `replayed`: it ran before, under the same idempotency key, and this is the answer from the log.
-    `tokenizer` tells whose tokens these are (serving/text/fingerprint.py).
+    `tokenizer` tells whose tokens these are (serving/text/fingerprint.py). `in_thought`: the turn's prompt has begun
+    a thought, with which its text goes on.
     """
 
     text: str = ""
@@ -183,6 +217,7 @@ class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
     replayed: bool = False
     tokenizer: str | None = None
     open_key: str | None = None
+    in_thought: bool = False
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
@@ -200,8 +235,21 @@ class ServiceError(Exception):
         self.info = info
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """How its makers would have a model sampled, where a request says nothing. `max_new_tokens` bounds every answer."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the protocols report of the served model. `tool_calls`: the format of its function calls, if it has one."""
+    """What the protocols report of the served model. `tool_calls` and `reasoning`: the formats of its function
+    calls and of its thoughts, if it has them.
+    `aliases` are the names beside `model_id` that requests may give it."""
 
     model_id: str
     model_path: str
@@ -210,6 +258,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     created: int
     tool_calls: FormatName | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
+    aliases: tuple[str, ...] = ()
+    reasoning: ReasoningName | None = None
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
@@ -224,6 +275,45 @@ class SessionInfo(msgspec.Struct, frozen=True):
     idle_s: float
     in_turn: bool
     tenant: str = ""
+
+
+class SaidTurn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the session log keeps of a turn beside its tokens. Versions only add fields, with a default.
+
+    `messages` are those that the turn added behind the first `num_kept` of the conversation (None: behind all of them);
+    a prompt of `text` or of tokens has none. `key` is its idempotency key, `note` the protocol's (see SessionTurn). The
+    `answer` had `num_output` tokens; `in_thought` as in TurnEvent.
+    """
+
+    num_kept: int | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    text: str | None = None
+    answer: str = ""
+    finish: TurnFinish | None = None
+    key: str | None = None
+    note: bytes = b""
+    num_output: int = 0
+    cached_tokens: int = 0
+    in_thought: bool = False
+
+
+class TurnTranscript(msgspec.Struct, frozen=True):
+    """A committed turn as the session log has it; lengths are tokens of the history.
+
+    The turn went on from the first `start_len`; its input ends at `asked_len`, its answer at `end_len`, or behind that
+    if it `is_cut`. In a fork `turn_index` is negative for turns of its parent.
+    """
+
+    turn_index: int
+    start_len: int
+    asked_len: int
+    end_len: int
+    said: SaidTurn = SaidTurn()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a later turn went on from within its answer."""
+        return self.end_len - self.asked_len < self.said.num_output
 
 
 class ForkedSession(msgspec.Struct, frozen=True):
@@ -249,9 +339,19 @@ class TurnService(Protocol):
         entering the context waits for the first event."""
 
     async def open_session(
-        self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
+        self,
+        session_id: str | None,
+        *,
+        timeout_s: float | None,
+        capacity_tokens: int | None,
+        tenant: str,
+        tree: bool = False,
     ) -> str:
-        """Registers and places a session; returns its id. A duplicate id raises (400, "session_exists")."""
+        """Registers and places a session; returns its id. A `tree` takes no turns, only forks. A duplicate id raises
+        (400, "session_exists")."""
+
+    async def is_tree(self, session_id: str, *, tenant: str) -> bool:
+        """Whether the session was opened as a tree. Raises (404) for an unknown one."""
 
     async def fork_session(
         self,
@@ -264,6 +364,10 @@ class TurnService(Protocol):
     ) -> ForkedSession:
         """Starts a session at the first `length` tokens (None: all) of another, sharing their KV. Raises (404) for an
         unknown session, (409) while it has a turn, (400) for a length past its history or an id that is in use."""
+
+    async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
+        """Keeps the first `length` committed tokens of the session, which counts as a turn that says nothing. Raises
+        (404) for an unknown session, (409) while it has a turn, (400) for a length past its history."""
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
         """Closes now, or when the turn in flight ends. False if the session was unknown."""
@@ -293,6 +397,12 @@ class TurnService(Protocol):
 
     async def session(self, session_id: str, *, tenant: str) -> SessionInfo | None:
         """None: the tenant has none of that id."""
+
+    async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
+        """The turns that the session's history is of, oldest first. Raises (404, "session_not_found")."""
+
+    async def forget_note(self, session_id: str, turn_index: int, *, tenant: str) -> None:
+        """The turn's note is empty from now on. What is not there is fine."""
 
     async def server_info(self) -> dict[str, Any]:
         """Settings and per-replica figures, JSON ready."""

@@ -26,7 +26,7 @@ class Conversation:
 
     @classmethod
     def open(cls, client: httpx.Client, session_id: str | None = None, **fields: Any) -> Conversation:
-        body = {"capacity_of_str_len": 100_000, "session_id": session_id, **fields}
+        body = {"capacity_of_str_len": 100_000, "streaming": True, "session_id": session_id, **fields}
         reply = client.post("/open_session", json={k: v for k, v in body.items() if v is not None})
         assert reply.status_code == 200, reply.text
         return cls(client, reply.json())

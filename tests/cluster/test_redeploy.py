@@ -44,7 +44,9 @@ def redeploy(cluster: ServedCluster, section: str, **changes: Any) -> None:
 
 
 def second_session(client: httpx.Client) -> httpx.Response:
-    return client.post("/open_session", json={"capacity_of_str_len": 1000, "session_id": "second"})
+    return client.post(
+        "/open_session", json={"capacity_of_str_len": 1000, "streaming": True, "session_id": "second"}
+    )
 
 
 def test_a_redeploy_takes_effect_without_losing_sessions_and_another_log_is_refused(

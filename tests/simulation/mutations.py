@@ -145,12 +145,12 @@ def _log_fences_nothing() -> Patches:
 
 def _turns_overlap() -> Patches:
     """A session takes a turn while it has one."""
-    real = controllers.session._check_free
+    real = controllers.session.check_free
 
     def check_free(session_id: str, session: Any, turn_key: str | None = None) -> None:
         real(session_id, replace(session, turn=None), turn_key)
 
-    return [patch.object(controllers.session, "_check_free", check_free)]
+    return [patch.object(controllers.session, "check_free", check_free)]
 
 
 def _keys_are_not_looked_up() -> Patches:
@@ -183,8 +183,8 @@ def _keys_are_remembered_before_the_log() -> Patches:
     """A turn's answer can be had again as soon as it is to be committed."""
     real = SessionController.prepare_commit
 
-    def prepare(self: SessionController, turn: Turn, *rest: Any) -> TurnRecord:
-        record = real(self, turn, *rest)
+    def prepare(self: SessionController, turn: Turn, *rest: Any, **more: Any) -> TurnRecord:
+        record = real(self, turn, *rest, **more)
         if record.idempotency_key is not None:
             stored = StoredResult(record.idempotency_key, record.turn_index, record.result, record.digest)
             results = OrderedDict(self._sessions[turn.session_id].results)

@@ -185,7 +185,7 @@ def _args(settings: tuple[tuple[str, object], ...]) -> AppArgs:
     values = dict(settings)
     return parse_args(
         {
-            "model": {"path": "null"},
+            "model": {"path": "null", "generation_config": "off"},
             "cache": {
                 "page_size": PAGE_SIZE,
                 "num_pages": values["num_pages"],

@@ -22,6 +22,9 @@ from serving.wire.turns import ErrorInfo, ServiceError
 
 CLIENT_CLOSED_REQUEST = 499
 MESSAGES_PATH = "/v1/messages"
+UNSUPPORTED = "unsupported_field"
+"""Code of an error that names what is known and not served; also the type of pydantic's, where a value is."""
+
 NAME_PATTERN = r"^[!-~]+$"
 """Ids given by clients: visible ASCII, so that they can travel in a header."""
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
@@ -143,6 +146,8 @@ def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
             return "This field is not known here.", "unknown_field"
         case "none_required":
             return "This field is not supported; leave it out.", "unsupported_field"
+        case kind if kind == UNSUPPORTED:
+            return f"{error['msg']}.", UNSUPPORTED
         case "string_pattern_mismatch" if error["ctx"]["pattern"] == NAME_PATTERN:
             return "Use 1 to 256 visible ASCII characters, no spaces.", "invalid_request"
         case "value_error":

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from fastapi import Depends, Header, Request
 from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic_core import from_json
 
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import NAME_PATTERN, refusal
@@ -21,6 +22,7 @@ MAX_CALLS = 256
 MAX_BIASES = 16_384
 MAX_GRAMMAR_CHARS = 65_536
 """Of JSON schemas or a regular expression: what can be compiled in a second or two."""
+MAX_BAD_WORDS = 1024
 _MAX_INT = 2**31 - 1
 MAX_RETRIES = 1000
 _SEED_BITS = 2**63 - 1
@@ -49,6 +51,20 @@ LogitBias = Annotated[
 ]
 JsonSchema = dict[str, Any]
 Regex = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+Grammar = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+
+
+def _schema_kind(value: Any) -> str:
+    return "<schema>" if isinstance(value, dict) else "<text>"
+
+
+SchemaOrText = Annotated[
+    Annotated[JsonSchema, Tag("<schema>")] | Annotated[str, Tag("<text>")], Discriminator(_schema_kind)
+]
+AllowedTokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"\S")]
+BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 StopTokenIds = Annotated[list[int], Field(max_length=64)]
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -159,6 +175,24 @@ def schema_constraint(schema: JsonSchema, param: str) -> OutputConstraint:
     return OutputConstraint("json_schema", source)
 
 
+def schema_of(schema: JsonSchema | str, param: str) -> JsonSchema:
+    """Reads one that is given as text. Raises ServiceError."""
+    if isinstance(schema, str):
+        try:
+            schema = from_json(schema, allow_inf_nan=False)
+        except ValueError as error:
+            raise refusal(f"{param}: not valid JSON: {error}", param) from error
+    if not isinstance(schema, dict):
+        raise refusal(f"{param}: a schema is a JSON object.", param)
+    return schema
+
+
+def check_min_tokens(least: int, most: int | None, param: str, most_param: str) -> None:
+    """`most` None: as much as the context allows."""
+    if most is not None and least > most:
+        raise refusal(f"{param}: {least} are more than {most_param}, {most}.", param)
+
+
 def check_grammar_len(source: str, param: str) -> None:
     if len(source) > MAX_GRAMMAR_CHARS:
         raise refusal(f"{param}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param)
@@ -166,7 +200,7 @@ def check_grammar_len(source: str, param: str) -> None:
 
 def check_model_name(name: str | None, model: ModelInfo) -> None:
     """None is the served one."""
-    if name is not None and name != model.model_id:
+    if name is not None and name != model.model_id and name not in model.aliases:
         raise refusal(
             f"The model {name[:120]!r} does not exist.", "model", status=404, code="model_not_found"
         )

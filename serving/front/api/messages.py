@@ -28,8 +28,9 @@ from serving.front.api.openai_tools import ToolUse
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
-from serving.wire.turns import SessionTurn, TurnCall, TurnFinish
+from serving.wire.turns import ModelInfo, SessionTurn, TurnCall, TurnFinish
 
 FEW_MESSAGES = 256
 """More are brought into shape on a thread: streams go on meanwhile."""
@@ -69,10 +70,11 @@ async def create_message(
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
     reply_id = new_id("msg_")
     if len(body.messages) <= FEW_MESSAGES:
-        plan = _plan(body, tools, reply_id, session, tenant)
+        plan = _plan(body, tools, service.model, reply_id, session, tenant)
     else:
-        plan = await asyncio.to_thread(_plan, body, tools, reply_id, session, tenant)
-    reader = AnswerReader(plan.calls[0], tools)
+        plan = await asyncio.to_thread(_plan, body, tools, service.model, reply_id, session, tenant)
+    (call,) = plan.calls
+    reader = AnswerReader(call, tools, reads_thoughts(service.model, call.constraint))
     model_id = service.model.model_id
     response: Response
     if body.stream:
@@ -94,7 +96,12 @@ async def count_tokens(body: CountTokensBody, service: Service) -> dict[str, int
 
 
 def _plan(
-    body: MessagesBody, tools: ToolUse | None, reply_id: str, session: SessionTurn | None, tenant: str
+    body: MessagesBody,
+    tools: ToolUse | None,
+    model: ModelInfo,
+    reply_id: str,
+    session: SessionTurn | None,
+    tenant: str,
 ) -> TurnPlan:
     held = body.held_answer()
     constraint = None if held is None else held.constraint
@@ -106,7 +113,7 @@ def _plan(
         sampling=body.sampling(),
         max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
-        shown_tokens=() if tools is None else tools.shown_tokens,
+        shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
         constraint=constraint,
         session=session,
         tenant=tenant,

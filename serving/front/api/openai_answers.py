@@ -18,8 +18,10 @@ from serving.front.api.openai_tools import ToolUse
 from serving.front.api.openai_tools_schema import CallDelta, CalledFunction, CalledTool, FunctionDelta
 from serving.front.api.reply_json import or_unset
 from serving.front.api.turn_streams import TurnResult
-from serving.text.tool_calls.formats import FORMATS
-from serving.text.tool_calls.parser import CallParser, Piece
+from serving.text.answer_pieces import AnswerParser, Piece, Thought
+from serving.text.reasoning.formats import ReasoningName
+from serving.text.reasoning.parsers import thought_parser
+from serving.text.tool_calls.parsers import call_parser
 from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
 
 _ID_CHARS = 9
@@ -51,6 +53,8 @@ class AnswerPart:
     def add(self, piece: Piece, scope: str) -> None:
         if isinstance(piece, str):
             self.content = f"{self.content or ''}{piece}"
+        elif isinstance(piece, Thought):
+            self.reasoning = f"{self.reasoning or ''}{piece.text}"
         elif piece.name is not None:
             function = FunctionDelta(name=piece.name, arguments=piece.arguments)
             call_id = _call_id(scope, piece.index)
@@ -66,7 +70,10 @@ class AnswerPart:
 
     def delta(self, role: Literal["assistant"] | None) -> Delta:
         return Delta(
-            role=or_unset(role), content=or_unset(self.content), tool_calls=or_unset(self.calls or None)
+            role=or_unset(role),
+            content=or_unset(self.content),
+            reasoning_content=or_unset(self.reasoning),
+            tool_calls=or_unset(self.calls or None),
         )
 
     def message(self) -> AnswerMessage:
@@ -79,27 +86,46 @@ class AnswerPart:
             for call in self.calls
         ]
         content = self.content if called else self.content or ""
-        return AnswerMessage(content=content, tool_calls=or_unset(called or None))
+        return AnswerMessage(
+            content=content,
+            reasoning_content=or_unset(self.reasoning),
+            tool_calls=or_unset(called or None),
+        )
 
 
 class AnswerReader:
-    """Follows one choice. Without tools to read for, its text is its content."""
+    """Follows one choice. `reasoning` is the format of the model's thoughts (None: they are not looked for). Without
+    tools to read for, what is no thought is its content."""
 
-    def __init__(self, call: TurnCall, tools: ToolUse | None) -> None:
+    def __init__(self, call: TurnCall, tools: ToolUse | None, reasoning: ReasoningName | None = None) -> None:
         self._call = call
-        self._parser = None if tools is None or not tools.reads else CallParser(FORMATS[tools.format_name])
+        self._reasoning = reasoning
+        self._thoughts: AnswerParser | None = None
+        self._calls = None if tools is None or not tools.reads else call_parser(tools.format_name)
         self._has_calls = False
 
     def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
         """Of the choice's next event, or of all of it."""
-        if self._parser is None:
+        if self._calls is None and self._reasoning is None:
             return AnswerPart(output.text)
-        pieces = self._parser.push(output.text) + (self._parser.flush() if output.finish is not None else [])
         part, scope = AnswerPart(), _scope(self._call, output.turn_index)
-        for piece in pieces:
+        for piece in self._pieces(output):
             part.add(piece, scope)
         self._has_calls = self._has_calls or bool(part.calls)
         return part
+
+    def _pieces(self, output: TurnEvent | TurnResult) -> list[Piece]:
+        said: list[Piece] = [output.text]
+        if self._reasoning is not None:
+            if self._thoughts is None:
+                self._thoughts = thought_parser(self._reasoning, inside=output.in_thought)
+            said = _read_by(self._thoughts, output)
+        if self._calls is None:
+            return said
+        pieces: list[Piece] = []
+        for piece in said:
+            pieces += self._calls.push(piece) if isinstance(piece, str) else [piece]
+        return pieces + (self._calls.flush() if output.finish is not None else [])
 
     def finish(self, output: TurnEvent | TurnResult) -> TurnFinish | None:
         """How the choice ended, once that has been read."""
@@ -107,6 +133,10 @@ class AnswerReader:
         if finish is None or finish.reason != "stop" or not self._has_calls:
             return finish
         return replace(finish, reason="tool_calls")
+
+
+def _read_by(parser: AnswerParser, output: TurnEvent | TurnResult) -> list[Piece]:
+    return parser.push(output.text) + (parser.flush() if output.finish is not None else [])
 
 
 def _scope(call: TurnCall, turn_index: int | None) -> str:

@@ -36,11 +36,13 @@ from serving.front.api.openai_chat_schema import (
     ChatReply,
     ChunkChoice,
 )
+from serving.front.api.openai_extras import call_fields, chat_prompt_fields
+from serving.front.api.openai_logprobs import prompt_logprob_items, token_name
 from serving.front.api.openai_replies import (
     UsageCounter,
     finite,
     stop_fields,
-    top_pairs,
+    top_choices,
     usage_of,
 )
 from serving.front.api.openai_requests import (
@@ -50,11 +52,12 @@ from serving.front.api.openai_requests import (
 )
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.openai_tools import ToolUse, tool_use
-from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json, shown
+from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json
 from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
 from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
-from serving.wire.turns import ChatPrompt, ErrorInfo, ModelInfo, SessionTurn, TextLogprob, TurnCall, TurnEvent
+from serving.wire.turns import ChatPrompt, ErrorInfo, ModelInfo, TextLogprob, TurnCall, TurnEvent
 
 FEW_MESSAGES = 256
 """More are brought into shape on a thread: streams go on meanwhile."""
@@ -90,11 +93,16 @@ async def chat_completions(
         mode=x_session_mode or "auto",
         expected_turn=x_session_turn,
     )
-    reply_id = new_id("chatcmpl-")
+    reply_id = f"chatcmpl-{body.request_id or new_id('')}"
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
-    make_plan = partial(_plan, body, tools, reply_id, session, service.model, tenant)
+    own_template: bool = request.app.state.request_chat_template
+    prompt_fields = chat_prompt_fields(body, own_template=own_template)
+    fields = call_fields(body, session, service.model) | {"session": session, "tenant": tenant}
+    make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
     plan = make_plan() if len(body.messages) <= FEW_MESSAGES else await asyncio.to_thread(make_plan)
-    readers = [AnswerReader(call, tools) for call in plan.calls]
+    readers = [
+        AnswerReader(call, tools, reads_thoughts(service.model, call.constraint)) for call in plan.calls
+    ]
     if body.stream:
         return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, service.model.model_id))
     results = await until_disconnect(request.receive, collect(service, plan))
@@ -105,18 +113,20 @@ def _plan(
     body: ChatBody,
     tools: ToolUse | None,
     reply_id: str,
-    session: SessionTurn | None,
     model: ModelInfo,
-    tenant: str,
+    prompt_fields: dict[str, Any],
+    turn_fields: dict[str, Any],
 ) -> TurnPlan:
+    """`prompt_fields` and `turn_fields` are those that need no work."""
     prompt = ChatPrompt(
         tuple(message.for_template() for message in body.messages),
         body.template_kwargs,
         () if tools is None else tools.for_template(),
+        **prompt_fields,
     )
     sampling = body.sampling(model)
     logprobs = _logprobs(body)
-    held = held_answer(body.response_format, body.structured_outputs)
+    held = held_answer(body.response_format, body.structured_outputs, body)
     constraint = None if held is None else held.constraint
     if tools is not None:
         constraint = tools.constraint(held)
@@ -127,42 +137,41 @@ def _plan(
             prompt=prompt,
             sampling=sampling,
             seed=nth_seed(body.seed, index),
-            max_new_tokens=_max_tokens(body),
             stop=stop_strings(body.stop),
             trim_stop=not body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens is not False,
-            shown_tokens=() if tools is None else tools.shown_tokens,
+            shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
             logprobs=logprobs,
             constraint=constraint,
-            session=session,
-            tenant=tenant,
+            **turn_fields,
         )
         for index in range(count)
     ]
     return TurnPlan(calls, field_names("messages", held))
 
 
-def _max_tokens(body: ChatBody) -> int | None:
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-
-
 def _logprobs(body: ChatBody) -> LogprobParams | None:
-    if body.logprobs:
-        return LogprobParams(output=True, top=body.top_logprobs or 0)
-    if body.top_logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refusal("top_logprobs: needs logprobs to be true.", "top_logprobs")
-    return None
+    of_prompt = body.prompt_logprobs
+    if not body.logprobs and of_prompt is None:
+        return None
+    top = max(body.top_logprobs or 0, of_prompt or 0)
+    return LogprobParams(bool(body.logprobs), top, None if of_prompt is None else 0)
 
 
-def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
-    return {
-        **_token_choice(entry.text, finite(entry.token.logprob or 0.0)),
-        "top_logprobs": [_token_choice(text, logprob) for text, logprob in top_pairs(entry)],
-    }
+def _chat_logprob(body: ChatBody, entry: TextLogprob) -> dict[str, Any]:
+    token, by_id = entry.token, bool(body.return_tokens_as_token_ids)
 
+    def told(text: bytes, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_name(text, token_id, by_id=by_id),
+            "logprob": logprob,
+            "bytes": list(text),
+        }
 
-def _token_choice(text: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": shown(text), "logprob": logprob, "bytes": list(text)}
+    likely = [told(*choice) for choice in top_choices(entry, body.top_logprobs or 0)]
+    return {**told(entry.text, token.token_id, finite(token.logprob or 0.0)), "top_logprobs": likely}
 
 
 def _stop_fields(body: ChatBody, reader: AnswerReader, output: TurnEvent | TurnResult) -> dict[str, Any]:
@@ -189,20 +198,27 @@ async def _reply(
             logprobs=NO_LOGPROBS if body.logprobs else None,
             **_stop_fields(body, reader, result),
         )
-        choices.append(await _with_logprobs(reply_json(choice), result.logprobs))
+        choices.append(await _with_logprobs(body, reply_json(choice), result.logprobs))
     reply = ChatReply(
         id=reply_id,
         created=int(time.time()),
         model=model_id,
         choices=[],
         usage=usage_of(results, len(results)),
+        prompt_logprobs=UNSET if body.prompt_logprobs is None else [],
     )
-    return filled(reply_json(reply), "choices", joined_items(choices))
+    text = reply_json(reply)
+    if body.prompt_logprobs is not None:
+        items = await prompt_logprob_items(results[0].input_logprobs, body.prompt_logprobs)
+        text = filled(text, "prompt_logprobs", items)
+    return filled(text, "choices", joined_items(choices))
 
 
-async def _with_logprobs(text: bytes, entries: Sequence[TextLogprob]) -> bytes:
+async def _with_logprobs(body: ChatBody, text: bytes, entries: Sequence[TextLogprob]) -> bytes:
     """JSON of a choice that has NO_LOGPROBS if there are entries."""
-    return filled(text, "content", await list_items(entries, _chat_logprob)) if entries else text
+    if not entries:
+        return text
+    return filled(text, "content", await list_items(entries, partial(_chat_logprob, body)))
 
 
 class ChatEncoder:
@@ -230,7 +246,7 @@ class ChatEncoder:
         )
         usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
         chunk = ChatChunk(**self._head, choices=[choice], usage=usage)
-        return server_event(await _with_logprobs(reply_json(chunk), event.logprobs))
+        return server_event(await _with_logprobs(self._body, reply_json(chunk), event.logprobs))
 
     def closing(self) -> bytes:
         if not self._body.wants_usage_chunk:

@@ -6,7 +6,15 @@ import json
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
-from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
 from serving.front.api.fields import Count, NonEmptyText, TopLogprobs
 from serving.front.api.openai_replies import StopDetails, Usage
@@ -18,6 +26,7 @@ from serving.front.api.strict_json import NotSupported, StrictBody
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_KWARGS_CHARS = 65_536
+MAX_TEMPLATE_CHARS = 65_536
 
 
 class TextPart(StrictBody):
@@ -52,9 +61,9 @@ class Message(StrictBody):
     annotations: NotSupported = None
     audio: NotSupported = None
     function_call: NotSupported = None
-    reasoning: NotSupported = None
-    reasoning_content: NotSupported = None
-    refusal: NotSupported = None
+    reasoning_content: str | None = Field(None, description="What the assistant thought, as it was told.")
+    reasoning: str | None = Field(None, description="The same, by another name.")
+    refusal: str | None = Field(None, description="What the assistant said in place of a content.")
 
     @field_validator("tool_calls", mode="before")
     @classmethod
@@ -76,19 +85,22 @@ class Message(StrictBody):
     @field_validator("content")
     @classmethod
     def _says_something(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and not info.data.get("tool_calls"):
-            raise ValueError("Give a text; only an assistant's message with tool calls does without.")
+        if content is None and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("Give a text; only an assistant's message does without.")
         return content
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text parts are joined, one per line; no content is an empty one."""
-        parts = [] if self.content is None else self.content
+        """As chat templates expect it: text parts are joined, one per line; no content is an empty one, or
+        what was said in its place."""
+        parts = self.refusal or [] if self.content is None else self.content
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         message: dict[str, Any] = {"role": str(self.role), "content": text}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if thought := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thought
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
@@ -101,6 +113,7 @@ def _not_too_long(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
+ChatTemplateText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_not_too_long)]
 
 
@@ -117,16 +130,16 @@ class ChatBody(OpenAiBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
-    add_generation_prompt: Literal[True, None] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="The answer goes on with the last message.")
+    add_special_tokens: bool | None = Field(None, description="Beside those that the chat template writes.")
+    chat_template: ChatTemplateText | None = None
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="For the chat template, if it knows it."
     )
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Without effect.")
 
-    add_special_tokens: NotSupported = None
     audio: NotSupported = None
-    chat_template: NotSupported = None
-    continue_final_message: NotSupported = None
     documents: NotSupported = None
     echo: NotSupported = None
     function_call: NotSupported = None
@@ -134,6 +147,11 @@ class ChatBody(OpenAiBody):
     mm_processor_kwargs: NotSupported = None
     prediction: NotSupported = None
     web_search_options: NotSupported = None
+
+    def asked_tokens(self) -> tuple[int | None, str]:
+        if self.max_completion_tokens is None:
+            return self.max_tokens, "max_tokens"
+        return self.max_completion_tokens, "max_completion_tokens"
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -151,6 +169,7 @@ class ChatLogprobs(Reply, kw_only=True):
 class AnswerMessage(Reply, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
@@ -167,11 +186,13 @@ class ChatReply(Reply, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class Delta(Reply, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
 

@@ -6,6 +6,7 @@ import codecs
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,11 +35,13 @@ from serving.front.api.openai_completions_schema import (
     CompletionLogprobs,
     CompletionReply,
 )
+from serving.front.api.openai_extras import call_fields
+from serving.front.api.openai_logprobs import prompt_logprob_items, token_name
 from serving.front.api.openai_replies import (
     UsageCounter,
     finite,
     stop_fields,
-    top_pairs,
+    top_choices,
 )
 from serving.front.api.openai_requests import (
     check_stream_options,
@@ -46,7 +49,7 @@ from serving.front.api.openai_requests import (
     session_turn,
 )
 from serving.front.api.openai_structured import held_answer
-from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json, shown
+from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json
 from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -61,7 +64,6 @@ from serving.wire.turns import (
     TurnEvent,
 )
 
-_DEFAULT_MAX_TOKENS = 16
 NO_LOGPROBS = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
 Prompts = Sequence[TextPrompt | TokenPrompt]
 
@@ -89,7 +91,9 @@ async def completions(
     )
     if session is not None and body.echo:
         raise refusal("echo: not possible in a session, which holds more than this prompt.", "echo")
-    reply_id = new_id("cmpl-")
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise refusal("echo: not possible with truncate_prompt_tokens.", "echo")
+    reply_id = f"cmpl-{body.request_id or new_id('')}"
     plan = _plan(body, prompts, reply_id, session, service.model, tenant)
     encoder = CompletionEncoder(body, prompts, reply_id, service.model.model_id)
     if body.stream:
@@ -118,7 +122,8 @@ def _plan(
     tenant: str,
 ) -> TurnPlan:
     sampling = body.sampling(model)
-    held = held_answer(body.response_format, body.structured_outputs)
+    held = held_answer(body.response_format, body.structured_outputs, body)
+    fields = call_fields(body, session, model)
     choices = range(body.n or 1)
     calls = [
         TurnCall(
@@ -126,7 +131,6 @@ def _plan(
             prompt=prompt,
             sampling=sampling,
             seed=nth_seed(body.seed, choice),
-            max_new_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
             stop=stop_strings(body.stop),
             trim_stop=not body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens is not False,
@@ -134,6 +138,7 @@ def _plan(
             constraint=None if held is None else held.constraint,
             session=session,
             tenant=tenant,
+            **fields,
         )
         for index, (prompt, choice) in enumerate(product(prompts, choices))
     ]
@@ -142,11 +147,13 @@ def _plan(
 
 def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> LogprobParams | None:
     """Echoed token ids become text only where the tokenizer is: they come back as input log-probabilities."""
-    if body.logprobs is not None:
-        return LogprobParams(output=True, top=body.logprobs, input_start=0 if body.echo else None)
-    if body.echo and isinstance(prompt, TokenPrompt):
-        return LogprobParams(output=False, input_start=0)
-    return None
+    scored = body.logprobs is not None
+    of_prompt = body.prompt_logprobs is not None
+    echoed = bool(body.echo) and (scored or isinstance(prompt, TokenPrompt))
+    if not (scored or of_prompt or echoed):
+        return None
+    top = max(body.logprobs or 0, body.prompt_logprobs or 0)
+    return LogprobParams(scored, top, 0 if of_prompt or echoed else None)
 
 
 def _text_of(entries: Iterable[TextLogprob]) -> str:
@@ -214,7 +221,8 @@ class CompletionEncoder:
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=NO_LOGPROBS if self._has_logprobs(output) else None,
+            logprobs=NO_LOGPROBS if self._logprobs(output) else None,
+            prompt_logprobs=UNSET if self._body.prompt_logprobs is None else [],
             **stop_fields(
                 output.finish,
                 output.token_ids,
@@ -227,18 +235,25 @@ class CompletionEncoder:
         prompt = self._prompts[index // self._num_choices]
         return prompt.text if isinstance(prompt, TextPrompt) else _text_of(output.input_logprobs)
 
-    def _has_logprobs(self, output: TurnEvent | TurnResult) -> bool:
-        return self._body.logprobs is not None and bool(output.input_logprobs or output.logprobs)
+    def _logprobs(self, output: TurnEvent | TurnResult) -> Sequence[TextLogprob]:
+        """Of the choice's text, with what it echoes."""
+        if self._body.logprobs is None:
+            return ()
+        return (*(output.input_logprobs if self._body.echo else ()), *output.logprobs)
 
     async def _with_logprobs(self, text: bytes, index: int, output: TurnEvent | TurnResult) -> bytes:
         """JSON of a choice that has NO_LOGPROBS if there are some."""
-        if not self._has_logprobs(output):
+        if self._body.prompt_logprobs is not None:
+            of_prompt = await prompt_logprob_items(output.input_logprobs, self._body.prompt_logprobs)
+            text = filled(text, "prompt_logprobs", of_prompt)
+        entries, place = self._logprobs(output), self._places[index]
+        if not entries:
             return text
-        entries, place = (*output.input_logprobs, *output.logprobs), self._places[index]
+        by_id = bool(self._body.return_tokens_as_token_ids)
         lists: dict[str, Callable[[TextLogprob], Any]] = {
-            "tokens": lambda entry: shown(entry.text),
+            "tokens": lambda entry: token_name(entry.text, entry.token.token_id, by_id=by_id),
             "token_logprobs": _token_logprob,
-            "top_logprobs": _top_logprobs,
+            "top_logprobs": partial(_top_logprobs, self._body),
             "text_offset": lambda entry: place.pass_by(entry.text),
         }
         for name, shape in lists.items():
@@ -250,5 +265,7 @@ def _token_logprob(entry: TextLogprob) -> float | None:
     return None if entry.token.logprob is None else finite(entry.token.logprob)
 
 
-def _top_logprobs(entry: TextLogprob) -> dict[str, float] | None:
-    return {shown(text): logprob for text, logprob in top_pairs(entry)} or None
+def _top_logprobs(body: CompletionBody, entry: TextLogprob) -> dict[str, float] | None:
+    by_id = bool(body.return_tokens_as_token_ids)
+    likely = top_choices(entry, body.logprobs or 0)
+    return {token_name(text, token_id, by_id=by_id): logprob for text, token_id, logprob in likely} or None

@@ -14,6 +14,8 @@ from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import NotSupported
 from serving.wire.turns import TextPrompt, TokenPrompt
 
+DEFAULT_MAX_TOKENS = 16
+
 
 def _prompt_kind(value: Any) -> str:
     if not isinstance(value, list):
@@ -39,15 +41,19 @@ class CompletionBody(OpenAiBody):
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: int | None = Field(None, description="Only as large as n.")
-    add_special_tokens: Literal[True, None] = None
+    add_special_tokens: bool | None = Field(None, description="A text begins with them unless it is false.")
     suffix: NotSupported = None
+
+    def asked_tokens(self) -> tuple[int | None, str]:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens, "max_tokens"
 
     def prompts(self) -> list[TextPrompt | TokenPrompt]:
         """One for each sequence to continue."""
+        special = self.add_special_tokens is not False
         if isinstance(self.prompt, str):
-            return [TextPrompt(self.prompt)]
+            return [TextPrompt(self.prompt, special)]
         many = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
-        return [TextPrompt(p) if isinstance(p, str) else TokenPrompt(tuple(p)) for p in many]
+        return [TextPrompt(p, special) if isinstance(p, str) else TokenPrompt(tuple(p)) for p in many]
 
 
 class CompletionLogprobs(Reply, kw_only=True):
@@ -61,6 +67,7 @@ class CompletionChoice(StopDetails, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class CompletionReply(Reply, kw_only=True):

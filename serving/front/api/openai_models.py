@@ -35,15 +35,17 @@ def routes() -> APIRouter:
 
 
 async def list_models(service: Service) -> ModelList:
-    return ModelList(data=[_card(service.model)])
+    """The model's own name first, then its aliases."""
+    model = service.model
+    return ModelList(data=[_card(model, name) for name in (model.model_id, *model.aliases)])
 
 
 async def get_model(model_id: str, service: Service) -> ModelCard:
     check_model_name(model_id, service.model)
-    return _card(service.model)
+    return _card(service.model, model_id)
 
 
-def _card(model: ModelInfo) -> ModelCard:
+def _card(model: ModelInfo, name: str) -> ModelCard:
     return ModelCard(
-        id=model.model_id, created=model.created, root=model.model_path, max_model_len=model.max_context_len
+        id=name, created=model.created, root=model.model_path, max_model_len=model.max_context_len
     )

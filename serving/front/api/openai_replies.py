@@ -106,8 +106,7 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
-def top_pairs(entry: TextLogprob) -> list[tuple[bytes, float]]:
-    """The most likely tokens: text and log-probability."""
-    return [
-        (text, finite(logprob)) for text, (_, logprob) in zip(entry.top_texts, entry.token.top, strict=True)
-    ]
+def top_choices(entry: TextLogprob, most: int) -> list[tuple[bytes, int, float]]:
+    """The `most` likely tokens: text, id and log-probability."""
+    pairs = zip(entry.top_texts, entry.token.top, strict=True)
+    return [(text, token_id, finite(logprob)) for text, (token_id, logprob) in pairs][:most]

@@ -10,9 +10,14 @@ from engine.api import SamplingParams
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     AdditivePenalty,
+    AllowedTokenIds,
+    BadWords,
+    CacheSalt,
     Count,
+    CountOrZero,
     LogitBias,
     MinP,
+    Name,
     NumChoices,
     RepetitionPenalty,
     Seed,
@@ -20,13 +25,14 @@ from serving.front.api.fields import (
     StopTokenIds,
     Temperature,
     TopK,
+    TopLogprobs,
     TopP,
     check_token_ids,
     checked_bias,
     engine_temperature,
     engine_top_k,
 )
-from serving.front.api.openai_structured import HeldAnswer, ResponseFormat, StructuredOutputs
+from serving.front.api.openai_structured import GuidedFields, HeldAnswer, ResponseFormat, StructuredOutputs
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import HistoryMode, ModelInfo, SessionTurn
 
@@ -52,7 +58,7 @@ class StreamOptions(StrictBody):
     include_obfuscation: bool | None = Field(None, description="Taken, and without effect.")
 
 
-class OpenAiBody(StrictBody):
+class OpenAiBody(GuidedFields):
     """Sampling as OpenAI and vLLM name it. None means the default; vLLM's own fields follow OpenAI's."""
 
     model: str | None = None
@@ -78,34 +84,37 @@ class OpenAiBody(StrictBody):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    min_tokens: CountOrZero | None = Field(
+        None, description="Before so many the answer does not end by itself."
+    )
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="Only the last so many count. -1: as many as there is room for."
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="Cached prefixes are shared with requests of the same salt only."
+    )
+    request_id: Name | None = Field(None, description="The end of the reply's id.")
 
     # About the caller, or hints: without effect on the answer.
+    prompt_cache_key: str | None = Field(
+        None, description="Requests of one key go to one replica while its load allows it."
+    )
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     store: bool | None = None
 
-    allowed_token_ids: NotSupported = None
-    bad_words: NotSupported = None
-    cache_salt: NotSupported = None
-    guided_choice: NotSupported = None
-    guided_decoding_backend: NotSupported = None
-    guided_grammar: NotSupported = None
-    guided_json: NotSupported = None
-    guided_regex: NotSupported = None
     kv_transfer_params: NotSupported = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     logits_processors: NotSupported = None
-    min_tokens: NotSupported = None
     priority: NotSupported = None
-    prompt_logprobs: NotSupported = None
-    request_id: NotSupported = None
-    return_tokens_as_token_ids: NotSupported = None
     spaces_between_special_tokens: Literal[True, None] = None
-    truncate_prompt_tokens: NotSupported = None
     use_beam_search: NotSupported = None
     vllm_xargs: NotSupported = None
 
@@ -123,18 +132,34 @@ class OpenAiBody(StrictBody):
         """The engine's parameters; the seed and the token limit travel beside them."""
         stop_ids = self.stop_token_ids or []
         check_token_ids(stop_ids, model, "stop_token_ids")
+        check_token_ids(self.allowed_token_ids or [], model, "allowed_token_ids")
+        own = model.sampling
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else engine_temperature(self.temperature),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=engine_top_k(self.top_k or 0),
-            min_p=self.min_p or 0.0,
+            temperature=engine_temperature(own.temperature if self.temperature is None else self.temperature),
+            top_p=own.top_p if self.top_p is None else self.top_p,
+            top_k=engine_top_k(own.top_k if self.top_k is None else self.top_k),
+            min_p=own.min_p if self.min_p is None else self.min_p,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=(
+                own.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
+            ),
             logit_bias=checked_bias(self.logit_bias, model, "logit_bias"),
             stop_token_ids=frozenset(stop_ids),
             ignore_eos=bool(self.ignore_eos),
+            min_new_tokens=self.min_tokens or 0,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
         )
+
+    def asked_tokens(self) -> tuple[int | None, str]:
+        """How long an answer may be as the client says, and the field that says so."""
+        return self.max_tokens, "max_tokens"
+
+    def most_tokens(self, model: ModelInfo) -> tuple[int | None, str]:
+        """The same, within what the model's makers say."""
+        asked, field = self.asked_tokens()
+        limits = [limit for limit in (asked, model.sampling.max_new_tokens) if limit is not None]
+        return min(limits, default=None), field
 
 
 def check_stream_options(body: OpenAiBody) -> None:

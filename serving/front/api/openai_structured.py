@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from serving.front.api.errors import refusal
-from serving.front.api.fields import JsonSchema, NonEmptyText, Regex, check_grammar_len, schema_constraint
+from serving.front.api.fields import (
+    Grammar,
+    JsonSchema,
+    NonEmptyText,
+    Regex,
+    SchemaOrText,
+    check_grammar_len,
+    schema_constraint,
+    schema_of,
+)
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import OutputConstraint
 
@@ -17,6 +26,7 @@ ANY_OBJECT = {"type": "object"}
 
 
 MAX_CHOICES = 4096
+Choices = Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class JsonSchemaFormat(StrictBody):
@@ -33,20 +43,28 @@ class ResponseFormat(StrictBody):
     json_schema: JsonSchemaFormat | None = None
 
 
+class GuidedFields(StrictBody):
+    """vLLM's earlier names for the same."""
+
+    guided_json: SchemaOrText | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    guided_decoding_backend: str | None = Field(None, description="There is one. Without effect.")
+    guided_whitespace_pattern: NotSupported = None
+
+
 class StructuredOutputs(StrictBody):
     """One of them says what an answer is."""
 
-    json_schema: JsonSchema | None = Field(None, alias="json")
+    json_schema: SchemaOrText | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Regex | None = None
-    choice: (
-        Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None
-    ) = None
-
+    choice: Choices | None = None
     disable_additional_properties: NotSupported = None
     disable_any_whitespace: NotSupported = None
     disable_fallback: bool | None = Field(None, description="There is none. Without effect.")
-    grammar: NotSupported = None
+    grammar: Grammar | None = None
     structural_tag: NotSupported = None
     whitespace_pattern: NotSupported = None
 
@@ -59,15 +77,18 @@ class HeldAnswer:
     field: str
 
 
-def held_answer(wanted: ResponseFormat | None, others: StructuredOutputs | None) -> HeldAnswer | None:
+def held_answer(
+    wanted: ResponseFormat | None, others: StructuredOutputs | None, guided: GuidedFields | None = None
+) -> HeldAnswer | None:
     """None if nothing holds it. Raises ServiceError, which names the field."""
     by_format = None if wanted is None else _by_format(wanted)
     by_others = None if others is None else _by_others(others)
+    by_guided = None if guided is None else _by_guided(guided)
     if by_format is not None and by_others is not None:
         raise refusal(
             "structured_outputs: response_format already says what the answer must be.", "structured_outputs"
         )
-    return by_format or by_others
+    return _only_one(list(filter(None, (by_format, by_others, by_guided))))
 
 
 def _by_format(wanted: ResponseFormat) -> HeldAnswer | None:
@@ -82,15 +103,40 @@ def _by_format(wanted: ResponseFormat) -> HeldAnswer | None:
 
 
 def _by_others(wanted: StructuredOutputs) -> HeldAnswer | None:
-    held: list[HeldAnswer] = []
-    if wanted.json_schema is not None:
-        held.append(_by_schema(wanted.json_schema, "structured_outputs.json"))
+    held = _held("structured_outputs.", wanted.json_schema, wanted.regex, wanted.choice, wanted.grammar)
     if wanted.json_object:
         held.append(_by_schema(ANY_OBJECT, "structured_outputs.json_object"))
-    if wanted.regex is not None:
-        held.append(_by_regex(wanted.regex, "structured_outputs.regex"))
-    if wanted.choice is not None:
-        held.append(_by_regex("|".join(map(re.escape, wanted.choice)), "structured_outputs.choice"))
+    return _only_one(held)
+
+
+def _by_guided(wanted: GuidedFields) -> HeldAnswer | None:
+    return _only_one(
+        _held("guided_", wanted.guided_json, wanted.guided_regex, wanted.guided_choice, wanted.guided_grammar)
+    )
+
+
+def _held(
+    prefix: str,
+    schema: JsonSchema | str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+) -> list[HeldAnswer]:
+    """What of these is there."""
+    held: list[HeldAnswer] = []
+    if schema is not None:
+        field = f"{prefix}json"
+        held.append(_by_schema(schema_of(schema, field), field))
+    if regex is not None:
+        held.append(_by_regex(regex, f"{prefix}regex"))
+    if choice is not None:
+        held.append(_by_regex("|".join(map(re.escape, choice)), f"{prefix}choice"))
+    if grammar is not None:
+        held.append(HeldAnswer(OutputConstraint("grammar", grammar), f"{prefix}grammar"))
+    return held
+
+
+def _only_one(held: list[HeldAnswer]) -> HeldAnswer | None:
     if len(held) > 1:
         raise refusal(
             f"{held[1].field}: {held[0].field} already says what the answer must be.", held[1].field

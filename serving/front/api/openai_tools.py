@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from serving.front.api.errors import refusal
 from serving.front.api.fields import check_grammar_len
 from serving.front.api.openai_structured import HeldAnswer
-from serving.front.api.openai_tools_schema import NamedTool, Tool, ToolChoice
-from serving.text.tool_calls.formats import FORMATS, FormatName
+from serving.front.api.openai_tools_schema import AllowedToolsChoice, NamedTool, Tool, ToolChoice
+from serving.text.tool_calls.formats import FormatName, tool_format
 from serving.wire.turns import ModelInfo, OutputConstraint
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one request uses tools. `reads`: calls in its answers are told as such."""
+    """How one request uses tools. `reads`: calls in its answers are told as such. An answer that is held to calls calls
+    only functions that are `callable_names`, if there are any."""
 
     tools: Sequence[Tool]
-    choice: ToolChoice
+    choice: Literal["none", "auto", "required"] | NamedTool
     parallel: bool
     format_name: FormatName
+    callable_names: frozenset[str] = frozenset()
 
     @property
     def reads(self) -> bool:
@@ -31,8 +33,7 @@ class ToolUse:
     @property
     def shown_tokens(self) -> tuple[str, ...]:
         """Special tokens that are part of an answer's text, since they tell calls."""
-        tool_format = FORMATS[self.format_name]
-        return tuple(filter(None, (tool_format.opener, tool_format.closer))) if self.reads else ()
+        return tool_format(self.format_name).shown_tokens if self.reads else ()
 
     def for_template(self) -> tuple[dict[str, Any], ...]:
         return tuple(tool.for_template() for tool in self.tools)
@@ -54,6 +55,7 @@ class ToolUse:
             {"name": tool.function.name, "parameters": tool.function.arguments_schema}
             for tool in self.tools
             if named in (None, tool.function.name)
+            and (not self.callable_names or tool.function.name in self.callable_names)
         ]
         wanted = {
             "format": self.format_name,
@@ -80,9 +82,8 @@ def tool_use(
             param = f"tools[{index}].function.name"
             raise refusal(f"{param}: there are two functions {tool.function.name!r}.", param)
         names.add(tool.function.name)
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        param = "tool_choice.function.name"
-        raise refusal(f"{param}: no tool has the name {choice.function.name[:120]!r}.", param)
+    if isinstance(choice, NamedTool):
+        _check_name(choice, names, "tool_choice")
     if model.tool_calls is None:
         raise refusal(
             "tools: this model's chat template has none, or in a format that is not known here; the setting "
@@ -90,4 +91,20 @@ def tool_use(
             "tools",
             code="unsupported_field",
         )
-    return ToolUse(tools, choice or "auto", parallel is not False, model.tool_calls)
+    one_by_one = parallel is False
+    if not isinstance(choice, AllowedToolsChoice):
+        return ToolUse(tools, choice or "auto", not one_by_one, model.tool_calls)
+    allowed = choice.allowed_tools
+    for index, named in enumerate(allowed.tools):
+        _check_name(named, names, f"tool_choice.allowed_tools.tools[{index}]")
+    allowed_names = frozenset(named.function.name for named in allowed.tools)
+    if allowed.mode == "auto":
+        # Nothing holds a free answer to some of the tools: the model is not told of the others.
+        tools = [tool for tool in tools if tool.function.name in allowed_names]
+    return ToolUse(tools, allowed.mode, not one_by_one, model.tool_calls, allowed_names)
+
+
+def _check_name(tool: NamedTool, names: set[str], param: str) -> None:
+    if tool.function.name not in names:
+        param = f"{param}.function.name"
+        raise refusal(f"{param}: no tool has the name {tool.function.name[:120]!r}.", param)

@@ -61,14 +61,30 @@ class NamedTool(StrictBody):
     function: ChosenFunction
 
 
-def _word_or_function(value: Any) -> str:
-    return "<function>" if isinstance(value, dict) else "<word>"
+class AllowedTools(StrictBody):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolsChoice(StrictBody):
+    """Some of the tools, among which the model chooses."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "<word>"
+    return "<allowed>" if value.get("type") == "allowed_tools" else "<function>"
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<function>")],
-    Discriminator(_word_or_function),
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedTool, Tag("<function>")]
+    | Annotated[AllowedToolsChoice, Tag("<allowed>")],
+    Discriminator(_kind_of_choice),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The session protocol: SGLang's native API for sessions that are lines, see docs/api.md for what is left out."""
+"""The session protocol: SGLang's native API, see docs/api.md for what is left out."""
 
 from __future__ import annotations
 
@@ -24,11 +24,26 @@ from serving.front.api.fields import (
 )
 from serving.front.api.reply_json import joined_items, json_reply
 from serving.front.api.session_replies import GenerateEncoder, whole_reply
-from serving.front.api.session_schema import AbortBody, CloseSessionBody, GenerateBody, OpenSessionBody
+from serving.front.api.session_schema import (
+    AbortBody,
+    CloseSessionBody,
+    GenerateBody,
+    OpenSessionBody,
+    SessionParams,
+)
+from serving.front.api.session_trees import begin_request, close_tree
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
-from serving.wire.turns import ModelInfo, ServiceError, SessionTurn, TextPrompt, TokenPrompt, TurnCall
+from serving.wire.turns import (
+    ModelInfo,
+    ServiceError,
+    SessionTurn,
+    TextPrompt,
+    TokenPrompt,
+    TurnCall,
+    TurnService,
+)
 
 
 def routes() -> APIRouter:
@@ -50,7 +65,11 @@ def routes() -> APIRouter:
 async def open_session(body: OpenSessionBody, service: Service, tenant: Tenant) -> str:
     try:
         return await service.open_session(
-            body.session_id, timeout_s=body.timeout, capacity_tokens=None, tenant=tenant
+            body.session_id,
+            timeout_s=body.timeout,
+            capacity_tokens=None,
+            tenant=tenant,
+            tree=not body.streaming,
         )
     except ServiceError as error:
         if error.info.param != "timeout_s":
@@ -60,6 +79,7 @@ async def open_session(body: OpenSessionBody, service: Service, tenant: Tenant) 
 
 async def close_session(body: CloseSessionBody, service: Service, tenant: Tenant) -> Response:
     await service.close_session(body.session_id, tenant=tenant)
+    await close_tree(service, body.session_id, tenant)
     return Response()
 
 
@@ -127,7 +147,9 @@ async def generate(
     tenant: Tenant,
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
-    plan = _plan(body, service.model, idempotency_key, tenant)
+    plan = _plan(body, service.model, tenant)
+    if body.session_params is not None:
+        plan = await _in_session(plan, body.session_params, idempotency_key, service)
     as_list = body.batched or body.sampling.n > 1
     if body.stream:
         incremental: bool = request.app.state.incremental_streaming_output
@@ -140,14 +162,42 @@ async def generate(
     return json_reply(b"[%s]" % joined_items(replies) if as_list else replies[0], results)
 
 
-def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None, tenant: str) -> TurnPlan:
+async def _in_session(
+    plan: TurnPlan, params: SessionParams, idempotency_key: str | None, service: TurnService
+) -> TurnPlan:
+    """The plan of one call as a turn of the session. Raises ServiceError, which names the field."""
+    (call,) = plan.calls
+    try:
+        if await service.is_tree(params.id, tenant=call.tenant):
+            turn = await begin_request(service, params, call.request_id, idempotency_key, call.tenant)
+        else:
+            turn = _line_turn(params, idempotency_key)
+    except ServiceError as error:
+        names = plan.field_names
+        raise ServiceError(
+            replace(error.info, param=names.get(error.info.param or "", error.info.param))
+        ) from error
+    return TurnPlan([replace(call, session=turn)], plan.field_names)
+
+
+def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTurn:
+    for name in ("offset", "replace", "drop_previous_output"):
+        if getattr(params, name):
+            raise refusal(
+                f"session_params.{name}: a session that was opened with streaming is a line of turns. "
+                f"POST /v1/kedge/sessions/{params.id}/rewind goes back in it.",
+                f"session_params.{name}",
+            )
+    return SessionTurn(params.id, idempotency_key=idempotency_key, create=False)
+
+
+def _plan(body: GenerateBody, model: ModelInfo, tenant: str) -> TurnPlan:
     prompts = _prompts(body, model)
     asked = body.sampling
     num_calls = len(prompts) * asked.n
     many = "sampling_params.n" if asked.n > 1 else body.prompt_field
     check_num_calls(num_calls, many)
-    session = _session(body, idempotency_key)
-    if session is not None and num_calls > 1:
+    if body.session_params is not None and num_calls > 1:
         raise refusal(f"{many}: a session takes one generation at a time.", many)
     sampling = asked.sampling(model)
     constraint = asked.constraint()
@@ -163,7 +213,6 @@ def _plan(body: GenerateBody, model: ModelInfo, idempotency_key: str | None, ten
             skip_special_tokens=asked.skip_special_tokens,
             logprobs=_logprobs(body),
             constraint=constraint,
-            session=session,
             tenant=tenant,
         )
         for index, request_id in enumerate(_request_ids(body, len(prompts)))
@@ -198,15 +247,6 @@ def _request_ids(body: GenerateBody, num_prompts: int) -> list[str]:
     return rids if count == 1 else [f"{rid}_{choice}" for rid in rids for choice in range(count)]
 
 
-def _session(body: GenerateBody, idempotency_key: str | None) -> SessionTurn | None:
-    params = body.session_params
-    if params is None:
-        return None
-    return SessionTurn(
-        params.id, rewind_to=params.offset or None, idempotency_key=idempotency_key, create=False
-    )
-
-
 def _logprobs(body: GenerateBody) -> LogprobParams | None:
     if not body.return_logprob:
         return None
@@ -226,6 +266,7 @@ def _field_names(prompt_field: str) -> dict[str, str]:
         "stop": "sampling_params.stop",
         "json_schema": "sampling_params.json_schema",
         "regex": "sampling_params.regex",
+        "grammar": "sampling_params.ebnf",
         "offset": "session_params.offset",
         "session_id": "session_params.id",
         "idempotency_key": "idempotency-key",

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
-from pydantic_core import from_json
 
 from engine.api import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from serving.front.api.errors import refusal
@@ -14,7 +13,7 @@ from serving.front.api.fields import (
     MAX_CALLS,
     AdditivePenalty,
     CountOrZero,
-    JsonSchema,
+    Grammar,
     LogitBias,
     MinP,
     Name,
@@ -22,6 +21,7 @@ from serving.front.api.fields import (
     NumChoices,
     Regex,
     RepetitionPenalty,
+    SchemaOrText,
     Seed,
     StopStrings,
     StopTokenIds,
@@ -30,6 +30,7 @@ from serving.front.api.fields import (
     TopK,
     TopLogprobs,
     TopP,
+    check_min_tokens,
     check_token_ids,
     checked_bias,
     engine_temperature,
@@ -37,19 +38,11 @@ from serving.front.api.fields import (
     one_or_many,
     one_or_many_lists,
     schema_constraint,
+    schema_of,
 )
 from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ModelInfo, OutputConstraint
-
-
-def _schema_kind(value: Any) -> str:
-    return "<schema>" if isinstance(value, dict) else "<text>"
-
-
-SchemaOrText = Annotated[
-    Annotated[JsonSchema, Tag("<schema>")] | Annotated[str, Tag("<text>")], Discriminator(_schema_kind)
-]
 
 
 class SamplingBody(StrictBody):
@@ -74,10 +67,10 @@ class SamplingBody(StrictBody):
     n: NumChoices = 1
     json_schema: SchemaOrText | None = None
     regex: Regex | None = None
+    ebnf: Grammar | None = None
+    min_new_tokens: CountOrZero = 0
 
     custom_params: NotSupported = None
-    ebnf: NotSupported = None
-    min_new_tokens: NotSupported = None
     spaces_between_special_tokens: Literal[True, None] = None
     stop_regex: NotSupported = None
     structural_tag: NotSupported = None
@@ -90,6 +83,8 @@ class SamplingBody(StrictBody):
         """The engine's parameters; the seed and the token limit travel beside them."""
         stop_ids = self.stop_token_ids or []
         check_token_ids(stop_ids, model, "sampling_params.stop_token_ids")
+        least = "sampling_params.min_new_tokens"
+        check_min_tokens(self.min_new_tokens, self.max_new_tokens, least, "max_new_tokens")
         return SamplingParams(
             temperature=engine_temperature(self.temperature),
             top_p=self.top_p,
@@ -101,37 +96,38 @@ class SamplingBody(StrictBody):
             logit_bias=checked_bias(self.logit_bias, model, "sampling_params.logit_bias"),
             stop_token_ids=frozenset(stop_ids),
             ignore_eos=self.ignore_eos,
+            min_new_tokens=self.min_new_tokens,
         )
 
     def constraint(self) -> OutputConstraint | None:
-        """What the output is held to."""
-        if self.json_schema is None:
-            return None if self.regex is None else OutputConstraint("regex", self.regex)
-        param = "sampling_params.json_schema"
+        """What the output is held to. Raises ServiceError."""
+        given = {"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            param = f"sampling_params.{names[1]}"
+            raise refusal(f"{param}: give either {names[0]} or {names[1]}.", param)
         if self.regex is not None:
-            raise refusal("sampling_params.regex: give either json_schema or regex.", "sampling_params.regex")
-        schema = self.json_schema
-        if isinstance(schema, str):
-            try:
-                schema = from_json(schema, allow_inf_nan=False)
-            except ValueError as error:
-                raise refusal(f"{param}: not valid JSON: {error}", param) from error
-        if not isinstance(schema, dict):
-            raise refusal(f"{param}: a schema is a JSON object.", param)
-        return schema_constraint(schema, param)
+            return OutputConstraint("regex", self.regex)
+        if self.ebnf is not None:
+            return OutputConstraint("grammar", self.ebnf)
+        if self.json_schema is None:
+            return None
+        param = "sampling_params.json_schema"
+        return schema_constraint(schema_of(self.json_schema, param), param)
 
 
 class SessionParams(StrictBody):
-    """Which session, and from where. Sessions are append-only but for `offset`: it keeps that many committed tokens.
-
-    As with SGLang an offset of 0 appends, and `rid` is taken and not needed.
+    """Which session, and from where. One that was opened with `streaming` is a line: a turn is appended, `rid` has no
+    effect, and the others are refused. Otherwise it is a tree, in which a request goes on from the one that `rid`
+    names: from its first `offset` tokens, if that is not 0; from its input alone, with `drop_previous_output`; in place
+    of all that went on from it before, with `replace`.
     """
 
     id: Name
-    rid: str | None = None
+    rid: Annotated[str, Field(max_length=256)] | None = None
     offset: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    replace: Annotated[NotSupported, Field(description="Sessions are append-only.")] = None
-    drop_previous_output: Annotated[NotSupported, Field(description="Sessions are append-only.")] = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
 
 
 Texts = Annotated[
@@ -205,7 +201,8 @@ class GenerateBody(StrictBody):
 
 
 class OpenSessionBody(StrictBody):
-    """`capacity_of_str_len` (characters) is a hint; sessions may take what memory allows. `timeout`: idle seconds."""
+    """`capacity_of_str_len` (characters) is a hint; sessions may take what memory allows. `timeout`: idle seconds. With
+    `streaming` the session is a line of turns, without a tree of requests."""
 
     capacity_of_str_len: CountOrZero
     session_id: Name | None = None

@@ -1,18 +1,24 @@
-"""Bodies as strict JSON: valid UTF-8, no NaN or Infinity, no lone surrogates, no type coercion, no unknown fields."""
+"""Bodies as strict JSON: valid UTF-8, no NaN or Infinity, no lone surrogates, no type coercion, no unknown fields.
+
+Where the application lets unknown fields pass they are left out at every depth, and a header of the reply names them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, cast
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic_core import from_json
 
 from serving.front.api.body_limits import BodyLimits
+from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
 
+_MANY_DIGITS = re.compile(rb"[0-9]{19}")
 SMALL_BODY_BYTES = 64 * 1024
 """What is larger is counted before it is parsed, and checked on a thread."""
 
@@ -34,9 +40,13 @@ class StrictBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, values: Any) -> Any:
-        if isinstance(values, dict) and len(values) > MOST_FIELDS:
+    def _few_fields(cls, values: Any, info: ValidationInfo) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MOST_FIELDS:
             raise ValueError(f"{len(values)} fields; at most {MOST_FIELDS} are looked at.")
+        if isinstance(info.context, IgnoredFields):
+            return info.context.without_unknown(values, cls.model_fields)
         return values
 
 
@@ -60,10 +70,11 @@ class StrictJsonRequest(Request):
     """Reads its body up to the application's limits, with pydantic's parser, which refuses what Python's takes.
 
     `json()` is what FastAPI makes a `model` of. A large body is made one here, on a thread, and FastAPI takes it as it
-    is: streams go on meanwhile.
+    is: streams go on meanwhile. So is one whose unknown fields are `ignored`; None refuses them.
     """
 
     model: type[BaseModel] | None = None
+    ignored: IgnoredFields | None = None
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -92,13 +103,16 @@ class StrictJsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         if len(body) <= SMALL_BODY_BYTES:
-            return _parsed(body)
+            value = _parsed(body)
+            if self.model is None or self.ignored is None:
+                return value
+            return _validated(self.model, value, self.ignored)
         for _ in self._limits.check_values(body):
             await asyncio.sleep(0)
         value = _parsed(body)
         if self.model is None:
             return value
-        return await asyncio.to_thread(_validated, self.model, value)
+        return await asyncio.to_thread(_validated, self.model, value, self.ignored)
 
     @property
     def _limits(self) -> BodyLimits:
@@ -117,21 +131,48 @@ class StrictJsonRoute(APIRoute):
         async def handle(request: Request) -> Response:
             strict = StrictJsonRequest(request.scope, request.receive)
             strict.model = model
-            return await handler(strict)
+            strict.ignored = IgnoredFields() if request.app.state.ignore_unknown_fields else None
+            response = await handler(strict)
+            if strict.ignored:
+                response.headers[IGNORED_FIELDS] = strict.ignored.header
+            return response
 
         return handle
 
 
 def _parsed(body: bytes) -> Any:
     try:
-        return from_json(body, allow_inf_nan=False)
+        value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise HTTPException(400, f"The body is not valid JSON: {error}") from error
+    if _MANY_DIGITS.search(body):
+        _check_integers(value)
+    return value
 
 
-def _validated(model: type[BaseModel], value: Any) -> BaseModel:
+def _check_integers(body: Any) -> None:
+    """Raises InvalidBody for one that does not travel to a replica; it names the list that one is in."""
+    left: list[tuple[tuple[str | int, ...], Any]] = [(("body",), body)]
+    while left:
+        at, value = left.pop()
+        match value:
+            case dict():
+                left += [((*at, key), each) for key, each in value.items()]
+            case list():
+                left += [
+                    ((*at, index) if isinstance(each, dict) else at, each) for index, each in enumerate(value)
+                ]
+            case int() if not -(2**63) <= value < 2**64:
+                problem = "an integer of more than 64 bits is not supported"
+                raise InvalidBody({"type": "int_parsing_size", "loc": at, "msg": problem})
+
+
+def _validated(model: type[BaseModel], value: Any, ignored: IgnoredFields | None) -> BaseModel:
     try:
-        return model.model_validate(value)
+        body = model.model_validate(value, context=ignored)
     except ValidationError as error:
         first: dict[str, Any] = dict(error.errors(include_url=False, include_input=False)[0])
         raise InvalidBody(first | {"loc": ("body", *first["loc"])}) from None
+    if ignored:
+        ignored.find_in(value)
+    return body

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
@@ -48,10 +48,10 @@ class TokenizeBody(StrictBody):
     return_token_strs: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-    add_generation_prompt: Literal[True, None] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     chat_template: NotSupported = None
-    continue_final_message: NotSupported = None
     mm_processor_kwargs: NotSupported = None
 
     def prompts(self) -> list[TextPrompt | ChatPrompt]:
@@ -65,7 +65,15 @@ class TokenizeBody(StrictBody):
                 )
             messages = tuple(message.for_template() for message in self.messages)
             tools = tuple(tool.for_template() for tool in self.tools or ())
-            return [ChatPrompt(messages, self.chat_template_kwargs or {}, tools)]
+            return [
+                ChatPrompt(
+                    messages,
+                    self.chat_template_kwargs or {},
+                    tools,
+                    opens_answer=self.add_generation_prompt is not False,
+                    continues_final=bool(self.continue_final_message),
+                )
+            ]
         if self.prompt is None:
             raise refusal("prompt: give either prompt or messages.", "prompt")
         for param in ("tools", "chat_template_kwargs"):

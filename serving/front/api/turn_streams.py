@@ -52,6 +52,7 @@ class TurnResult:
     finish: TurnFinish | None = None
     turn_index: int | None = None
     replayed: bool = False
+    in_thought: bool = False
     started_s: float = field(default_factory=time.perf_counter)
     elapsed_s: float = 0.0
 
@@ -69,6 +70,7 @@ class TurnResult:
         self.finish = event.finish
         self.turn_index = event.turn_index
         self.replayed = event.replayed
+        self.in_thought = event.in_thought
         self.elapsed_s = time.perf_counter() - self.started_s
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from serving.text.tool_calls.formats import FORMATS
+from serving.text.tool_calls.formats import tool_format
 
 NOTHING_FORCED = '%llguidance {"no_forcing": true}'
 """First line of a grammar. Else all that has to follow would be tokenized again at each of its tokens, and the names of
@@ -18,7 +18,7 @@ def calls_grammar(
     wanted: Mapping[str, Any], special_ids: Mapping[str, int], json_options: Mapping[str, Any]
 ) -> str:
     """`wanted` is what serving/front/api/openai_tools.py writes. Special tokens of the format are the grammar's."""
-    tool_format = FORMATS[wanted["format"]]
+    form = tool_format(wanted["format"])
 
     def literal(text: str) -> str:
         texts = [re.escape(token) for token in special_ids]
@@ -32,15 +32,15 @@ def calls_grammar(
 
     rules = []
     for index, function in enumerate(wanted["functions"]):
-        head = f'{{"name": {json.dumps(function["name"])}, "{tool_format.arguments}": '
-        rules.append(f'call_{index}: {literal(head)} {schema(function["parameters"])} "}}"')
+        head, tail = literal(form.head(function["name"])), literal(form.tail)
+        rules.append(f"call_{index}: {head} {schema(function['parameters'])} {tail}")
     call = " | ".join(f"call_{index}" for index in range(len(rules)))
-    more = f"({literal(tool_format.between)} call)*" if wanted["parallel"] else ""
+    more = f"({literal(form.between)} call)*" if wanted["parallel"] else ""
     answer = "calls" if wanted["answer"] is None else f"calls | {schema(wanted['answer'])}"
     lines = [
         NOTHING_FORCED,
         f"start: {answer}",
-        f"calls: {literal(tool_format.prefix)} call {more} {literal(tool_format.suffix)}",
+        f"calls: {literal(form.prefix)} call {more} {literal(form.suffix)}",
         f"call: {call}",
         *rules,
     ]

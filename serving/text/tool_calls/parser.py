@@ -10,29 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pydantic_core import from_json
 
+from serving.text.answer_pieces import CallPiece, Piece, overlap
 from serving.text.tool_calls.formats import ToolFormat
+from serving.text.tool_calls.json_extent import JsonExtent
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD_CHARS = 512
 """How far a call's name is looked for before its end. With a longer head, or another order, it is told when whole."""
-_JSON_MARKS = re.compile(r'["\\{}\[\]]')
 _SPACE = " \t\r\n"
-
-
-@dataclass(frozen=True, slots=True)
-class CallPiece:
-    """Of the answer's `index`-th call: its first piece has the name, all of them together the arguments, as JSON."""
-
-    index: int
-    name: str | None
-    arguments: str
-
-
-Piece = str | CallPiece
 
 
 class CallParser:
@@ -48,7 +36,7 @@ class CallParser:
         self._unread = ""
         self._held = ""
         self._object = ""
-        self._extent = _JsonExtent()
+        self._extent = JsonExtent()
         self._num_calls = 0
         self._in_group = False
         """A call was read, and what ends them was not."""
@@ -85,7 +73,7 @@ class CallParser:
         """Content, up to an opener. White space waits: before an opener it is none."""
         opener, unread = self._format.opener, self._unread
         place = unread.find(opener)
-        end = place if place >= 0 else len(unread) - _overlap(unread, opener)
+        end = place if place >= 0 else len(unread) - overlap(unread, [opener])
         said = unread[:end].rstrip(_SPACE)
         self._say(said)
         if place < 0:
@@ -104,7 +92,7 @@ class CallParser:
         if not unread:
             return False
         if unread[0] == "{":
-            self._object, self._extent = "", _JsonExtent()
+            self._object, self._extent = "", JsonExtent()
             self._state = self._whole_or_head
             return True
         if closer.startswith(unread) and closer != unread:
@@ -132,7 +120,7 @@ class CallParser:
         if head is not None:
             self._begin(head[1], "")
             self._unread = self._object[head.end() :] + self._unread
-            self._object, self._extent = "", _JsonExtent()
+            self._object, self._extent = "", JsonExtent()
             self._state = self._arguments
             return True
         if end is None:
@@ -167,7 +155,7 @@ class CallParser:
         """The brace of the call itself, which some models forget; or more keys, which say nothing here."""
         self._unread = self._unread.lstrip(_SPACE)
         if self._unread.startswith(","):
-            self._extent = _JsonExtent(depth=1)
+            self._extent = JsonExtent(depth=1)
             self._state = self._other_keys
         elif self._unread:
             self._unread = self._unread.removeprefix("}")
@@ -180,43 +168,6 @@ class CallParser:
         if end is not None:
             self._state = self._around
         return end is not None
-
-
-class _JsonExtent:
-    """Where a JSON object ends, in text that comes in pieces. It need not be a valid one."""
-
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
-        self._in_string = False
-        self._escaped = False
-
-    def end(self, text: str) -> int | None:
-        """The place behind its last brace; None if that is yet to come."""
-        place = 1 if self._escaped else 0
-        self._escaped = False
-        while mark := _JSON_MARKS.search(text, place):
-            place, char = mark.end(), mark[0]
-            if self._in_string:
-                if char == "\\":
-                    self._escaped = place == len(text)
-                    place += 1
-                elif char == '"':
-                    self._in_string = False
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return place
-        return None
-
-
-def _overlap(text: str, word: str) -> int:
-    """How many characters of the beginning of `word` the text ends with."""
-    most = min(len(text), len(word) - 1)
-    return next((length for length in range(most, 0, -1) if text.endswith(word[:length])), 0)
 
 
 def _whole_call(text: str) -> tuple[str, str] | None:

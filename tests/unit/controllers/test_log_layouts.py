@@ -147,9 +147,9 @@ def test_a_newer_layout_is_refused_by_name_and_left_alone(tmp_path: Path, redis_
     path = tmp_path / "sessions.db"
     SqliteSessionStore(path).disconnect()
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("PRAGMA user_version = 6")
+        connection.execute("PRAGMA user_version = 7")
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"has layout 6; this version of Kedge reads layouts up to 5"):
+    with pytest.raises(StoreError, match=r"has layout 7; this version of Kedge reads layouts up to 6"):
         SqliteSessionStore(path)
     assert path.read_bytes() == before
 

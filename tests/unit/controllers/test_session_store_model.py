@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from store_turns import append_turn
 from controllers.errors import StaleEpoch
 from controllers.kept_answers import KEPT_ANSWERS
 from controllers.log_cipher import KEY_BYTES, LogCipher
-from controllers.records import SessionRecord, StoredResult, TurnRecord
+from controllers.records import Checkpoint, SessionRecord, StoredResult, TurnNote, TurnRecord
 from controllers.redis_store import RedisSessionStore
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
@@ -51,7 +51,7 @@ class Place(Protocol):
         """The log as a process that was just killed leaves it."""
 
     def histories(self, store: SessionStore) -> int:
-        """How many turns and segments it has, of all sessions."""
+        """How many turns, segments and notes it has, of all sessions."""
 
     def remove(self) -> None: ...
 
@@ -76,7 +76,8 @@ class Files:
 
     def histories(self, store: SessionStore) -> int:
         assert isinstance(store, SqliteSessionStore)
-        counts = "SELECT (SELECT count(*) FROM turns) + (SELECT count(*) FROM segments)"
+        tables = ("turns", "segments", "notes")
+        counts = f"SELECT {' + '.join(f'(SELECT count(*) FROM {table})' for table in tables)}"
         return int(store._connection.execute(counts).fetchone()[0])
 
     def remove(self) -> None:
@@ -96,7 +97,7 @@ class Keys:
         return self.open()
 
     def histories(self, store: SessionStore) -> int:  # noqa: ARG002
-        kinds = ("history", "turns", "segment", "tokens", "uses")
+        kinds = ("history", "turns", "segment", "tokens", "uses", "notes")
         with self._server.client() as client:
             return sum(len(client.keys(f"kedge:{{{self._log.name}}}:{kind}:*")) for kind in kinds)
 
@@ -111,10 +112,20 @@ class ModelSession:
     turns: int = 0
     history: list[int] = field(default_factory=list)
     results: list[StoredResult] = field(default_factory=list)
+    notes: list[TurnNote] = field(default_factory=list)
     last_turn: TurnRecord | None = None
 
     def take(self, record: TurnRecord) -> None:
         self.history = self.history[: record.start_len] + unpack_tokens(record.tokens).tolist()
+        self.notes = cut(self.notes, record.start_len)
+        if record.note:
+            start_len, end_len = record.start_len, len(self.history)
+            asked_len = start_len + record.input_len
+            self.notes.append(
+                TurnNote(
+                    self.turns, start_len, asked_len, end_len, record.checkpoint, record.whole, record.note
+                )
+            )
         if record.idempotency_key is not None:
             self.results.append(StoredResult(record.idempotency_key, self.turns, record.result))
         self.turns += 1
@@ -126,6 +137,11 @@ class ModelSession:
         others = [result for result in self.results if result not in by_client]
         kept = by_client[-KEPT_ANSWERS:] + others[-KEPT_ANSWERS:]
         return sorted(kept, key=lambda result: result.turn_index)
+
+
+def cut(notes: list[TurnNote], length: int) -> list[TurnNote]:
+    """Those whose input is part of the first `length` tokens."""
+    return [replace(note, end_len=min(note.end_len, length)) for note in notes if note.asked_len <= length]
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -149,16 +165,46 @@ class StoreMachine(RuleBasedStateMachine):
         self.model[session_id] = ModelSession(opened.epoch)
         return session_id
 
-    @rule(session_id=sessions, tokens=TOKENS, keep=st.floats(0, 1), rewinds=st.booleans(), keyed=KEYED)
-    def turn(self, session_id: str, tokens: list[int], keep: float, rewinds: bool, keyed: str | None) -> None:
+    @rule(
+        session_id=sessions,
+        tokens=TOKENS,
+        keep=st.floats(0, 1),
+        rewinds=st.booleans(),
+        keyed=KEYED,
+        note=st.binary(max_size=9),
+        whole=st.booleans(),
+    )
+    def turn(
+        self,
+        session_id: str,
+        tokens: list[int],
+        keep: float,
+        rewinds: bool,
+        keyed: str | None,
+        note: bytes,
+        whole: bool,
+    ) -> None:
         session = self.model[session_id]
         start_len = int(len(session.history) * keep) if rewinds else len(session.history)
         key = _key(keyed, session.turns)
         record = TurnRecord(
             session_id, session.epoch, session.turns, start_len, encode_tokens(tokens), 1, key, b"result"
         )
+        if note:
+            place = Checkpoint(session.turns, note, record.asked_len, "template") if whole else None
+            record = replace(record, note=note, whole=whole, checkpoint=place)
         append_turn(self.store, record)
         session.take(record)
+
+    @rule(session_id=sessions, places=st.data())
+    def forget_a_note(self, session_id: str, places: st.DataObject) -> None:
+        session = self.model[session_id]
+        at = places.draw(st.integers(-1, len(session.notes)))
+        if not 0 <= at < len(session.notes):
+            self.store.forget_note(session_id, 10_000)
+            return
+        self.store.forget_note(session_id, session.notes[at].turn_index)
+        session.notes[at] = replace(session.notes[at], note=b"")
 
     @rule(asked=st.lists(st.tuples(sessions, TOKENS, st.integers(-1, 1), KEYED), max_size=6))
     def turns_in_a_group(self, asked: list[tuple[str, list[int], int, str | None]]) -> None:
@@ -182,11 +228,15 @@ class StoreMachine(RuleBasedStateMachine):
     def fork(self, parent: str, keep: float) -> str:
         self.opened += 1
         session_id = f"s{self.opened}"
-        history = self.model[parent].history
+        before = self.model[parent]
+        history = before.history
         length = int(len(history) * keep)
         forked = self.store.fork(parent, length, SessionRecord(session_id, "", 1, "r1"))
         assert forked.epoch == self.floor + 1
-        self.model[session_id] = ModelSession(forked.epoch, history=history[:length])
+        notes = [
+            replace(note, turn_index=note.turn_index - before.turns) for note in cut(before.notes, length)
+        ]
+        self.model[session_id] = ModelSession(forked.epoch, history=history[:length], notes=notes)
         return session_id
 
     @rule(session_id=sessions)
@@ -240,6 +290,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert (record.epoch, record.replica_id) == (session.epoch, session.replica_id)
             assert record.turns == session.turns
             assert list(record.results) == session.kept()
+            assert list(self.store.notes(session_id)) == session.notes
+            assert list(record.checkpoints) == [each.checkpoint for each in session.notes if each.checkpoint]
+            assert record.whole == any(each.whole for each in session.notes)
             entry = entries[session_id]
             assert (entry.tokens, entry.turns) == (len(session.history), session.turns)
 

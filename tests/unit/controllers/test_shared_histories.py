@@ -148,14 +148,15 @@ def test_an_encrypted_log_tells_nothing_of_what_was_said(
     for cipher in CIPHERS:
         store = opened(cipher)
         epoch = store.open(SESSION).epoch
-        said = turn_of(0, 0, TOKENS, epoch=epoch, idempotency_key="k", result=b"answered", digest="asked")
+        said = turn_of(0, 0, TOKENS, epoch=epoch, idempotency_key="k", result=b"answered", digest="wanted")
+        said = replace(said, note=b"spoken")
         append_turn(store, said)
         forked(store, "s", 100, "child")
         append_turn(store, turn_of(1, 600, TOKENS[:50], epoch=epoch))
         left = seen()
         plain = cipher is CIPHERS[0]
         assert any(encode_tokens([token]) in left for token in TOKENS) == plain
-        assert (b"answered" in left) == (b"asked" in left) == plain
+        assert (b"answered" in left) == (b"wanted" in left) == (b"spoken" in left) == plain
         assert store.close("s")
         assert store.close("child")
         store.purge()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.cluster import Cluster
-from serving.front.conversations import Conversations
+from serving.front.conversations import Affinity, Conversations
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA
 from serving.front.replica_gone import Loss as Seen
@@ -62,7 +62,7 @@ class Replicas:
         living = [rig for name, rig in self.rigs.items() if name not in self.dead]
         return [rig.turns.abort(call.request_id, call.tenant) for rig in living]
 
-    async def pick(self, _holder: str | None) -> str:
+    async def pick(self, _affinity: Affinity) -> str:
         return ANY_REPLICA
 
     @asynccontextmanager

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError, SessionNotFound
-from controllers.records import ForkOrder, LedgerEntry
+from controllers.records import TREE_KEY, ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import EngineError, Finish, FinishReason
 from serving.front.conversations import Conversations
@@ -26,6 +26,7 @@ from serving.replica.replica import replica_figures
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import cluster_audit, replica_audit
 from serving.wire.errors import error_info
+from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
     ChatPrompt,
     ForkedSession,
@@ -36,6 +37,7 @@ from serving.wire.turns import (
     TokenizedPrompt,
     TurnCall,
     TurnEvent,
+    TurnTranscript,
 )
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, running_rig
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
@@ -86,12 +88,27 @@ class LocalService:
             raise ServiceError(error_info(error)) from error
 
     async def open_session(
-        self, session_id: str | None, *, timeout_s: float | None, capacity_tokens: int | None, tenant: str
+        self,
+        session_id: str | None,
+        *,
+        timeout_s: float | None,
+        capacity_tokens: int | None,
+        tenant: str,
+        tree: bool = False,
     ) -> str:
+        open_key = (TREE_KEY if tree else "") + uuid.uuid4().hex
         try:
-            return id_in(self.cluster.open_session(session_id, tenant, timeout_s, capacity_tokens).session_id)
+            opened = self.cluster.open_session(session_id, tenant, timeout_s, capacity_tokens, open_key)
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
+        return id_in(opened.session_id)
+
+    async def is_tree(self, session_id: str, *, tenant: str) -> bool:
+        try:
+            entry = self.cluster.session(session_key(tenant, session_id))
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+        return (entry.open_key or "").startswith(TREE_KEY)
 
     async def fork_session(
         self,
@@ -107,6 +124,29 @@ class LocalService:
         try:
             forked = await self.rig.host.fork(key, self._epoch(key, create=False), order)
             return replace(forked, session_id=child_id)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
+        key = session_key(tenant, session_id)
+        try:
+            await self.rig.turns.rewind(key, self._epoch(key, create=False), length)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
+        try:
+            notes = self.cluster.notes
+            found = notes.page(session_id, tenant)
+            while page := found and notes.page(session_id, tenant, found[-1].turn_index):
+                found += page
+            return [transcript_of(note) for note in found]
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def forget_note(self, session_id: str, turn_index: int, *, tenant: str) -> None:
+        try:
+            self.cluster.notes.forget(session_id, tenant, turn_index)
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 

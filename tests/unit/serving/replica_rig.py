@@ -76,7 +76,7 @@ class LocalController:
         self.gate.set()
 
     def __getattr__(self, name: str) -> Any:
-        method = self._commit_turn if name == "commit_turn" else getattr(self.cluster, name)
+        method = self._method(name)
 
         async def call(*args: Any) -> Any:
             await self.gate.wait()
@@ -88,6 +88,15 @@ class LocalController:
             return result
 
         return call
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """Of the cluster, or of the part of it that the actor hands the call to."""
+        parts: dict[str, Callable[..., Any]] = {
+            "commit_turn": self._commit_turn,
+            "notes": self.cluster.notes.page,
+            "forget_note": self.cluster.notes.forget,
+        }
+        return parts.get(name) or getattr(self.cluster, name)
 
     def _commit_turn(self, record: TurnRecord) -> None:
         (refusal,) = self.cluster.commits.commit([record])

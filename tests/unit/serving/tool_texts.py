@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
+from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.tool_calls.formats import FORMATS, FormatName
-from serving.text.tool_calls.parser import CallParser, CallPiece, Piece
+from serving.text.tool_calls.parser import CallParser
 
 SCRAPS: dict[FormatName, list[str]] = {
     "hermes": ["<tool_call>", "</tool_call>", "<tool", "_call>", "<tool_call>\n", "\n</tool_call>"],

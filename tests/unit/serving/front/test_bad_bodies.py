@@ -65,7 +65,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     ),
     (COMPLETIONS, {"prompt": "a", "response_format": held({"not": {}})}, FORMAT_SCHEMA),
     (CHAT, {"messages": [HELLO], "structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
-    (CHAT, {"messages": [HELLO], "structured_outputs": {"json": "{}"}}, "structured_outputs.json"),
+    (CHAT, {"messages": [HELLO], "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
@@ -109,7 +109,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (GENERATE, {"text": "a", "sampling_params": {"regex": "a" * 70_000}}, "sampling_params.regex"),
     (GENERATE, {"text": "a", "sampling_params": {"regex": ""}}, "sampling_params.regex"),
     (GENERATE, {"text": "a", "sampling_params": {"regex": "a", "json_schema": {}}}, "sampling_params.regex"),
-    (GENERATE, {"text": "a", "sampling_params": {"ebnf": 'root ::= "a"'}}, "sampling_params.ebnf"),
+    (GENERATE, {"text": "a", "sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
     (CHAT, {"messages": [HELLO], "modalities": ["audio"]}, "modalities[0]"),
     (CHAT, {"messages": [HELLO], "logprobs": 1}, "logprobs"),
     (CHAT, {"messages": [HELLO], "top_logprobs": 3}, "top_logprobs"),
@@ -143,7 +143,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs"),
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
-    (COMPLETIONS, {"prompt": "a", "guided_json": {"type": "object"}}, "guided_json"),
+    (COMPLETIONS, {"prompt": "a", "guided_json": {"not": {}}}, "guided_json"),
     *[
         (COMPLETIONS, {"prompt": "a", name: value}, name)
         for name, values in {
@@ -199,9 +199,9 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (GENERATE, {"input_ids": [5], "return_logprob": True, "logprob_start_len": 50}, "logprob_start_len"),
     (OPEN, {}, "capacity_of_str_len"),
     (OPEN, {"capacity_of_str_len": -1}, "capacity_of_str_len"),
-    (OPEN, {"capacity_of_str_len": 1, "timeout": 0}, "timeout"),
-    (OPEN, {"capacity_of_str_len": 1, "session_id": "a b"}, "session_id"),
-    (OPEN, {"capacity_of_str_len": 1, "session_id": "a" * 257}, "session_id"),
+    (OPEN, {"capacity_of_str_len": 1, "streaming": True, "timeout": 0}, "timeout"),
+    (OPEN, {"capacity_of_str_len": 1, "streaming": True, "session_id": "a b"}, "session_id"),
+    (OPEN, {"capacity_of_str_len": 1, "streaming": True, "session_id": "a" * 257}, "session_id"),
     ("/close_session", {}, "session_id"),
     ("/abort_request", {}, "rid"),
     ("/v1/kedge/sessions", {"timeout_s": -1}, "timeout_s"),
@@ -364,7 +364,7 @@ GOOD = {
     CHAT: {"messages": [HELLO], "max_tokens": 2, "tools": [{"type": "function", "function": {"name": "f"}}]},
     COMPLETIONS: {"prompt": [5], "max_tokens": 2},
     GENERATE: {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}},
-    OPEN: {"capacity_of_str_len": 5},
+    OPEN: {"capacity_of_str_len": 5, "streaming": True},
 }
 
 

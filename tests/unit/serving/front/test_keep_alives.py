@@ -56,7 +56,9 @@ async def test_a_turn_that_waits_for_its_first_token_says_that_it_lives(tmp_path
 async def test_a_turn_that_waits_for_the_log_says_that_it_lives(tmp_path: Path) -> None:
     async with served(tmp_path, OFTEN_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
         body = PATHS["/generate"] | {"session_params": {"id": "s"}}
-        await client.post("/open_session", json={"capacity_of_str_len": 1, "session_id": "s"})
+        await client.post(
+            "/open_session", json={"capacity_of_str_len": 1, "streaming": True, "session_id": "s"}
+        )
         assert (await client.post("/generate", json=body)).status_code == 200
         service.rig.controller.log.away = True
         async with client.stream("POST", "/generate", json=body | {"stream": True}) as reply:

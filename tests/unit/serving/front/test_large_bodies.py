@@ -170,9 +170,9 @@ async def test_a_large_body_is_checked_on_a_thread_and_means_what_a_small_one_do
     threads = []
     validate = ChatBody.model_validate
 
-    def noted(value: Any) -> ChatBody:
+    def noted(value: Any, context: Any = None) -> ChatBody:
         threads.append(threading.current_thread())
-        return validate(value)
+        return validate(value, context=context)
 
     monkeypatch.setattr(ChatBody, "model_validate", noted)
     asked = {"model": MODEL.model_id, "messages": [HELLO], "temperature": 0, "max_tokens": 3}

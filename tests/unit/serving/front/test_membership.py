@@ -8,7 +8,8 @@ import pytest
 
 from controllers.errors import NoAnswer
 from controllers.records import ReplicaStatus
-from serving.front.membership import Membership
+from serving.front.conversations import Affinity
+from serving.front.membership import HOLDERS_LOAD, NEWCOMERS_LOAD, Membership
 
 
 class Controller:
@@ -82,3 +83,46 @@ async def test_one_that_is_to_go_is_picked_only_where_there_is_no_other() -> Non
     controller.statuses.pop()
     await membership.look()
     assert membership.pick() == "a"
+
+
+def spread(membership: Membership, homes: list[bytes], *, goes_on: bool = True) -> list[str | None]:
+    """Each picked, and answered at once."""
+    picked = []
+    for home in homes:
+        picked.append(membership.pick(Affinity(home=home, goes_on=goes_on)))
+        membership._known[str(picked[-1])].begun -= 1
+    return picked
+
+
+HOMES = [b"%d" % number for number in range(300)]
+
+
+async def test_front_ends_choose_the_same_replica_for_a_conversation() -> None:
+    names = "abcd"
+    controller = Controller(*map(status, names))
+    first, second = membership_of(controller, []), membership_of(controller, [])
+    for membership in (first, second):
+        await membership.look()
+    picked = spread(first, HOMES)
+    assert spread(second, HOMES, goes_on=False) == picked
+    assert min(picked.count(name) for name in names) > 50, "each has its share"
+    controller.statuses.pop()
+    await first.look()
+    moved = [after for before, after in zip(picked, spread(first, HOMES), strict=True) if after != before]
+    assert len(moved) == picked.count("d"), "only those of the one that went"
+
+
+async def test_a_home_that_is_much_more_loaded_is_not_chosen() -> None:
+    controller = Controller(status("a", running=NEWCOMERS_LOAD + 1), status("b"))
+    membership = membership_of(controller, [])
+    await membership.look()
+    assert set(spread(membership, HOMES, goes_on=False)) == {"b"}
+    assert set(spread(membership, HOMES)) == {"a", "b"}
+
+
+async def test_who_has_what_was_said_comes_before_a_home() -> None:
+    controller = Controller(status("a"), status("b"))
+    membership = membership_of(controller, [])
+    await membership.look()
+    assert {membership.pick(Affinity("a", home)) for home in HOMES[:HOLDERS_LOAD]} == {"a"}
+    assert membership.pick(Affinity("gone", b"1")) in ("a", "b")

@@ -26,7 +26,9 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 
 async def open_session(client: httpx.AsyncClient, **fields: Any) -> str:
-    reply = await client.post("/open_session", json={"capacity_of_str_len": 1000, **fields})
+    reply = await client.post(
+        "/open_session", json={"capacity_of_str_len": 1000, "streaming": True, **fields}
+    )
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -64,21 +66,6 @@ async def test_turns_of_a_session(tmp_path: Path) -> None:
         assert (await client.post("/close_session", json={"session_id": session})).status_code == 200
         assert (await client.post("/close_session", json={"session_id": "unknown"})).status_code == 200
         await service.rig.books_are_empty()
-
-
-async def test_rewinding(tmp_path: Path) -> None:
-    async with local_client(tmp_path) as (client, _):
-        session = await open_session(client)
-        first = await generate(client, input_ids=[5, 6, 7], session_params={"id": session})
-        await generate(client, input_ids=[8], session_params={"id": session, "offset": 0})
-        reply = await generate(client, input_ids=[9, 9], session_params={"id": session, "offset": 5})
-        kept = ([5, 6, 7] + first["output_ids"])[:5]
-        assert reply["output_ids"] == null_generate([*kept, 9, 9], 6, VOCAB_SIZE)
-        assert reply["meta_info"]["prompt_tokens"] == 7
-        error = await refused(
-            client, "/generate", input_ids=[9], session_params={"id": session, "offset": 500}
-        )
-        assert error["param"] == "session_params.offset"
 
 
 async def test_streams_tell_the_whole_text_so_far(tmp_path: Path) -> None:
@@ -269,8 +256,8 @@ async def test_refusals_say_400_and_why(tmp_path: Path) -> None:
         )
         unknown = await refused(client, "/generate", input_ids=[1], session_params={"id": "nobody"})
         assert unknown["code"] == "session_not_found"
-        for name in ("replace", "drop_previous_output"):
-            params = {"id": "mine", name: True}
+        for name in ("offset", "replace", "drop_previous_output"):
+            params = {"id": "mine", name: 3 if name == "offset" else True}
             error = await refused(client, "/generate", input_ids=[1], session_params=params)
             assert error["param"] == f"session_params.{name}"
         long = await refused(client, "/generate", input_ids=[1] * 600, session_params={"id": "mine"})

@@ -123,7 +123,7 @@ async def test_a_header_that_says_who_calls_comes_once(
     ("path", "body", "field"),
     [
         (SESSIONS, {"timeout_s": 1e9}, "timeout_s"),
-        ("/open_session", {"capacity_of_str_len": 0, "timeout": 1e9}, "timeout"),
+        ("/open_session", {"capacity_of_str_len": 0, "streaming": True, "timeout": 1e9}, "timeout"),
     ],
 )
 async def test_nobody_keeps_a_session_for_ever(

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from serving.grammars.grammar_trial import TOO_MUCH
-from serving.text.tool_calls.formats import FORMATS, FormatName
+from serving.text.tool_calls.formats import FORMATS, NAMED_FORMATS, FormatName
 from tests.unit.serving.front.test_bad_bodies import check_shape
 from tests.unit.serving.local_service import MODEL, LocalService, local_client
 
@@ -51,6 +51,13 @@ def numbered(count: int) -> list[dict[str, Any]]:
 
 def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]},
+    }
 
 
 def tool(**function: Any) -> dict[str, Any]:
@@ -97,7 +104,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**RESULT, "content": None}]}, "messages[0].content"),
     ({"messages": [{**ASKED, "tool_call_id": "c-1"}]}, "messages[0].tool_call_id"),
     ({"messages": [{**ASKED, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "system", "content": None, "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [{**ASKED, "content": None, "refusal": "no"}]}, "messages[0].content"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("none", "clock")}, "tool_choice.allowed_tools.mode"),
+    (
+        {"tools": TOOLS, "tool_choice": allowed("auto", "clock", "f")},
+        "tool_choice.allowed_tools.tools[1].function.name",
+    ),
+    ({"tool_choice": allowed("auto", "clock")}, "tool_choice"),
     ({"messages": [ASKED, called(id="")]}, "messages[1].tool_calls[0].id"),
     ({"messages": [called(type="code")]}, "messages[0].tool_calls[0].type"),
     ({"messages": [called(function={"name": "f"})]}, "messages[0].tool_calls[0].function.arguments"),
@@ -168,7 +184,7 @@ async def test_a_model_without_a_format_takes_no_tools(tmp_path: Path) -> None:
             await ask(client, {"messages": [ASKED, called(), RESULT], "max_tokens": 2, **asks_nothing})
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *NAMED_FORMATS])
 async def test_required_calls_are_valid_in_every_format(tmp_path: Path, name: FormatName) -> None:
     async with tool_client(tmp_path, name) as (client, _):
         for prompt in numbered(8):
@@ -285,3 +301,46 @@ async def test_messages_reach_the_template_as_it_expects_them(tmp_path: Path) ->
         assert first["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": {"city": "Bern"}}
         assert second["tool_calls"][0]["function"]["arguments"] == '{"a', "as a client got it back"
         assert result == {"role": "tool", "content": "noon", "tool_call_id": "c-1"}
+
+
+async def test_only_allowed_tools_are_called(tmp_path: Path) -> None:
+    """All are told to the model, as in every request with them, and the answer is held to some."""
+    async with tool_client(tmp_path) as (client, service):
+        names = set()
+        for body in numbered(6):
+            answer = await ask(client, REQUIRED | body | {"tool_choice": allowed("required", "clock")})
+            names.add(answer["message"]["tool_calls"][0]["function"]["name"])
+        assert names == {"clock"}
+        assert [tool["function"]["name"] for tool in service.calls[-1].prompt.tools] == [
+            "get_weather",
+            "clock",
+        ]  # type: ignore[union-attr]
+
+
+async def test_where_it_may_choose_the_model_is_told_of_the_allowed_tools_alone(tmp_path: Path) -> None:
+    async with tool_client(tmp_path) as (client, service):
+        await ask(client, REQUIRED | {"tool_choice": allowed("auto", "clock"), "max_tokens": 2})
+        call = service.calls[-1]
+        assert [tool["function"]["name"] for tool in call.prompt.tools] == ["clock"]  # type: ignore[union-attr]
+        assert call.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
+        ({"content": "Yes.", "refusal": None}, "Yes."),
+        ({"content": None, "tool_calls": []}, ""),
+    ],
+)
+async def test_an_assistant_may_have_said_nothing(
+    tmp_path: Path, message: dict[str, Any], content: str
+) -> None:
+    """Clients send back what they were answered, which may have no content."""
+    async with tool_client(tmp_path) as (client, service):
+        messages = [ASKED, {"role": "assistant", **message}, ASKED]
+        reply = await client.post(CHAT, json={"messages": messages, "max_tokens": 1})
+        assert reply.status_code == 200, reply.text
+        assert service.calls[-1].prompt.messages[1]["content"] == content  # type: ignore[union-attr]

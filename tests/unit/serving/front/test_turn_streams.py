@@ -55,7 +55,9 @@ async def test_a_client_that_leaves_ends_its_turns(
 
 async def test_a_session_stands_at_its_last_commit_after_a_disconnect(tmp_path: Path) -> None:
     async with slow_server(tmp_path) as (url, service), httpx.AsyncClient(base_url=url) as client:
-        await client.post("/open_session", json={"capacity_of_str_len": 1, "session_id": "s"})
+        await client.post(
+            "/open_session", json={"capacity_of_str_len": 1, "streaming": True, "session_id": "s"}
+        )
         session = {"session_params": {"id": "s"}}
         first = {**LONG_TURN, "sampling_params": {"temperature": 0, "max_new_tokens": 4}, **session}
         await client.post("/generate", json=first)

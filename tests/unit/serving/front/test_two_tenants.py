@@ -100,7 +100,12 @@ def some_call(tenant: Tenant, session_id: str) -> Call:
             body = {"text": said, "sampling_params": params, "session_params": {"id": session_id}}
             return Call("POST", "/generate", {}, body)
         case "open":
-            return Call("POST", "/open_session", {}, {"capacity_of_str_len": 9, "session_id": session_id})
+            return Call(
+                "POST",
+                "/open_session",
+                {},
+                {"capacity_of_str_len": 9, "streaming": True, "session_id": session_id},
+            )
         case "close":
             return Call("POST", "/close_session", {}, {"session_id": session_id})
         case "new":

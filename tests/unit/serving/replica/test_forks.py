@@ -215,7 +215,7 @@ async def turn(client: httpx.AsyncClient, session_id: str, tokens: list[int], **
 
 
 async def opened(client: httpx.AsyncClient, session_id: str, **headers: str) -> list[int]:
-    body = {"capacity_of_str_len": 1, "session_id": session_id}
+    body = {"capacity_of_str_len": 1, "streaming": True, "session_id": session_id}
     assert (await client.post("/open_session", json=body, headers=headers)).status_code == 200
     return [1, 2, 3, *(await turn(client, session_id, [1, 2, 3], **headers))["output_ids"]]
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.tool_calls.formats import FORMATS, FormatName
-from serving.text.tool_calls.parser import CallParser, CallPiece, Piece
+from serving.text.tool_calls.parser import CallParser
 from tests.unit.serving.tool_texts import cut, read, texts
 
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Bern"}}'

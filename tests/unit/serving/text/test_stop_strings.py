@@ -51,3 +51,11 @@ def test_holds_back_only_what_may_become_a_stop_string() -> None:
 
 def test_nothing_is_held_without_stop_strings() -> None:
     assert StopMatcher([]).feed("text") == "text"
+
+
+def test_where_nothing_may_match_a_stop_string_is_text() -> None:
+    """One that begins there may still end later."""
+    matcher = StopMatcher(["ab"])
+    shown = matcher.feed("xabxa", may_match=False)
+    assert (shown, matcher.matched) == ("xabx", None)
+    assert (matcher.feed("b!"), matcher.matched) == ("", "ab")

@@ -62,9 +62,23 @@ def test_the_format_is_read_off_the_template(name: FormatName) -> None:
     assert text.tool_format("mistral") == "mistral"
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}", TAGS, ARGS])
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", TAGS])
 def test_other_templates_have_none_that_is_known(template: str) -> None:
     assert processor(template).tool_format("auto") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (ARGS, "mistral_v11"),
+        ("{{ tools }}{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v31"),
+        ("{{ tools }}{{ '<｜tool▁calls▁begin｜>```json' }}", "deepseek_v3"),
+    ],
+)
+def test_a_format_with_names_before_the_arguments_is_read_off_the_template(
+    template: str, name: FormatName
+) -> None:
+    assert processor(template).tool_format("auto") == name
 
 
 def test_of_two_templates_the_one_for_tools_is_asked() -> None:

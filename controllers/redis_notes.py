@@ -1,0 +1,85 @@
+"""The session log's notes of turns in Redis: of each session `notes`, a hash, by the index of the turn.
+
+Nothing here changes the log. What a change needs is given as commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from controllers.log_cipher import LogCipher
+from controllers.records import LedgerEntry, TurnNote, TurnRecord
+from controllers.redis_log import Command
+from controllers.redis_segments import LogReader
+from controllers.turn_notes import counting, decode_note, encode_note, has_note, inherited, note_of
+
+
+class RedisNotes:
+    def __init__(self, log: LogReader, cipher: LogCipher) -> None:
+        self._log = log
+        self._cipher = cipher
+
+    def reads(self, session_id: str) -> Command:
+        """What `notes` needs the answer of."""
+        return ("HGETALL", self._key(session_id))
+
+    def notes(
+        self, entry: LedgerEntry, fields: Mapping[bytes, bytes], starts: Mapping[int, int]
+    ) -> list[TurnNote]:
+        """`starts` are where turns begin, by index: versions before write turns without a note."""
+        notes = {note.turn_index: note for note in self._parsed(entry.session_id, fields)}
+        unsaid = (TurnNote(at, start, start, start) for at, start in starts.items() if at not in notes)
+        found = counting((*notes.values(), *unsaid), entry.tokens)
+        return [note for note in found if note.turn_index in notes and note.turn_index < entry.turns]
+
+    def opened(self, session_id: str) -> Command:
+        """A version before may have closed one of that name, and left what it does not know."""
+        return ("DEL", self._key(session_id))
+
+    def appended(self, entry: LedgerEntry, record: TurnRecord) -> list[Command]:
+        """The session's next turn. `entry` is the session before it. O(new bytes), unless it rewinds."""
+        commands: list[Command] = []
+        if record.start_len < entry.tokens:
+            (fields,) = self._log.read(self.reads(record.session_id))
+            past = [
+                note.turn_index
+                for note in self._parsed(record.session_id, fields)
+                if note.asked_len > record.start_len
+            ]
+            commands = [("HDEL", self._key(record.session_id), at) for at in past]
+        if has_note(record):
+            commands.append(self._set(record.session_id, note_of(record)))
+        return commands
+
+    def forked(
+        self, parent: LedgerEntry, notes: Iterable[TurnNote], child_id: str, length: int
+    ) -> list[Command]:
+        """The child has what its parent said within its first `length` tokens."""
+        return [self._set(child_id, note) for note in inherited(counting(notes, length), parent)]
+
+    def forgotten(self, session_id: str, turn_index: int) -> list[Command]:
+        (stored,) = self._log.read(("HGET", self._key(session_id), turn_index))
+        if stored is None:
+            return []
+        return [self._set(session_id, replace(self._note(session_id, turn_index, stored), note=b""))]
+
+    def closed(self, session_id: str) -> Command:
+        return ("DEL", self._key(session_id))
+
+    def _set(self, session_id: str, note: TurnNote) -> Command:
+        stored = self._cipher.encrypt(encode_note(note), _place(session_id, note.turn_index))
+        return ("HSET", self._key(session_id), note.turn_index, stored)
+
+    def _parsed(self, session_id: str, fields: Mapping[bytes, bytes]) -> list[TurnNote]:
+        return [self._note(session_id, int(field), stored) for field, stored in fields.items()]
+
+    def _note(self, session_id: str, turn_index: int, stored: bytes) -> TurnNote:
+        return decode_note(turn_index, self._cipher.decrypt(stored, _place(session_id, turn_index)))
+
+    def _key(self, session_id: str) -> str:
+        return self._log.key("notes", session_id)
+
+
+def _place(session_id: str, turn_index: int) -> str:
+    return f"what turn {turn_index} of {session_id} said"

@@ -1,0 +1,50 @@
+"""SessionNotes: what a session's turns said, read back from the session log. Pure logic."""
+
+from __future__ import annotations
+
+from controllers.cluster_stats import ClusterStats
+from controllers.ownership import OwnershipLedger
+from controllers.records import TurnNote
+from controllers.session_claims import SessionClaims
+from controllers.session_keys import session_key
+from controllers.store import SessionStore
+
+PAGE_BYTES = 2**20
+"""Of one answer, which keeps the controller from others meanwhile."""
+
+
+class SessionNotes:
+    """Only of sessions that the ledger has. Every method raises SessionNotFound and StoreError."""
+
+    def __init__(
+        self, ledger: OwnershipLedger, claims: SessionClaims, store: SessionStore, stats: ClusterStats
+    ) -> None:
+        self._ledger = ledger
+        self._claims = claims
+        self._store = store
+        self._stats = stats
+
+    def page(self, session_id: str, tenant: str, after: int | None = None) -> list[TurnNote]:
+        """The notes of the turns that the session's history is of, in their order: those behind the turn `after` that
+        PAGE_BYTES have room for, at least one. Empty: there are no more."""
+        key = session_key(tenant, session_id)
+        self._ledger.get(key)
+        with self._claims.changing(key), self._stats.timed("notes"):
+            notes = self._store.notes(key)
+        page: list[TurnNote] = []
+        room = PAGE_BYTES
+        for note in notes:
+            if after is not None and note.turn_index <= after:
+                continue
+            room -= len(note.note)
+            if page and room < 0:
+                break
+            page.append(note)
+        return page
+
+    def forget(self, session_id: str, tenant: str, turn_index: int) -> None:
+        """Deletes what a turn's note says. A turn that has none is fine."""
+        key = session_key(tenant, session_id)
+        self._ledger.get(key)
+        with self._claims.changing(key), self._stats.timed("notes"):
+            self._store.forget_note(key, turn_index)

@@ -1,0 +1,63 @@
+"""The session log's notes of turns in its SQLite file."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+
+from controllers.log_cipher import LogCipher
+from controllers.records import LedgerEntry, TurnNote, TurnRecord
+from controllers.turn_notes import counting, decode_note, encode_note, has_note, inherited, note_of
+
+
+class SqliteNotes:
+    """The table `notes`. Every method is part of its caller's transaction."""
+
+    def __init__(self, cipher: LogCipher) -> None:
+        self._cipher = cipher
+
+    def append(self, db: sqlite3.Connection, entry: LedgerEntry, record: TurnRecord) -> None:
+        """The session's next turn. `entry` is the session before it."""
+        if record.start_len < entry.tokens:
+            db.execute(
+                "DELETE FROM notes WHERE session_id = ? AND asked_len > ?",
+                (record.session_id, record.start_len),
+            )
+        if has_note(record):
+            self._insert(db, record.session_id, note_of(record))
+
+    def read(self, db: sqlite3.Connection, entry: LedgerEntry) -> list[TurnNote]:
+        rows = db.execute(
+            "SELECT turn_index, note FROM notes WHERE session_id = ? ORDER BY turn_index", (entry.session_id,)
+        ).fetchall()
+        return counting((self._note(entry.session_id, *row) for row in rows), entry.tokens)
+
+    def fork(self, db: sqlite3.Connection, parent: LedgerEntry, child_id: str, length: int) -> None:
+        """The child has what its parent said within its first `length` tokens."""
+        for note in inherited(counting(self.read(db, parent), length), parent):
+            self._insert(db, child_id, note)
+
+    def forget(self, db: sqlite3.Connection, session_id: str, turn_index: int) -> None:
+        row = db.execute(
+            "SELECT note FROM notes WHERE session_id = ? AND turn_index = ?", (session_id, turn_index)
+        ).fetchone()
+        if row is not None:
+            note = replace(self._note(session_id, turn_index, row[0]), note=b"")
+            self._insert(db, session_id, note)
+
+    def delete(self, db: sqlite3.Connection, session_id: str) -> None:
+        db.execute("DELETE FROM notes WHERE session_id = ?", (session_id,))
+
+    def _insert(self, db: sqlite3.Connection, session_id: str, note: TurnNote) -> None:
+        stored = self._cipher.encrypt(encode_note(note), _place(session_id, note.turn_index))
+        db.execute(
+            "INSERT OR REPLACE INTO notes (session_id, turn_index, asked_len, note) VALUES (?, ?, ?, ?)",
+            (session_id, note.turn_index, note.asked_len, stored),
+        )
+
+    def _note(self, session_id: str, turn_index: int, stored: bytes) -> TurnNote:
+        return decode_note(turn_index, self._cipher.decrypt(stored, _place(session_id, turn_index)))
+
+
+def _place(session_id: str, turn_index: int) -> str:
+    return f"what turn {turn_index} of {session_id} said"

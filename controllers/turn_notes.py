@@ -1,0 +1,70 @@
+"""Notes of turns as the session log keeps them, whatever it is kept in: their bytes, and which of them still count.
+
+A turn's note counts as long as all of its input is part of the history. A turn that goes on from within an answer
+leaves the note of that answer's turn, whose end is there then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+
+from controllers.records import Checkpoint, LedgerEntry, TurnNote, TurnRecord
+
+
+def has_note(record: TurnRecord) -> bool:
+    """Whether there is anything to keep beside the turn's tokens."""
+    return bool(record.note) or record.checkpoint is not None or record.whole
+
+
+def encode_note(note: TurnNote) -> bytes:
+    """A line of JSON, and the note as it is. Its `turn_index` is for the log to keep."""
+    place = note.checkpoint
+    at = None if place is None else [place.num_messages, place.digest.hex(), place.length, place.template]
+    return (
+        json.dumps([note.start_len, note.asked_len, note.end_len, at, note.whole]).encode()
+        + b"\n"
+        + note.note
+    )
+
+
+def decode_note(turn_index: int, stored: bytes) -> TurnNote:
+    head, _, note = stored.partition(b"\n")
+    start_len, asked_len, end_len, at, whole = json.loads(head)
+    place = None if at is None else Checkpoint(at[0], bytes.fromhex(at[1]), at[2], at[3])
+    return TurnNote(turn_index, start_len, asked_len, end_len, place, whole, note)
+
+
+def note_of(record: TurnRecord) -> TurnNote:
+    return TurnNote(
+        record.turn_index,
+        record.start_len,
+        record.asked_len,
+        record.end_len,
+        record.checkpoint,
+        record.whole,
+        record.note,
+    )
+
+
+def inherited(notes: Iterable[TurnNote], parent: LedgerEntry) -> list[TurnNote]:
+    """Of a fork, whose own turns begin at 0: it has those that its parent had, numbered before them."""
+    return [replace(note, turn_index=note.turn_index - parent.turns) for note in notes]
+
+
+def counting(notes: Iterable[TurnNote], length: int) -> list[TurnNote]:
+    """Those that count in a history of `length` tokens, in the order of their turns, each cut where the next begins."""
+    kept: list[TurnNote] = []
+    for note in sorted(notes, key=lambda note: note.turn_index):
+        _cut(kept, note.start_len)
+        kept.append(note)
+    _cut(kept, length)
+    return kept
+
+
+def _cut(notes: list[TurnNote], length: int) -> None:
+    while notes and notes[-1].asked_len > length:
+        notes.pop()
+    if notes and notes[-1].end_len > length:
+        notes[-1] = replace(notes[-1], end_len=length)

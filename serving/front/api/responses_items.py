@@ -1,0 +1,282 @@
+"""What the input of /v1/responses is made of: items as clients send them, and send back what they were answered.
+
+`canonical` gives an item as OpenAI lists it again: plain JSON in which short forms are spelled out. The answer's own
+items have that form from the start, so an input and an output can be kept, and be told to a model, alike.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from serving.front.api.errors import UNSUPPORTED
+from serving.front.api.fields import NonEmptyText
+from serving.front.api.strict_json import NotSupported, StrictBody
+
+MAX_ITEMS = 16_384
+MAX_PARTS = 1024
+_SHOWN_CHARS = 60
+
+Json = dict[str, Any]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+OUTPUT_KINDS = frozenset({"output_text", "refusal"})
+
+
+def _refused_kind(kind: str) -> str:
+    raise PydanticCustomError(
+        UNSUPPORTED, "{kind} is not supported here", {"kind": repr(kind[:_SHOWN_CHARS])}
+    )
+
+
+UnknownKind = Annotated[str, AfterValidator(_refused_kind)]
+"""The `type` of what is not served: refused by its name."""
+
+
+class OtherKind(StrictBody):
+    model_config = ConfigDict(extra="ignore")
+
+    type: UnknownKind
+
+
+class TextPart(StrictBody):
+    """Text of either side. Only the text counts; the rest is what an answer's part has beside it."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+    parsed: Any = None
+    prompt_cache_breakpoint: Any = Field(None, description="Without effect.")
+
+    @property
+    def said(self) -> str:
+        return self.text
+
+
+class RefusalPart(StrictBody):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def said(self) -> str:
+        return self.refusal
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("input_text", "output_text", "text"):
+        return "<text>"
+    return "<refusal>" if kind == "refusal" else "<other>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[OtherKind, Tag("<other>")],
+    Discriminator(_part_kind),
+]
+
+
+def _text_or_parts(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+    Discriminator(_text_or_parts),
+]
+Output = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+    Discriminator(_text_or_parts),
+]
+
+
+def _parts(content: str | list[Any], kind: str) -> list[Json]:
+    """Of a message. Where an answer was given as plain text it is an answer's part, and the other way round."""
+    texts = [content] if isinstance(content, str) else content
+    return [_part(text, kind) for text in texts]
+
+
+def _part(part: Any, kind: str) -> Json:
+    if isinstance(part, RefusalPart):
+        return {"type": "refusal", "refusal": part.refusal}
+    text = part if isinstance(part, str) else part.text
+    shown: Json = {"type": kind, "text": text}
+    return shown | ({"annotations": [], "logprobs": []} if kind == "output_text" else {})
+
+
+class Message(StrictBody):
+    """A message, in its easy form or with a type."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: NonEmptyText | None = None
+    status: ItemStatus | None = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, Field(description="Without effect.")] = (
+        None
+    )
+
+    def canonical(self, new_id: str) -> Json:
+        return {
+            "id": self.id or f"msg_{new_id}",
+            "type": "message",
+            "status": self.status or "completed",
+            "role": str(self.role),
+            "content": _parts(self.content, "output_text" if self.role == "assistant" else "input_text"),
+        }
+
+
+class Call(StrictBody):
+    """What calls of both kinds have. Which side runs a call, `caller` and `async` say; here it is always the client."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    id: NonEmptyText | None = None
+    call_id: NonEmptyText
+    name: NonEmptyText
+    namespace: NonEmptyText | None = None
+    status: ItemStatus | None = None
+    caller: NotSupported = None
+    async_: NotSupported = Field(None, alias="async")
+
+    def _shown(self, prefix: str, new_id: str, **said: str) -> Json:
+        namespace = {} if self.namespace is None else {"namespace": self.namespace}
+        return {
+            "id": self.id or f"{prefix}_{new_id}",
+            "type": str(getattr(self, "type")),  # noqa: B009
+            "status": self.status or "completed",
+            "call_id": self.call_id,
+            "name": self.name,
+            **namespace,
+            **said,
+        }
+
+
+class FunctionCall(Call):
+    type: Literal["function_call"]
+    arguments: str
+    parsed_arguments: Any = Field(None, description="What a client made of the arguments. Without effect.")
+
+    def canonical(self, new_id: str) -> Json:
+        return self._shown("fc", new_id, arguments=self.arguments)
+
+
+class CustomCall(Call):
+    type: Literal["custom_tool_call"]
+    input: str
+
+    def canonical(self, new_id: str) -> Json:
+        return self._shown("ctc", new_id, input=self.input)
+
+
+class CallOutput(StrictBody):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: NonEmptyText
+    output: Output
+    id: NonEmptyText | None = None
+    status: ItemStatus | None = None
+    name: str | None = Field(None, description="Of the tool; the call has it. Without effect.")
+    namespace: str | None = None
+    caller: NotSupported = None
+
+    def canonical(self, new_id: str) -> Json:
+        output = self.output if isinstance(self.output, str) else _parts(self.output, "input_text")
+        prefix = "fco" if self.type == "function_call_output" else "ctco"
+        return {
+            "id": self.id or f"{prefix}_{new_id}",
+            "type": str(self.type),
+            "status": self.status or "completed",
+            "call_id": self.call_id,
+            "output": output,
+        }
+
+
+class ReasoningText(StrictBody):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class SummaryText(StrictBody):
+    type: Literal["summary_text"]
+    text: str
+
+
+class Reasoning(StrictBody):
+    """What the model thought. With neither a text of its own nor one that was encoded here it says nothing."""
+
+    type: Literal["reasoning"]
+    id: NonEmptyText | None = None
+    summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    encrypted_content: str | None = None
+    status: ItemStatus | None = None
+
+    def canonical(self, new_id: str) -> Json:
+        return {
+            "id": self.id or f"rs_{new_id}",
+            "type": "reasoning",
+            "status": self.status or "completed",
+            "summary": [{"type": "summary_text", "text": each.text} for each in self.summary or ()],
+            "content": [{"type": "reasoning_text", "text": each.text} for each in self.content or ()],
+            "encrypted_content": self.encrypted_content,
+        }
+
+
+_TAGS = {
+    "message": "<message>",
+    "function_call": "<call>",
+    "custom_tool_call": "<custom call>",
+    "function_call_output": "<output>",
+    "custom_tool_call_output": "<output>",
+    "reasoning": "<reasoning>",
+}
+
+
+def _item_kind(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "<message>"
+    kind = value.get("type")
+    if kind is None:
+        return "<message>" if "role" in value or "id" not in value else "<reference>"
+    return _TAGS.get(kind, "<other>") if isinstance(kind, str) else "<other>"
+
+
+class Reference(StrictBody):
+    """An item reference need not say that it is one."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Annotated[str | None, Field(validate_default=True)] = None
+
+    @field_validator("type")
+    @classmethod
+    def _refused(cls, _kind: str | None, _info: ValidationInfo) -> str:
+        return _refused_kind("item_reference")
+
+
+Item = Annotated[
+    Annotated[Message, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<call>")]
+    | Annotated[CustomCall, Tag("<custom call>")]
+    | Annotated[CallOutput, Tag("<output>")]
+    | Annotated[Reasoning, Tag("<reasoning>")]
+    | Annotated[Reference, Tag("<reference>")]
+    | Annotated[OtherKind, Tag("<other>")],
+    Discriminator(_item_kind),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+Input = Annotated[
+    Annotated[NonEmptyText, Tag("<text>")] | Annotated[Items, Tag("<parts>")], Discriminator(_text_or_parts)
+]
+
+
+def canonical_items(given: str | list[Any], response_id: str) -> list[Json]:
+    """The request's items as JSON. Those without an id get one that follows from the response's."""
+    scope = response_id.partition("_")[2]
+    items = [Message(role="user", content=given)] if isinstance(given, str) else given
+    return [item.canonical(f"{scope}i{index}") for index, item in enumerate(items)]

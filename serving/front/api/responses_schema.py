@@ -1,0 +1,211 @@
+"""The body of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, StringConstraints
+
+from engine.api import SamplingParams
+from serving.front.api.errors import refusal
+from serving.front.api.fields import (
+    Count,
+    JsonSchema,
+    MinP,
+    Name,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    engine_temperature,
+    engine_top_k,
+    schema_constraint,
+)
+from serving.front.api.openai_requests import MAX_METADATA
+from serving.front.api.openai_structured import ANY_OBJECT, HeldAnswer
+from serving.front.api.responses_items import Input, Json
+from serving.front.api.responses_tools import ResponsesToolChoice, ResponsesTools
+from serving.front.api.strict_json import NotSupported, StrictBody
+from serving.wire.turns import ModelInfo
+
+MAX_INCLUDED = 32
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class PlainText(StrictBody):
+    type: Literal["text"]
+
+
+class JsonObject(StrictBody):
+    type: Literal["json_object"]
+
+
+class JsonFormat(StrictBody):
+    """`strict` has no effect: a schema is enforced, or the request is refused."""
+
+    type: Literal["json_schema"]
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    json_schema: JsonSchema = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(StrictBody):
+    format: Annotated[PlainText | JsonObject | JsonFormat, Discriminator("type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Without effect.")
+
+    def held(self) -> HeldAnswer | None:
+        """What the answer is held to."""
+        match self.format:
+            case JsonFormat():
+                field = "text.format.schema"
+                return HeldAnswer(schema_constraint(self.format.json_schema, field), field)
+            case JsonObject():
+                return HeldAnswer(schema_constraint(ANY_OBJECT, "text.format"), "text.format")
+        return None
+
+
+class ReasoningConfig(StrictBody):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For the chat template, if it knows `reasoning_effort`."
+    )
+    summary: Literal["auto", "concise", "detailed", "none"] | None = Field(
+        None, description="Without effect: what was thought is told itself."
+    )
+    generate_summary: str | None = Field(None, description="Without effect.")
+    context: str | None = Field(None, description="Without effect.")
+
+
+class ResponseStreamOptions(StrictBody):
+    include_obfuscation: bool | None = Field(None, description="Without effect.")
+
+
+class ConversationId(StrictBody):
+    id: Name
+
+
+class ResponsesBody(StrictBody):
+    """Items in `input`, or text. `top_k`, `min_p`, `repetition_penalty` and `seed` are vLLM's."""
+
+    model: str | None = None
+    input: Input
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    conversation: NotSupported = None
+    store: bool | None = Field(
+        None, description="Unless false, the response can be had again, and gone on from."
+    )
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    tools: ResponsesTools | None = None
+    tool_choice: ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
+    chat_template_kwargs: Json | None = None
+    prompt_cache_key: str | None = Field(
+        None, description="Requests of one key go to one replica while its load allows it."
+    )
+
+    # About the caller, or hints: without effect on the answer.
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    client_metadata: Json | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    max_tool_calls: Count | None = Field(None, description="Of tools that run here, of which there are none.")
+    truncation: Literal["disabled"] | None = None
+
+    background: NotSupported = None
+    context_management: NotSupported = None
+    prompt: NotSupported = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def encrypts_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in (self.include or ())
+
+    @property
+    def template_kwargs(self) -> Json:
+        kwargs: Json = {}
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning.effort
+        return kwargs | (self.chat_template_kwargs or {})
+
+    def held(self) -> HeldAnswer | None:
+        return None if self.text is None else self.text.held()
+
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        """The engine's parameters; the seed and the token limit travel beside them."""
+        own = model.sampling
+        temperature = own.temperature if self.temperature is None else self.temperature
+        return SamplingParams(
+            temperature=engine_temperature(temperature),
+            top_p=own.top_p if self.top_p is None else self.top_p,
+            top_k=engine_top_k(own.top_k if self.top_k is None else self.top_k),
+            min_p=own.min_p if self.min_p is None else self.min_p,
+            repetition_penalty=(
+                own.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
+            ),
+        )
+
+    def most_tokens(self, model: ModelInfo) -> int | None:
+        """Of the answer, what was thought included. None: as many as the context has room for."""
+        limits = [
+            limit for limit in (self.max_output_tokens, model.sampling.max_new_tokens) if limit is not None
+        ]
+        return min(limits, default=None)
+
+    def repeated(self) -> dict[str, Any]:
+        """What a response says of its request."""
+        said = self.model_dump(mode="json", by_alias=True, exclude={"input"}, serialize_as_any=True)
+        text = said["text"] or {}
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": said["reasoning"] or {"effort": None, "summary": None},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "store": self.is_stored,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": text | {"format": text.get("format") or {"type": "text"}},
+            "tool_choice": said["tool_choice"] or "auto",
+            "tools": said["tools"] or [],
+            "top_logprobs": 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+
+
+def check_stream_options(body: ResponsesBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise refusal("stream_options: only allowed when stream is true.", "stream_options")

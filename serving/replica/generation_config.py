@@ -1,0 +1,52 @@
+"""What a model's makers say of sampling it: `generation_config.json` beside its weights, read as vLLM reads it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from serving.wire.turns import SamplingDefaults
+
+logger = logging.getLogger(__name__)
+
+GENERATION_CONFIG = "generation_config.json"
+_IN_RANGE: Mapping[str, Callable[[float], bool]] = MappingProxyType(
+    {
+        "temperature": lambda value: 0 <= value < math.inf,
+        "top_p": lambda value: 0 < value <= 1,
+        "top_k": lambda value: value >= -1 and isinstance(value, int),
+        "min_p": lambda value: 0 <= value <= 1,
+        "repetition_penalty": lambda value: 0 < value < math.inf,
+        "max_new_tokens": lambda value: value >= 1 and isinstance(value, int),
+    }
+)
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """Of the model in this directory. `do_sample` is passed over, as vLLM does. A value that is none, or out of its
+    range, is as if it was not there; so is a file that is no JSON object."""
+    path = directory / GENERATION_CONFIG
+    if not path.is_file():
+        return SamplingDefaults()
+    try:
+        said: Any = json.loads(path.read_bytes())
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        logger.warning("%s is no JSON object: the usual defaults are taken", path)
+        return SamplingDefaults()
+    found: dict[str, Any] = {}
+    for name, in_range in _IN_RANGE.items():
+        value = said.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not in_range(value):
+            logger.warning("%s: %s cannot be %r", path, name, value)
+            continue
+        found[name] = value
+    return SamplingDefaults(**found)

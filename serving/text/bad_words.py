@@ -1,0 +1,28 @@
+"""Words that an answer may not have, as the token sequences that write them. Method: vLLM's `bad_words`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from engine.api import InvalidRequest
+
+
+def word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text, and, where that takes as many tokens and the first is another, as it follows a
+    blank. Other ways to write it (in capitals, behind a quotation mark) are other words.
+
+    Raises InvalidRequest, naming `bad_words`.
+    """
+    found: list[tuple[int, ...]] = []
+    for index, word in enumerate(words):
+        bare = word.lstrip()
+        alone = tuple(tokenizer.encode(bare, add_special_tokens=False).ids)
+        if not alone:
+            raise InvalidRequest(f"bad_words: entry {index} has no tokens.", "bad_words")
+        found.append(alone)
+        behind_blank = tuple(tokenizer.encode(f" {bare}", add_special_tokens=False).ids)
+        if len(behind_blank) == len(alone) and behind_blank[0] != alone[0]:
+            found.append(behind_blank)
+    return tuple(found)

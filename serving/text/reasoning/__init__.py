@@ -1,0 +1,1 @@
+"""Thoughts in the text that models write: how each format looks, and how it is read."""

@@ -1,0 +1,161 @@
+"""Reads GPT-OSS's answers, which are messages in channels ("harmony"), from text that arrives in pieces.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+
+Thoughts are in the channel `analysis`, calls are messages to a function, all else is content. The prompt ends with
+`<|start|>assistant`. Text that is in no message is content, too; marks are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from serving.text.answer_pieces import CallPiece, Piece, Thought, overlap
+
+_HEADER = re.compile(
+    r"(?:<\|start\|>)?\s*(?:assistant)?(?:\s*to=[^\s<]+)?\s*"
+    r"<\|channel\|>\s*\w+(?:\s*to=[^\s<]+)?\s*(?:(?:<\|constrain\|>)?\s*\w+)?\s*<\|message\|>"
+    r"|<\|start\|>\s*(?:assistant)?\s*<\|message\|>"
+)
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_FUNCTIONS = "functions."
+_MESSAGE = "<|message|>"
+_BEGINNINGS = ("<|start|>", "<|channel|>", "to=", "assistant<|channel|>", "assistant to=")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_WAITED_FOR = (*_BEGINNINGS, *_ENDS, "<|message|>")
+_OPENING_MARKS = ("<|start|>", "<|channel|>", _MESSAGE)
+_MARKS = (*_ENDS, *_OPENING_MARKS)
+_MARK = re.compile("|".join(re.escape(mark) for mark in (*_ENDS, "<|start|>", "<|channel|>")))
+_MAX_HEADER_CHARS = 512
+_SPACE = " \t\r\n"
+_BETWEEN = "\n"
+"""Stands between two messages of a kind."""
+
+
+class HarmonyParser:
+    """An AnswerParser of thoughts, calls and content. Without `reads_calls` calls are content, marks and all."""
+
+    def __init__(self, *, reads_calls: bool) -> None:
+        self._reads_calls = reads_calls
+        self._unread = ""
+        self._pieces: list[Piece] = []
+        self._num_calls = 0
+        self._told: set[str] = set()
+        """Kinds of messages that there have been."""
+        self._tell: Callable[[str], None] = self._say
+        """Takes the text of the message that is read."""
+        self._shows_marks = False
+        self._state: Callable[[], bool] = self._between
+
+    def push(self, text: str) -> list[Piece]:
+        self._unread += text
+        while self._unread and self._state():
+            pass
+        return self._take()
+
+    def flush(self) -> list[Piece]:
+        rest, self._unread = self._unread, ""
+        if self._state == self._body:
+            self._tell(rest)
+        elif not _is_header_so_far(rest):
+            self._say(rest)
+        return self._take()
+
+    def _take(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+
+    def _think(self, text: str) -> None:
+        if text:
+            self._pieces.append(Thought(text))
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._pieces.append(CallPiece(self._num_calls - 1, None, text))
+
+    def _between(self) -> bool:
+        """A header, or text that has none."""
+        begun = self._unread.lstrip(_SPACE)
+        if not begun or any(word.startswith(begun) and word != begun for word in _WAITED_FOR):
+            return False
+        if begun.startswith(_ENDS):
+            mark = next(mark for mark in _ENDS if begun.startswith(mark))
+            self._unread = begun[len(mark) :]
+            return bool(self._unread)
+        place = begun.find(_MESSAGE, 0, _MAX_HEADER_CHARS)
+        if place < 0 and begun.startswith(_BEGINNINGS) and _may_be_header(begun):
+            return False
+        header = begun[: place + len(_MESSAGE)] if place >= 0 else ""
+        if _HEADER.fullmatch(header):
+            self._unread = begun[len(header) :]
+            self._begin(header)
+        else:
+            mark = next((mark for mark in _OPENING_MARKS if begun.startswith(mark)), "")
+            if mark:
+                self._unread = begun[len(mark) :]
+            self._begin_content("")
+        self._state = self._body
+        return True
+
+    def _begin(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        name = recipient[1].removeprefix(_FUNCTIONS) if recipient else ""
+        if recipient and recipient[1].startswith(_FUNCTIONS) and name and self._reads_calls:
+            self._pieces.append(CallPiece(self._num_calls, name, ""))
+            self._num_calls += 1
+            self._tell, self._shows_marks = self._argue, False
+        elif recipient and recipient[1].startswith(_FUNCTIONS):
+            self._begin_content(header)
+        elif channel and channel[1] == "analysis":
+            self._tell, self._shows_marks = self._think, False
+            self._think(self._gap("thought"))
+        else:
+            self._begin_content("")
+
+    def _begin_content(self, header: str) -> None:
+        self._tell, self._shows_marks = self._say, bool(header)
+        self._say(self._gap("content") + header)
+
+    def _gap(self, kind: str) -> str:
+        gap = _BETWEEN if kind in self._told else ""
+        self._told.add(kind)
+        return gap
+
+    def _body(self) -> bool:
+        """The text of a message, up to a mark that ends it, or begins the next."""
+        unread = self._unread
+        mark = _MARK.search(unread)
+        if mark is None:
+            end = len(unread) - overlap(unread, _MARKS)
+            self._tell(unread[:end])
+            self._unread = unread[end:]
+            return False
+        end = mark.end() if mark[0] in _ENDS else mark.start()
+        self._tell(unread[: end if self._shows_marks else mark.start()])
+        self._unread = unread[end:]
+        self._state = self._between
+        return True
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a header may be what comes to be of it: no mark has ended it, and it is not too long for one."""
+    return len(text) < _MAX_HEADER_CHARS and not any(mark in text for mark in _ENDS)
+
+
+def _is_header_so_far(text: str) -> bool:
+    """Whether the answer was cut off within marks, which say nothing."""
+    begun = text.strip(_SPACE)
+    if not begun or any(mark.startswith(begun) for mark in _MARKS):
+        return True
+    return (
+        begun.startswith(("<|start|>", "<|channel|>"))
+        and len(begun) < _MAX_HEADER_CHARS
+        and "\n" not in begun
+    )

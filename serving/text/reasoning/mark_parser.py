@@ -1,0 +1,98 @@
+"""Finds what a model thinks between two marks at the beginning of its answer, which arrives in pieces.
+
+Line ends beside the marks belong to neither the thought nor the answer, as chat templates have it that write them both
+again. An answer that does not begin with a thought is content as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from serving.text.answer_pieces import Piece, Thought, overlap
+from serving.text.reasoning.formats import ThinkingMarks
+
+_SPACE = " \t\r\n"
+_LINE_ENDS = "\r\n"
+
+
+class MarkParser:
+    """An AnswerParser of thoughts and content. `inside`: the prompt has opened the thought. A model that opens it again
+    does so in vain."""
+
+    def __init__(self, marks: ThinkingMarks, *, inside: bool) -> None:
+        self._marks = marks
+        self._inside = inside
+        self._unread = ""
+        self._pieces: list[Piece] = []
+        self._state: Callable[[], bool] = self._beginning
+
+    def push(self, text: str) -> list[Piece]:
+        if self._state == self._content:
+            return [text] if text else []
+        self._unread += text
+        while self._unread and self._state():
+            pass
+        return self._take()
+
+    def flush(self) -> list[Piece]:
+        rest, self._unread = self._unread, ""
+        if self._state == self._beginning and self._inside:
+            self._think(rest.strip(_LINE_ENDS))
+        elif self._state == self._thought:
+            self._think(rest.rstrip(_LINE_ENDS))
+        elif rest and self._state != self._behind:
+            self._pieces.append(rest)
+        return self._take()
+
+    def _take(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _think(self, text: str) -> None:
+        if text:
+            self._pieces.append(Thought(text))
+
+    def _beginning(self) -> bool:
+        begun, opener = self._unread.lstrip(_SPACE), self._marks.opener
+        if opener.startswith(begun) and begun != opener:
+            return False
+        if begun.startswith(opener):
+            self._unread = begun[len(opener) :]
+        elif not self._inside:
+            self._state = self._content
+            return True
+        self._state = self._thought_begins
+        self._inside = True
+        return True
+
+    def _thought_begins(self) -> bool:
+        self._unread = self._unread.lstrip(_LINE_ENDS)
+        if self._unread:
+            self._state = self._thought
+        return bool(self._unread)
+
+    def _thought(self) -> bool:
+        """Up to the closer. Line ends wait: before it they are not told."""
+        closer, unread = self._marks.closer, self._unread
+        place = unread.find(closer)
+        end = place if place >= 0 else len(unread) - overlap(unread, [closer])
+        thought = unread[:end].rstrip(_LINE_ENDS)
+        if place < 0:
+            self._think(thought)
+            self._unread = unread[len(thought) :]
+            return False
+        self._think(thought)
+        self._unread = unread[place + len(closer) :]
+        self._state = self._behind
+        return True
+
+    def _behind(self) -> bool:
+        self._unread = self._unread.lstrip(_LINE_ENDS)
+        if self._unread:
+            self._state = self._content
+        return bool(self._unread)
+
+    def _content(self) -> bool:
+        self._pieces.append(self._unread)
+        self._unread = ""
+        return False

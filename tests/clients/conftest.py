@@ -1,0 +1,39 @@
+"""Clients as they are installed, against a real `kedge serve`: two replicas of a model with random weights, which makes
+no sensible calls of its own. They are part of `make test-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.long_model import make_long_model
+from tests.cluster.served_cluster import ROOT, ServedCluster
+
+ALIASES = ["claude-sonnet-4-5", "claude-haiku-4-5", "gpt-5-codex"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def kedge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    directory = tmp_path_factory.mktemp("long")
+    make_long_model(directory)
+
+    def long_model(document: dict[str, Any]) -> None:
+        args = document["applications"][0]["args"]
+        args["model"] |= {"path": str(directory), "load_format": "dummy", "aliases": ALIASES}
+
+    served = ServedCluster(ROOT / "configs" / "cluster.yaml", long_model)
+    try:
+        served.start()
+        yield served
+    finally:
+        served.stop()

@@ -1,0 +1,57 @@
+"""Front ends that do not hear of each other's turns still look for a conversation at one replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.api import SamplingParams
+from serving.front.conversations import Conversations
+from serving.wire.turns import ChatPrompt, TurnCall
+
+RULES = {"role": "system", "content": "Be short."}
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+def call(front_end: Conversations, *texts: str, affinity_key: str = "", **prompt: Any) -> TurnCall:
+    """Questions and answers by turns, behind the rules."""
+    roles = ("user", "assistant")
+    said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+    asked = ChatPrompt((RULES, *said), **prompt)
+    return front_end.recognized(TurnCall("r", asked, SamplingParams(), affinity_key=affinity_key))
+
+
+@pytest.mark.parametrize("prompt", [{}, {"tools": (TOOL,)}], ids=["plain", "tools"])
+def test_a_conversation_has_one_home_in_all_its_turns(prompt: dict[str, Any]) -> None:
+    first, second = Conversations(100, shared=True), Conversations(100, shared=True)
+    begins = first.affinity(call(first, "one", **prompt))
+    assert (begins.holder, begins.goes_on) == (None, False)
+    on = second.affinity(call(second, "one", "answer", "two", "answer", "three", **prompt))
+    assert (on.home, on.holder, on.goes_on) == (begins.home, None, True)
+    other = second.affinity(call(second, "another", **prompt))
+    assert other.home not in (None, begins.home), "with the same rules"
+
+
+def test_a_long_conversation_keeps_its_home() -> None:
+    front_end = Conversations(100, shared=True)
+    texts = [str(number) for number in range(2001)]
+    assert front_end.affinity(call(front_end, *texts)).home == front_end.affinity(call(front_end, "0")).home
+
+
+def test_what_a_front_end_knows_itself_comes_first() -> None:
+    front_end = Conversations(100, shared=True)
+    front_end.note(call(front_end, "one"), "a")
+    assert front_end.affinity(call(front_end, "one", "answer", "two")).holder == "a"
+    assert front_end.affinity(call(front_end, "other")).holder is None
+    alone = Conversations(100)
+    alone.note(call(alone, "one"), "a")
+    assert alone.affinity(call(alone, "other")) == ("a", None, False), "it has the rules"
+
+
+def test_calls_of_one_key_have_one_home() -> None:
+    front_end = Conversations(100)
+    one, other = (front_end.affinity(call(front_end, text, affinity_key="k")) for text in ("one", "other"))
+    assert one.home == other.home is not None
+    assert front_end.affinity(call(front_end, "one", affinity_key="l")).home != one.home
+    assert front_end.affinity(call(front_end, "one")).home is None

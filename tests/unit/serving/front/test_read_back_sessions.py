@@ -1,0 +1,191 @@
+"""A session's history is read back, forked and rewound by its turns, and survives that its owner lets it go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from controllers.session_keys import session_key
+from serving.text.chat_template import ChatTemplate
+from tests.unit.serving.front.test_whole_conversations import RULES, answer, ask, cached, sent, user
+from tests.unit.serving.local_service import LocalService, local_client
+
+SESSION = "/v1/kedge/sessions/named"
+
+
+async def read(client: httpx.AsyncClient, path: str = SESSION) -> dict[str, Any]:
+    reply = await client.get(path, params={"messages": "true"})
+    assert reply.status_code == 200, reply.text
+    said: dict[str, Any] = reply.json()
+    return said
+
+
+async def let_go(service: LocalService) -> None:
+    """As when the session moves: its next owner has what the log has."""
+    await service.rig.host.release(session_key("", "named"))
+
+
+async def append(client: httpx.AsyncClient, *texts: str) -> list[dict[str, Any]]:
+    """Each text as a turn; all that was said."""
+    said: list[dict[str, Any]] = []
+    for text in texts:
+        reply = await sent(client, [user(text)], "named", mode="append")
+        assert reply.status_code == 200, reply.text
+        said += [user(text), answer(reply.json())]
+    return said
+
+
+@pytest.mark.parametrize("moves", [False, True])
+async def test_what_was_said_is_read_back(tmp_path: Path, moves: bool) -> None:
+    async with local_client(tmp_path) as (client, service):
+        said = await append(client, "one", "two")
+        if moves:
+            await let_go(service)
+        session = await read(client)
+        assert session["messages"] == said
+        assert [each["turn"] for each in session["checkpoints"]] == [0, 1]
+        assert [each["messages"] for each in session["checkpoints"]] == [2, 4]
+        assert session["checkpoints"][-1]["tokens"] == session["tokens"]
+        assert "messages" not in (await client.get(SESSION)).json()
+
+
+async def test_whole_histories_are_read_back_as_their_client_last_sent_them(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        first = [RULES, user("one")]
+        second = [*first, answer(await ask(client, first, "named")), user("two")]
+        third = [*second, answer(await ask(client, second, "named")), user("three")]
+        last = answer(await ask(client, third, "named"))
+        assert (await read(client))["messages"] == [*third, last]
+        edited = [*second[:2], {"role": "assistant", "content": "edited"}, user("and now")]
+        last = answer(await ask(client, edited, "named"))
+        assert (await read(client))["messages"] == [*edited, last]
+
+
+async def test_text_turns_and_answers_are_read_back(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        body = {"prompt": "Once upon", "max_tokens": 3, "temperature": 0}
+        reply = await client.post("/v1/completions", json=body, headers={"x-session-id": "named"})
+        text = reply.json()["choices"][0]["text"]
+        assert (await read(client))["messages"] == [
+            {"role": "text", "content": "Once upon"},
+            {"role": "text", "content": text},
+        ]
+
+
+async def test_a_session_that_has_moved_is_still_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next owner renders what is new, knows the history for one that is sent whole, and its fork does, too."""
+    rendered: list[int] = []
+    render = ChatTemplate._render
+
+    def counted(self: ChatTemplate, messages: Any, *args: Any, **kwargs: Any) -> str:
+        text = render(self, messages, *args, **kwargs)
+        rendered.append(len(text))
+        return text
+
+    async with local_client(tmp_path) as (client, service):
+        messages = [RULES]
+        costs = []
+        for turn in range(8):
+            messages.append(user(f"question {turn}"))
+            if turn in (3, 6):
+                await let_go(service)
+            with monkeypatch.context() as patch:
+                patch.setattr(ChatTemplate, "_render", counted)
+                rendered.clear()
+                reply = await sent(client, messages, "named")
+                costs.append(sum(rendered))
+            assert reply.status_code == 200, reply.text
+            messages.append(answer(reply.json()))
+        assert max(costs[2:]) < 1.5 * min(costs[2:]), costs
+        await let_go(service)
+        # Only the first question again: its client has always sent all, so it goes back to there.
+        await ask(client, messages[:2], "named")
+
+
+async def test_a_fork_by_turn_has_what_was_said_until_then(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        said = await append(client, "one", "two", "three")
+        forked = await client.post(f"{SESSION}/fork", json={"new_session_id": "child", "turn": 1})
+        assert forked.status_code == 200, forked.text
+        child = await read(client, "/v1/kedge/sessions/child")
+        assert child["messages"] == said[:4]
+        assert [each["turn"] for each in child["checkpoints"]] == [None, None]
+        whole = [*said[:4], user("three")]
+        assert cached(await ask(client, whole, "child")) > 0
+        assert (await read(client, "/v1/kedge/sessions/child"))["messages"][:5] == whole
+        both = await client.post(f"{SESSION}/fork", json={"turn": 1, "length": 3})
+        assert both.status_code == 400
+
+
+@pytest.mark.parametrize("moves", [False, True])
+async def test_a_session_rewinds_to_a_turn(tmp_path: Path, moves: bool) -> None:
+    async with local_client(tmp_path) as (client, service):
+        said = await append(client, "one", "two", "three")
+        before = await read(client)
+        if moves:
+            await let_go(service)
+        rewound = await client.post(f"{SESSION}/rewind", json={"turn": 0})
+        assert rewound.status_code == 200, rewound.text
+        assert rewound.json() == {"session_id": "named", "tokens": before["checkpoints"][0]["tokens"]}
+        after = await read(client)
+        assert after["messages"] == said[:2]
+        assert (after["tokens"], after["turns"]) == (before["checkpoints"][0]["tokens"], 4)
+        # The same turn again gets the same answer.
+        again = await append(client, "two")
+        assert (await read(client))["messages"] == [*said[:2], *again] == said[:4]
+        gone = await client.post(f"{SESSION}/rewind", json={"turn": 2})
+        assert (gone.status_code, gone.json()["error"]["param"]) == (400, "turn")
+
+
+async def test_a_session_rewinds_to_a_token_and_not_past_its_end(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        await append(client, "one", "two")
+        first, last = (await read(client))["checkpoints"]
+        past = await client.post(f"{SESSION}/rewind", json={"length": last["tokens"] + 1})
+        assert past.status_code == 400, past.text
+        unclear = await client.post(f"{SESSION}/rewind", json={})
+        assert unclear.status_code == 400
+        cut = await client.post(f"{SESSION}/rewind", json={"length": first["tokens"] - 1})
+        assert cut.status_code == 200
+        # What is left of the first answer is not the answer any more.
+        assert (await client.post(f"{SESSION}/rewind", json={"turn": 0})).status_code == 400
+        nothing = await client.post(f"{SESSION}/rewind", json={"length": 0})
+        assert nothing.status_code == 200
+        assert (await read(client))["messages"] == []
+
+
+async def test_sessions_that_nobody_has_are_not_found(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        for path, body in (("rewind", {"turn": 0}), ("rewind", {"length": 0}), ("fork", {"turn": 0})):
+            reply = await client.post(f"{SESSION}/{path}", json=body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "session_not_found"), (
+                reply.text
+            )
+        assert (await client.get(SESSION, params={"messages": "true"})).status_code == 404
+
+
+async def test_what_a_note_said_is_forgotten_and_the_session_goes_on(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        said = await append(client, "one", "two")
+        await service.forget_note("named", 0, tenant="")
+        assert (await read(client))["messages"] == said[2:]
+        await let_go(service)
+        await append(client, "three")
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1])
+async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path, number: int) -> None:
+    """The call to a replica could not be written, which was a 500."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"maximum": number}}}}
+    body = {"messages": [user("hi 1234567890123456789012")], "max_tokens": 1}
+    async with local_client(tmp_path) as (client, _):
+        tools = [{"type": "function", "function": function}]
+        reply = await client.post("/v1/chat/completions", json=body | {"tools": tools})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"].endswith("x.maximum")
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200

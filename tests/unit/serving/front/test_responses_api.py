@@ -1,0 +1,324 @@
+"""The Responses API as OpenAI's own client speaks it, over real HTTP, on the real turns of one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from engine.runner.null import null_generate
+from serving.front.api.responses_history import template_messages
+from serving.front.http import create_http_app
+from serving.wire.turns import ChatPrompt, TurnFinish
+from tests.unit.serving.front.test_tool_answers import TellingService
+from tests.unit.serving.local_service import (
+    MODEL,
+    LocalService,
+    http_server,
+    local_service,
+    shown_text,
+    small_text,
+)
+from tests.unit.serving.replica_rig import VOCAB_SIZE
+
+MOST = 5
+GREEDY: dict[str, Any] = {"model": MODEL.model_id, "temperature": 0, "max_output_tokens": MOST}
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 4}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Applies a patch."}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+
+
+@dataclass
+class Served:
+    client: openai.AsyncOpenAI
+    service: LocalService
+
+    async def ask(self, text: str, **fields: Any) -> Any:
+        return await self.client.responses.create(input=text, **GREEDY, **fields)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with (
+        local_service(tmp_path) as service,
+        http_server(create_http_app(lambda: service)) as url,
+        client_at(url) as client,
+    ):
+        yield Served(client, service)
+
+
+def client_at(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def expected(items: Sequence[dict[str, Any]], instructions: str | None = None) -> str:
+    """What a fresh request with all that was said is answered."""
+    prompt = small_text().encode_prompt(ChatPrompt(template_messages(instructions, items)))
+    return shown_text(null_generate(prompt, MOST, VOCAB_SIZE))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
+def said(response: Any) -> dict[str, Any]:
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": response.output_text}],
+    }
+
+
+async def test_whole_and_streamed_answers_agree(served: Served) -> None:
+    whole = await served.ask("My dog is called Rex.", instructions="Be short.", store=False)
+    assert whole.output_text == expected([user("My dog is called Rex.")], "Be short.")
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.usage.output_tokens == MOST
+    stream = await served.ask("My dog is called Rex.", instructions="Be short.", store=False, stream=True)
+    events = [event async for event in stream]
+    final = events[-1].response
+    names, numbers = [event.type for event in events], [event.sequence_number for event in events]
+    assert final.output_text == whole.output_text
+    assert final.usage.input_tokens == whole.usage.input_tokens
+    assert numbers == list(range(len(numbers)))
+    assert names[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert names[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+async def test_a_response_goes_on_from_the_one_before(served: Served, moves: bool) -> None:
+    items: list[dict[str, Any]] = []
+    before, cached = None, 0
+    for text in ("one", "two", "three"):
+        items.append(user(text))
+        response = await served.ask(text, previous_response_id=None if before is None else before.id)
+        assert response.output_text == expected(items)
+        assert response.usage.input_tokens_details.cached_tokens >= cached
+        cached = 0 if moves else response.usage.input_tokens
+        items.append(said(response))
+        if moves:
+            for session_id in served.service.rig.sessions.held():
+                await served.service.rig.host.release(session_id)
+        before = response
+    assert len(served.service.cluster.sessions()) == 1, "each was a turn of one session"
+
+
+async def test_two_go_on_from_the_same_one(served: Served) -> None:
+    first = await served.ask("one")
+    begun = [user("one"), said(first)]
+    left = await served.ask("left", previous_response_id=first.id)
+    right = await served.ask("right", previous_response_id=first.id)
+    for text, response in (("left", left), ("right", right)):
+        assert response.output_text == expected([*begun, user(text)])
+        assert response.usage.input_tokens_details.cached_tokens > 0
+        on = await served.ask("on", previous_response_id=response.id)
+        assert on.output_text == expected([*begun, user(text), said(response), user("on")])
+    at_once = await asyncio.gather(
+        *(served.ask(str(number), previous_response_id=first.id) for number in range(4))
+    )
+    for number, response in enumerate(at_once):
+        assert response.output_text == expected([*begun, user(str(number))])
+
+
+async def test_other_instructions_or_tools_are_taken_with_all_that_was_said(served: Served) -> None:
+    first = await served.ask("one", instructions="Be short.")
+    second = await served.ask("two", previous_response_id=first.id, instructions="Be long.")
+    begun = [user("one"), said(first), user("two")]
+    assert second.output_text == expected(begun, "Be long.")
+    third = await served.ask("three", previous_response_id=second.id)
+    assert third.output_text == expected([*begun, said(second), user("three")])
+    unstored = await served.ask("four", previous_response_id=third.id, store=False)
+    begun = [*begun, said(second), user("three"), said(third), user("four")]
+    assert unstored.output_text == expected(begun)
+
+
+async def test_a_response_is_had_again_as_it_was_told(served: Served) -> None:
+    first = await served.ask("one", instructions="Be short.", metadata={"k": "v"})
+    second = await served.ask("two", previous_response_id=first.id, instructions="Be short.")
+    fork = await served.ask("three", previous_response_id=first.id, instructions="Be short.")
+    for session_id in served.service.rig.sessions.held():
+        await served.service.rig.host.release(session_id)
+    for response in (first, second, fork):
+        again = await served.client.responses.retrieve(response.id)
+        assert again.model_dump(exclude={"completed_at"}) == response.model_dump(exclude={"completed_at"})
+    items = await served.client.responses.input_items.list(second.id)
+    assert [item.content[0].text for item in items.data] == ["two"]
+    assert items.has_more is False
+
+
+async def test_a_deleted_response_is_gone(served: Served) -> None:
+    first = await served.ask("one")
+    second = await served.ask("two", previous_response_id=first.id)
+    await served.client.responses.delete(first.id)
+    for gone in (first.id, "resp_nobody", f"resp_{'0' * 48}"):
+        with pytest.raises(openai.NotFoundError):
+            await served.client.responses.retrieve(gone)
+        with pytest.raises(openai.NotFoundError):
+            await served.ask("three", previous_response_id=gone)
+        with pytest.raises(openai.NotFoundError):
+            await served.client.responses.delete(gone)
+    assert (await served.client.responses.retrieve(second.id)).id == second.id
+    await served.client.responses.delete(second.id)
+    assert served.service.cluster.sessions() == []
+
+
+async def test_what_is_not_stored_is_not_had_again(served: Served) -> None:
+    response = await served.ask("one", store=False)
+    assert served.service.cluster.sessions() == []
+    with pytest.raises(openai.NotFoundError):
+        await served.client.responses.retrieve(response.id)
+
+
+async def test_whole_inputs_are_recognized(served: Served) -> None:
+    items: list[dict[str, Any]] = []
+    cached = 0
+    for turn in range(5):
+        items.append(user(f"question {turn}"))
+        response = await served.client.responses.create(input=list(items), store=False, **GREEDY)
+        assert response.output_text == expected(items)
+        if turn > 1:
+            assert response.usage.input_tokens_details.cached_tokens >= cached
+        cached = response.usage.input_tokens
+        items += [item.model_dump(exclude_none=True) for item in response.output]
+
+
+async def test_a_call_that_must_be_made_is_answered_and_gone_on_from(served: Served) -> None:
+    more = GREEDY | {"max_output_tokens": 300}
+    response = await served.client.responses.create(
+        input="Weather in Bern?",
+        tools=[WEATHER],
+        tool_choice={"type": "function", "name": "get_weather"},
+        **more,
+    )
+    (call,) = response.output
+    assert (call.type, call.name, response.status) == ("function_call", "get_weather", "completed")
+    assert set(json.loads(call.arguments)) <= {"city"}
+    again = await served.client.responses.retrieve(response.id)
+    assert again.output[0].call_id == call.call_id
+    answer = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    on = await served.client.responses.create(
+        input=[answer], previous_response_id=response.id, tools=[WEATHER], **GREEDY
+    )
+    assert on.usage.input_tokens_details.cached_tokens > 0
+
+
+async def test_an_answer_is_held_to_a_schema(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"dog": {"type": "string", "maxLength": 5}},
+        "required": ["dog"],
+        "additionalProperties": False,
+    }
+    response = await served.client.responses.create(
+        input="Dog?",
+        text={"format": {"type": "json_schema", "name": "dog", "schema": schema}},
+        **(GREEDY | {"max_output_tokens": 200}),
+    )
+    assert list(json.loads(response.output_text)) == ["dog"]
+    assert response.status == "completed"
+
+
+async def told(service: TellingService, **fields: Any) -> tuple[Any, list[Any]]:
+    """The response of these words, whole and as events; both have the same output."""
+    asked = {"model": MODEL.model_id, "input": "Weather?", "store": False, **fields}
+    async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
+        whole = await client.responses.create(**asked)
+        stream = await client.responses.create(**asked, stream=True)
+        events = [event async for event in stream]
+    final = events[-1].response
+    shown = [[item.model_dump(exclude={"id", "call_id"}) for item in each.output] for each in (whole, final)]
+    assert shown[0] == shown[1]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == final.output
+    return whole, events
+
+
+async def test_text_and_calls_are_items_in_their_order() -> None:
+    whole, events = await told(TellingService("Let me see. ", *CALL, *CALL), tools=[WEATHER])
+    assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
+    assert whole.output_text.strip() == "Let me see."
+    assert len({item.call_id for item in whole.output[1:]}) == 2
+    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    done = [e.arguments for e in events if e.type == "response.function_call_arguments.done"]
+    assert "".join(deltas) == "".join(done)
+    assert [json.loads(arguments) for arguments in done] == [{"city": "Bern"}] * 2
+
+
+async def test_a_custom_tool_gets_plain_text() -> None:
+    text = 'a "quoted"\nline \\u00e9'
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": text}})
+    whole, events = await told(TellingService(*f"<tool_call>\n{call}\n</tool_call>"), tools=[PATCH, WEATHER])
+    (item,) = whole.output
+    assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", text)
+    deltas = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
+    assert len(deltas) > 5
+    assert "".join(deltas) == text
+
+
+async def test_a_turn_that_is_aborted_is_cancelled() -> None:
+    whole, events = await told(TellingService("He", finish=TurnFinish("abort")))
+    assert (whole.status, events[-1].type) == ("cancelled", "response.incomplete")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": []}, "input"),
+    ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "w"}]}, "input[0].type"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+        "input[0].content[0].type",
+    ),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"mood": 1}, "mood"),
+    ({"previous_response_id": "x"}, "previous_response_id"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=[param for _, param in REFUSED])
+async def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
+    body = {"model": MODEL.model_id, "input": "hi", **fields}
+    with pytest.raises(openai.APIStatusError) as caught:
+        await served.client.post("/responses", body=body, cast_to=object)
+    assert caught.value.status_code in (400, 404)
+    assert caught.value.param == param
+
+
+async def test_embeddings_are_not_served(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        await served.client.embeddings.create(model="m", input="x")
+
+
+async def test_too_long_an_input_is_named(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await served.ask("word " * 2000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")

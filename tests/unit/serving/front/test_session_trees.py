@@ -1,0 +1,170 @@
+"""Sessions that were opened without `streaming` are trees of requests, as with SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.runner.null import null_generate
+from tests.unit.serving.front.test_session_api import GREEDY, generate, refused
+from tests.unit.serving.local_service import local_client
+from tests.unit.serving.replica_rig import VOCAB_SIZE
+
+MOST = int(GREEDY["max_new_tokens"])
+
+
+async def open_tree(client: httpx.AsyncClient) -> str:
+    reply = await client.post("/open_session", json={"capacity_of_str_len": 1000})
+    assert reply.status_code == 200, reply.text
+    tree: str = reply.json()
+    return tree
+
+
+class Tree:
+    """Requests of a tree, each checked to be answered like a fresh one with all of its input."""
+
+    def __init__(self, client: httpx.AsyncClient, session_id: str) -> None:
+        self.client = client
+        self.session_id = session_id
+        self.inputs: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+
+    def all_of(self, rid: str) -> list[int]:
+        return self.inputs[rid] + self.outputs[rid]
+
+    async def ask(self, rid: str, new: list[int], kept: list[int], /, **params: Any) -> dict[str, Any]:
+        reply: dict[str, Any] = await generate(
+            self.client, input_ids=new, rid=rid, session_params={"id": self.session_id, **params}
+        )
+        self.inputs[rid], self.outputs[rid] = kept + new, reply["output_ids"]
+        assert reply["output_ids"] == null_generate(self.inputs[rid], MOST, VOCAB_SIZE)
+        meta: dict[str, Any] = reply["meta_info"]
+        assert (meta["id"], meta["prompt_tokens"]) == (rid, len(self.inputs[rid]))
+        return meta
+
+    async def refuse(self, field: str, **params: Any) -> str:
+        error = await refused(
+            self.client, "/generate", input_ids=[1], session_params={"id": self.session_id, **params}
+        )
+        assert error["param"] == f"session_params.{field}", error
+        return str(error["message"])
+
+
+async def test_a_request_goes_on_from_the_one_it_names(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        first = await tree.ask("b", [4, 5], tree.all_of("a"), rid="a")
+        assert first["cached_tokens"] >= len(tree.all_of("a")) - 1
+        await tree.ask("c", [6], tree.all_of("a"), rid="a")
+        await tree.ask("d", [7], tree.all_of("b"), rid="b")
+        # Without a name it begins anew.
+        await tree.ask("e", [8, 9], [])
+        await tree.ask("f", [8], tree.inputs["b"], rid="b", drop_previous_output=True)
+        await tree.ask("g", [8], tree.all_of("d")[:4], rid="d", offset=4)
+        assert (await client.post("/close_session", json={"session_id": tree.session_id})).status_code == 200
+        assert (await client.get("/v1/kedge/sessions")).json()["sessions"] == []
+        await service.rig.books_are_empty()
+
+
+async def test_several_go_on_from_the_same_one_at_once(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        known = tree.all_of("a")
+        await asyncio.gather(*(tree.ask(f"b{n}", [10 + n, n], known, rid="a") for n in range(8)))
+
+
+@pytest.mark.parametrize("rid", ["nobody", "a\x1fb", "\u00e4"])
+async def test_a_request_that_nobody_made_is_not_gone_on_from(tmp_path: Path, rid: str) -> None:
+    """It got 200, and was appended."""
+    async with local_client(tmp_path) as (client, _):
+        tree = Tree(client, await open_tree(client))
+        assert "Invalid request session id" in await tree.refuse("rid", rid=rid)
+        await tree.ask("a", [1, 2, 3], [])
+        assert "Invalid request session id" in await tree.refuse("rid", rid=rid)
+        assert "history has 9 tokens" in await tree.refuse("offset", rid="a", offset=10)
+
+
+async def test_one_that_has_not_finished_is_not_gone_on_from(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        service.rig.runner.hold()
+        running = asyncio.create_task(tree.ask("a", [1, 2, 3], []))
+        await service.rig.runner.held()
+        assert "no finished request" in await tree.refuse("rid", rid="a")
+        service.rig.runner.go_on()
+        await running
+        await tree.ask("b", [4], tree.all_of("a"), rid="a")
+
+
+async def test_replacing_drops_what_went_on(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await tree.ask("b", [4], tree.all_of("a"), rid="a")
+        await tree.ask("c", [5], tree.all_of("b"), rid="b")
+        await tree.ask("other", [5], [])
+        await tree.ask("d", [6], tree.all_of("a"), rid="a", replace=True)
+        for gone in ("b", "c"):
+            await tree.refuse("rid", rid=gone)
+        await tree.ask("e", [7], tree.all_of("d"), rid="d")
+        await tree.ask("f", [7], tree.all_of("other"), rid="other")
+        await tree.ask("anew", [8], [], replace=True)
+        for gone in ("a", "d", "other"):
+            await tree.refuse("rid", rid=gone)
+
+
+async def test_a_name_is_taken_once_and_an_aborted_one_is_free(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        again = {"input_ids": [1], "rid": "a", "session_params": {"id": tree.session_id}}
+        assert (await refused(client, "/generate", **again))["param"] == "rid"
+        service.rig.runner.hold()
+        running = asyncio.create_task(generate(client, **again | {"rid": "b"}))
+        await service.rig.runner.held()
+        await client.post("/abort_request", json={"rid": "b"})
+        service.rig.runner.go_on()
+        assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
+        await tree.refuse("rid", rid="b")
+        await tree.ask("b", [4], tree.all_of("a"), rid="a")
+
+
+async def test_a_request_with_a_key_is_answered_again(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        tree = await open_tree(client)
+        body = {"input_ids": [1, 2], "rid": "a", "sampling_params": GREEDY, "session_params": {"id": tree}}
+        once, again = [
+            await client.post("/generate", json=body, headers={"idempotency-key": "k"}) for _ in range(2)
+        ]
+        assert again.status_code == 200, again.text
+        assert once.json()["output_ids"] == again.json()["output_ids"]
+        other = await client.post("/generate", json=body, headers={"idempotency-key": "l"})
+        assert (other.status_code, other.json()["error"]["code"]) == (400, "turn_differs")
+
+
+async def test_a_tree_takes_no_turns_of_chats(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        tree = await open_tree(client)
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        reply = await client.post("/v1/chat/completions", json=body, headers={"x-session-id": tree})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "session_is_tree")
+
+
+async def test_trees_of_tenants_are_apart(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        theirs = {"x-tenant-id": "other"}
+        opening = {"capacity_of_str_len": 1, "session_id": tree.session_id}
+        assert (await client.post("/open_session", json=opening, headers=theirs)).status_code == 200
+        body = {"input_ids": [1], "session_params": {"id": tree.session_id, "rid": "a"}}
+        assert (await client.post("/generate", json=body, headers=theirs)).status_code == 400
+        closed = await client.post("/close_session", json={"session_id": tree.session_id}, headers=theirs)
+        assert closed.status_code == 200
+        await tree.ask("b", [4], tree.all_of("a"), rid="a")
