@@ -23,6 +23,7 @@ class SqliteNotes:
                 "DELETE FROM notes WHERE session_id = ? AND asked_len > ?",
                 (record.session_id, record.start_len),
             )
+            self._cut_last(db, record)
         if has_note(record):
             self._insert(db, record.session_id, note_of(record))
 
@@ -47,6 +48,17 @@ class SqliteNotes:
 
     def delete(self, db: sqlite3.Connection, session_id: str) -> None:
         db.execute("DELETE FROM notes WHERE session_id = ?", (session_id,))
+
+    def _cut_last(self, db: sqlite3.Connection, record: TurnRecord) -> None:
+        """`record` goes on from within the last answer that is left. It may leave no note that tells where."""
+        row = db.execute(
+            "SELECT turn_index, note FROM notes WHERE session_id = ? ORDER BY turn_index DESC LIMIT 1",
+            (record.session_id,),
+        ).fetchone()
+        if row is not None:
+            last = self._note(record.session_id, *row)
+            if last.end_len > record.start_len:
+                self._insert(db, record.session_id, replace(last, end_len=record.start_len))
 
     def _insert(self, db: sqlite3.Connection, session_id: str, note: TurnNote) -> None:
         stored = self._cipher.encrypt(encode_note(note), _place(session_id, note.turn_index))

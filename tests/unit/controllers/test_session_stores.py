@@ -317,3 +317,11 @@ def test_texts_and_bytes_of_every_kind(store: SessionStore) -> None:
     assert {entry.session_id for entry in list(store.load_all_entries())} == set(names)
     assert all(store.close(name) for name in names)
     assert list(store.load_all_entries()) == []
+
+
+def test_an_answer_that_a_turn_without_a_note_cuts_ends_there(store: SessionStore) -> None:
+    """A note ended where the history did, behind what had replaced the rest of its answer."""
+    store.open(SESSION)
+    append_turn(store, turn_of(0, 0, [1, 2, 3, 4], note=b"said"))
+    append_turn(store, turn_of(1, 3, [9, 9]))
+    assert [(note.turn_index, note.asked_len, note.end_len) for note in store.notes("s")] == [(0, 2, 3)]
