@@ -15,7 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed
-from serving.text.tool_calls.grammar import NOTHING_FORCED, calls_grammar
+from serving.text.tool_calls.grammar import calls_grammar
+from serving.text.tool_calls.grammar_terms import NOTHING_FORCED
 from serving.wire.turns import OutputConstraint
 
 if TYPE_CHECKING:

@@ -101,7 +101,9 @@ class AnswerReader:
         self._call = call
         self._reasoning = reasoning
         self._thoughts: AnswerParser | None = None
-        self._calls = None if tools is None or not tools.reads else call_parser(tools.format_name)
+        self._calls = None
+        if tools is not None and tools.reads:
+            self._calls = call_parser(tools.format_name, tools.schemas)
         self._has_calls = False
 
     def read(self, output: TurnEvent | TurnResult) -> AnswerPart:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from serving.front.api.errors import refusal
-from serving.front.api.fields import check_grammar_len
+from serving.front.api.fields import JsonSchema, check_grammar_len
 from serving.front.api.openai_structured import HeldAnswer
 from serving.front.api.openai_tools_schema import AllowedToolsChoice, NamedTool, Tool, ToolChoice
 from serving.text.tool_calls.formats import FormatName, tool_format
@@ -34,6 +34,11 @@ class ToolUse:
     def shown_tokens(self) -> tuple[str, ...]:
         """Special tokens that are part of an answer's text, since they tell calls."""
         return tool_format(self.format_name).shown_tokens if self.reads else ()
+
+    @property
+    def schemas(self) -> dict[str, JsonSchema]:
+        """Those of the functions' parameters, by the functions' names."""
+        return {tool.function.name: tool.function.arguments_schema for tool in self.tools}
 
     def for_template(self) -> tuple[dict[str, Any], ...]:
         return tuple(tool.for_template() for tool in self.tools)

@@ -1,17 +1,29 @@
-"""The formats in which models write function calls, as data: JSON objects with a name, or names before JSON objects."""
+"""The formats in which models write function calls, as data: JSON objects with a name, names before JSON objects, or
+names before tags around each argument."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-FormatName = Literal["hermes", "llama3", "mistral", "deepseek_v3", "deepseek_v31", "mistral_v11"]
-ToolCallsSetting = Literal[
-    "auto", "off", "hermes", "llama3", "mistral", "deepseek_v3", "deepseek_v31", "mistral_v11"
+FormatName = Literal[
+    "hermes",
+    "llama3",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "mistral_v11",
+    "qwen3_coder",
+    "glm45",
+    "glm47",
 ]
+ToolCallsSetting = Literal["auto", "off"] | FormatName
+
+_LINE_BEFORE_KEY = re.compile(r"(\n|\\n)\s*<arg_key>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +79,58 @@ class NamedFormat:
         return f"{self.call_opener}{function}{self.separator}"
 
 
+@dataclass(frozen=True, slots=True)
+class TaggedFormat:
+    """Calls that are a name and tags around the key and the value of each argument. A value that is a string stands
+    there as it is, any other as JSON. A model that keeps to the format ends parts with `line_end`, and has
+    `value_frame` around each value."""
+
+    call_opener: str
+    call_closer: str
+    key_opener: str
+    key_closer: str
+    value_closer: str
+    value_opener: str = ""
+    name_opener: str = ""
+    name_closer: str = ""
+    function_closer: str = ""
+    line_end: str = ""
+    value_frame: str = ""
+    prefix: str = ""
+    suffix: str = ""
+
+    @property
+    def between(self) -> str:
+        return self.line_end
+
+    @property
+    def tail(self) -> str:
+        """What a call has behind its arguments."""
+        end = f"{self.function_closer}{self.line_end}" if self.function_closer else ""
+        return f"{end}{self.call_closer}"
+
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        """Those that may be special tokens."""
+        marks = (self.call_opener, self.call_closer, self.key_opener, self.key_closer)
+        return (*marks, *filter(None, (self.value_opener,)), self.value_closer)
+
+    def head(self, function: str) -> str:
+        """What a call has before its arguments."""
+        opener = f"{self.line_end}{self.name_opener}" if self.name_opener else ""
+        return f"{self.call_opener}{opener}{function}{self.name_closer}{self.line_end}"
+
+    @property
+    def before_value(self) -> str:
+        """What an argument has between its key and its value."""
+        opener = f"{self.line_end}{self.value_opener}" if self.value_opener else ""
+        return f"{self.key_closer}{opener}{self.value_frame}"
+
+    @property
+    def behind_value(self) -> str:
+        return f"{self.value_frame}{self.value_closer}{self.line_end}"
+
+
 _DEEPSEEK_TOKENS = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -97,6 +161,34 @@ NAMED_FORMATS: Mapping[FormatName, NamedFormat] = MappingProxyType(
         "mistral_v11": NamedFormat(
             call_opener="[TOOL_CALLS]", separator="[ARGS]", shown_tokens=("[TOOL_CALLS]", "[ARGS]")
         ),
+    }
+)
+
+_GLM = TaggedFormat(
+    call_opener="<tool_call>",
+    call_closer="</tool_call>",
+    key_opener="<arg_key>",
+    key_closer="</arg_key>",
+    value_opener="<arg_value>",
+    value_closer="</arg_value>",
+)
+
+TAGGED_FORMATS: Mapping[FormatName, TaggedFormat] = MappingProxyType(
+    {
+        "qwen3_coder": TaggedFormat(
+            call_opener="<tool_call>",
+            call_closer="</tool_call>",
+            name_opener="<function=",
+            name_closer=">",
+            key_opener="<parameter=",
+            key_closer=">",
+            value_closer="</parameter>",
+            function_closer="</function>",
+            line_end="\n",
+            value_frame="\n",
+        ),
+        "glm45": replace(_GLM, line_end="\n"),
+        "glm47": _GLM,
     }
 )
 
@@ -132,8 +224,10 @@ FORMATS: Mapping[FormatName, ToolFormat] = MappingProxyType(
 )
 
 
-def tool_format(name: FormatName) -> ToolFormat | NamedFormat:
+def tool_format(name: FormatName) -> ToolFormat | NamedFormat | TaggedFormat:
     """The format of that name."""
+    if name in TAGGED_FORMATS:
+        return TAGGED_FORMATS[name]
     return NAMED_FORMATS[name] if name in NAMED_FORMATS else FORMATS[name]
 
 
@@ -142,8 +236,7 @@ def format_of(template: str) -> FormatName | None:
     if "tools" not in template:
         return None
     if "<tool_call>" in template:
-        # Others write tags inside these tags.
-        return None if "<function=" in template or "<arg_key>" in template else "hermes"
+        return _format_in_tags(template)
     if "[TOOL_CALLS]" in template:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<｜tool▁calls▁begin｜>" in template:
@@ -151,3 +244,12 @@ def format_of(template: str) -> FormatName | None:
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
         return "llama3"
     return None
+
+
+def _format_in_tags(template: str) -> FormatName | None:
+    """Which of the formats with the tag `<tool_call>`."""
+    if "<arg_key>" in template:
+        return "glm45" if _LINE_BEFORE_KEY.search(template) else "glm47"
+    if "<function=" in template:
+        return "qwen3_coder" if "<parameter=" in template else None
+    return "hermes"

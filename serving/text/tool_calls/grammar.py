@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from serving.text.tool_calls.formats import tool_format
-
-NOTHING_FORCED = '%llguidance {"no_forcing": true}'
-"""First line of a grammar. Else all that has to follow would be tokenized again at each of its tokens, and the names of
-control tokens in it be taken for these."""
+from serving.text.tool_calls.formats import TaggedFormat, tool_format
+from serving.text.tool_calls.grammar_terms import NOTHING_FORCED, GrammarTerms
+from serving.text.tool_calls.tagged_grammar import tagged_call
 
 
 def calls_grammar(
@@ -19,28 +15,23 @@ def calls_grammar(
 ) -> str:
     """`wanted` is what serving/front/api/openai_tools.py writes. Special tokens of the format are the grammar's."""
     form = tool_format(wanted["format"])
-
-    def literal(text: str) -> str:
-        texts = [re.escape(token) for token in special_ids]
-        parts = re.split(f"({'|'.join(texts)})", text) if texts else [text]
-        return " ".join(
-            f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part) for part in parts if part
-        )
-
-    def schema(value: Mapping[str, Any]) -> str:
-        return f"%json {json.dumps({**value, 'x-guidance': json_options}, ensure_ascii=False)}"
-
+    terms = GrammarTerms(special_ids, json_options)
     rules = []
     for index, function in enumerate(wanted["functions"]):
-        head, tail = literal(form.head(function["name"])), literal(form.tail)
-        rules.append(f"call_{index}: {head} {schema(function['parameters'])} {tail}")
-    call = " | ".join(f"call_{index}" for index in range(len(rules)))
-    more = f"({literal(form.between)} call)*" if wanted["parallel"] else ""
-    answer = "calls" if wanted["answer"] is None else f"calls | {schema(wanted['answer'])}"
+        name, parameters = f"call_{index}", function["parameters"]
+        head, tail = terms.literal(form.head(function["name"])), terms.literal(form.tail)
+        if isinstance(form, TaggedFormat):
+            arguments, *further = tagged_call(form, terms, name, parameters)
+            rules += [f"{name}: {head} {arguments} {tail}", *further]
+        else:
+            rules.append(f"{name}: {head} {terms.schema(parameters)} {tail}")
+    call = " | ".join(f"call_{index}" for index in range(len(wanted["functions"])))
+    more = f"({terms.literal(form.between)} call)*" if wanted["parallel"] else ""
+    answer = "calls" if wanted["answer"] is None else f"calls | {terms.schema(wanted['answer'])}"
     lines = [
         NOTHING_FORCED,
         f"start: {answer}",
-        f"calls: {literal(form.prefix)} call {more} {literal(form.suffix)}",
+        f"calls: {terms.literal(form.prefix)} call {more} {terms.literal(form.suffix)}",
         f"call: {call}",
         *rules,
     ]

@@ -73,11 +73,13 @@ def test_other_templates_have_none_that_is_known(template: str) -> None:
         (ARGS, "mistral_v11"),
         ("{{ tools }}{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v31"),
         ("{{ tools }}{{ '<｜tool▁calls▁begin｜>```json' }}", "deepseek_v3"),
+        ("{{ tools }}<tool_call>\n<function=x>\n<parameter=y>\n", "qwen3_coder"),
+        ("{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>", "glm45"),
+        ("{{ tools }}{{ '<tool_call>' + name + '\\n<arg_key>' }}", "glm45"),
+        ("{{ tools }}<tool_call>{name}<arg_key>{key}</arg_key><arg_value>", "glm47"),
     ],
 )
-def test_a_format_with_names_before_the_arguments_is_read_off_the_template(
-    template: str, name: FormatName
-) -> None:
+def test_a_format_that_is_no_json_object_is_read_off_the_template(template: str, name: FormatName) -> None:
     assert processor(template).tool_format("auto") == name
 
 

@@ -1,0 +1,92 @@
+"""Arguments of calls that are written as text between tags: which are strings, and what the others are as JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import from_json
+
+_MAX_DEPTH = 8
+"""Of schemas within schemas: below that anything may be a value."""
+_MAX_LITERAL_CHARS = 65_536
+_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str] | None:
+    """JSON Schema's names of the types that the schema of a function's parameters allows for that argument. None if it
+    does not say."""
+    properties = schema.get("properties")
+    held = properties.get(key) if isinstance(properties, Mapping) else None
+    return _types(held, schema, 0)
+
+
+def argument_json(text: str, types: frozenset[str] | None) -> str:
+    """A whole value as JSON: a string unless it reads as a value that may stand there. Python's spelling of a value,
+    which some models write, is read, too."""
+    for read in (from_json, _python_value):
+        try:
+            value = read(text.strip())
+            shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        if _is_one_of(value, types):
+            return shown
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _python_value(text: str) -> Any:
+    if len(text) > _MAX_LITERAL_CHARS:
+        raise ValueError("too long")
+    return ast.literal_eval(text)
+
+
+def _is_one_of(value: Any, types: frozenset[str] | None) -> bool:
+    """A string has no quotes here, so what reads as one in quotes is the text with its quotes."""
+    name = _TYPES.get(type(value))
+    if name is None or name == "string":
+        return False
+    return types is None or name in types or (name == "integer" and "number" in types)
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return None
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_at(root, reference), root, depth + 1)
+    if "const" in schema:
+        return _named([schema["const"]])
+    if isinstance(values := schema.get("enum"), list):
+        return _named(values)
+    if isinstance(name := schema.get("type"), str):
+        return frozenset((name,))
+    if isinstance(name, list):
+        return frozenset(each for each in name if isinstance(each, str))
+    for word in ("anyOf", "oneOf"):
+        if isinstance(choices := schema.get(word), list):
+            found = [_types(choice, root, depth + 1) for choice in choices]
+            known = [types for types in found if types is not None]
+            return frozenset().union(*known) if len(known) == len(found) else None
+    return None
+
+
+def _named(values: list[Any]) -> frozenset[str] | None:
+    return frozenset(_TYPES[type(value)] for value in values if type(value) in _TYPES)
+
+
+def _at(root: Mapping[str, Any], reference: str) -> Any:
+    """What a reference within the schema means; None for any other."""
+    found: Any = root if reference.startswith("#") else None
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,236 @@
+"""Calls with tags around each argument are found in every format that has them, however the answer was cut, and an
+answer that is held to calls has such ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.grammars.constraints import ConstraintCompiler
+from serving.text.answer_pieces import CallPiece, Piece
+from serving.text.tool_calls.formats import TAGGED_FORMATS, FormatName
+from serving.text.tool_calls.tagged_parser import TaggedCallParser
+from serving.wire.turns import OutputConstraint
+from tests.unit.serving.small_tokenizer import byte_level_tokenizer
+from tests.unit.serving.text.test_thoughts import read
+from tests.unit.serving.tool_texts import cut
+
+STRING = {"type": "string"}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "f": {"type": "object", "properties": {}},
+    "look": {"type": "object", "properties": {"city": STRING, "days": {"type": "integer"}}},
+}
+BERN, RAIN = '{"city": "Bern"}', '{"city": "Bern", "days": 3}'
+QWEN = (
+    "<tool_call>\n<function=look>\n<parameter=city>\nBern\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+QWEN_F = "<function=f>\n</function>"
+GLM = "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n</tool_call>"
+
+
+def told(name: FormatName, *parts: str) -> list[Piece]:
+    return read(TaggedCallParser(TAGGED_FORMATS[name], SCHEMAS), *parts)
+
+
+def call(index: int, name: str = "f", arguments: str = "{}") -> CallPiece:
+    return CallPiece(index, name, arguments)
+
+
+FOUND: list[tuple[FormatName, str, list[Piece]]] = [
+    ("qwen3_coder", QWEN, [call(0, "look", RAIN)]),
+    (
+        "qwen3_coder",
+        f"I look.\n\n{QWEN}\n{QWEN}\n",
+        ["I look.", call(0, "look", RAIN), call(1, "look", RAIN)],
+    ),
+    ("qwen3_coder", f"{QWEN} So.", [call(0, "look", RAIN), " So."]),
+    ("qwen3_coder", QWEN_F + QWEN_F, [call(0), call(1)]),
+    ("qwen3_coder", f"<tool_call>{QWEN_F}", [call(0)]),
+    ("qwen3_coder", f"{QWEN}\n<tool_c", [call(0, "look", RAIN)]),
+    ("qwen3_coder", QWEN.partition("\n</parameter>")[0], [call(0, "look", '{"city": "Bern')]),
+    ("qwen3_coder", QWEN.partition("ter>\n<par")[0], [call(0, "look", '{"city": "Bern')]),
+    (
+        "qwen3_coder",
+        "<function=look><parameter=city>\n\n</parameter></function>",
+        [call(0, "look", '{"city": ""}')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=look>\n<parameter=city>\n\n a <b> </p\n\n\n</parameter>\n</function>",
+        [call(0, "look", json.dumps({"city": "\n a <b> </p\n\n"}))],
+    ),
+    (
+        "qwen3_coder",
+        "<function=look>huh<parameter=days>\nsoon\n</parameter>",
+        [call(0, "look", '{"days": "soon"')],
+    ),
+    ("qwen3_coder", "<function=g><parameter=x>[1]</parameter></function>", [call(0, "g", '{"x": [1]}')]),
+    ("glm45", f"{GLM}\n{GLM}", [call(0, "look", BERN), call(1, "look", BERN)]),
+    ("glm45", f"Sure. {GLM}\nDone.", ["Sure.", call(0, "look", BERN), "\nDone."]),
+    ("glm45", "<tool_call>f\n</tool_call>", [call(0)]),
+    ("glm45", "<tool_call>f</tool_call>", [call(0)]),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key>huh</tool_call>", [call(0)]),
+    ("glm47", GLM.replace("\n", ""), [call(0, "look", BERN)]),
+    ("glm47", GLM.replace("</tool_call>", GLM), [call(0, "look", BERN), call(1, "look", BERN)]),
+]
+PLAIN: list[tuple[FormatName, str]] = [
+    *[(name, text) for name in TAGGED_FORMATS for text in ("", "hello", " \n ", "a\n\n", "<", "<tool_call>")],
+    ("qwen3_coder", "<tool_call>\n{}</tool_call>"),
+    ("qwen3_coder", "<function=two words>"),
+    ("qwen3_coder", "<function=>"),
+    ("qwen3_coder", "<parameter=a>b</parameter>"),
+    ("qwen3_coder", f"<function={'f' * 600}>"),
+    ("glm45", "<tool_call>two words</tool_call>"),
+    ("glm45", "<tool_call><arg_key>a</arg_key>"),
+    ("glm45", "<tool_call>f\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), FOUND)
+def test_calls_are_found(name: FormatName, text: str, expected: list[Piece]) -> None:
+    assert told(name, text) == expected
+    assert told(name, *text) == expected
+
+
+@pytest.mark.parametrize(("name", "text"), PLAIN)
+def test_what_is_no_call_is_content(name: FormatName, text: str) -> None:
+    expected = [text] if text else []
+    assert told(name, text) == expected
+    assert told(name, *text) == expected
+
+
+def test_a_string_is_told_as_it_comes_and_a_number_when_it_is_whole() -> None:
+    parser = TaggedCallParser(TAGGED_FORMATS["qwen3_coder"], SCHEMAS)
+    assert parser.push("<function=look><parameter=city>\nBe") == [
+        call(0, "look", ""),
+        CallPiece(0, None, '{"city": '),
+        CallPiece(0, None, '"'),
+        CallPiece(0, None, "Be"),
+    ]
+    assert parser.push("rn") == [CallPiece(0, None, "rn")]
+    assert parser.push("</parameter><parameter=days>1") == [
+        CallPiece(0, None, '"'),
+        CallPiece(0, None, ', "days": '),
+    ]
+    assert parser.push("2</parameter>") == [CallPiece(0, None, "12")]
+
+
+SCRAPS = [
+    *("<tool_call>", "</tool_call>", "<tool", "_call>", "f", "look", " ", "\n", "<", ">", "words", '"', "\\"),
+    *("<function=f>", "<function=look>", "<function=", "</function>", "<parameter=city>", "<parameter=days>"),
+    *(
+        "\n</parameter>\n",
+        "</parameter>",
+        "</param",
+        "<arg_key>city</arg_key>",
+        "<arg_key>",
+        "</arg_key>",
+        "12",
+    ),
+    *("<arg_value>", "</arg_value>", "<arg_value>3</arg_value>", "<arg_", "<parameter=", "😀"),
+]
+
+
+@settings(max_examples=1200, deadline=None, print_blob=True)
+@given(
+    name=st.sampled_from(sorted(TAGGED_FORMATS)),
+    text=st.lists(st.sampled_from(SCRAPS), max_size=16).map("".join),
+    places=st.lists(st.integers(0, 160), max_size=12),
+)
+def test_any_cut_tells_the_same(name: FormatName, text: str, places: list[int]) -> None:
+    whole = told(name, text)
+    assert told(name, *cut(text, places)) == whole
+    assert told(name, *text) == whole
+
+
+values = {
+    "words": ({"type": "string"}, st.text()),
+    "number": ({"type": "integer"}, st.integers()),
+    "list": ({"type": "array"}, st.lists(st.text() | st.booleans() | st.none(), max_size=4)),
+    "object": ({"type": "object"}, st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3)),
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(TAGGED_FORMATS)),
+    st.lists(
+        st.fixed_dictionaries({}, optional={k: v for k, (_, v) in values.items()}), min_size=1, max_size=3
+    ),
+)
+def test_calls_as_the_format_has_them_are_all_found(name: FormatName, calls: list[dict[str, object]]) -> None:
+    form = TAGGED_FORMATS[name]
+    schema = {"type": "object", "properties": {key: held for key, (held, _) in values.items()}}
+    written = []
+    for arguments in calls:
+        shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+        if any(form.value_closer in text for text in shown.values()):
+            return
+        tags = [f"{form.key_opener}{k}{form.before_value}{v}{form.behind_value}" for k, v in shown.items()]
+        written.append(f"{form.head('do')}{''.join(tags)}{form.tail}")
+    pieces = read(TaggedCallParser(form, {"do": schema}), form.between.join(written))
+    found = [piece for piece in pieces if isinstance(piece, CallPiece)]
+    assert found == pieces
+    assert [(piece.index, piece.name) for piece in found] == [(i, "do") for i in range(len(calls))]
+    assert [json.loads(piece.arguments) for piece in found] == calls
+
+
+SHORT = {"type": "string", "maxLength": 8}
+HELD: list[dict[str, Any]] = [
+    {"type": "object", "additionalProperties": False},
+    {
+        "type": "object",
+        "properties": {"city": SHORT, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
+    },
+    {
+        "type": "object",
+        "properties": {
+            "code": {"type": "string", "pattern": "^a/[bc]{2,3}$"},
+            "unit": {"enum": ["C", "a <b>\n"]},
+            "fixed": {"const": "x/y"},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["code", "place"],
+        "$defs": {"place": {"type": "object", "properties": {"x": SHORT}, "additionalProperties": False}},
+    },
+]
+
+
+@pytest.mark.parametrize("schema", HELD)
+@pytest.mark.parametrize("marks", [False, True], ids=["texts", "special_tokens"])
+@pytest.mark.parametrize("name", TAGGED_FORMATS)
+def test_an_answer_that_is_held_to_calls_has_arguments_of_their_schemas(
+    name: FormatName, marks: bool, schema: dict[str, Any]
+) -> None:
+    """Walks without a model."""
+    form, tokenizer = TAGGED_FORMATS[name], byte_level_tokenizer()
+    if marks:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(form.shown_tokens)})
+    source = {
+        "format": name,
+        "functions": [{"name": "do", "parameters": schema}],
+        "parallel": True,
+        "answer": None,
+    }
+    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
+    for seed in range(8):
+        walk = asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
+        chance, out = np.random.default_rng(seed), list[int]()
+        while not walk.complete and not (walk.may_end and chance.random() < 0.5):
+            mask_V = np.unpackbits(np.frombuffer(walk.allowed(), dtype=np.uint8), bitorder="little")
+            out.append(int(chance.choice(np.flatnonzero(mask_V))))
+            walk.accept(out[-1])
+        text = tokenizer.decode(out, skip_special_tokens=False)
+        pieces = read(TaggedCallParser(form, {"do": schema}), text)
+        assert pieces, text
+        for piece in pieces:
+            assert isinstance(piece, CallPiece), (text, piece)
+            jsonschema.validate(json.loads(piece.arguments), schema)
