@@ -18,10 +18,9 @@ from serving.front.api.openai_tools import ToolUse
 from serving.front.api.openai_tools_schema import CallDelta, CalledFunction, CalledTool, FunctionDelta
 from serving.front.api.reply_json import or_unset
 from serving.front.api.turn_streams import TurnResult
+from serving.text.answer_parsers import answer_parser
 from serving.text.answer_pieces import AnswerParser, Piece, Thought
 from serving.text.reasoning.formats import ReasoningName
-from serving.text.reasoning.parsers import thought_parser
-from serving.text.tool_calls.parsers import call_parser
 from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
 
 _ID_CHARS = 9
@@ -99,35 +98,29 @@ class AnswerReader:
 
     def __init__(self, call: TurnCall, tools: ToolUse | None, reasoning: ReasoningName | None = None) -> None:
         self._call = call
+        self._tools = tools if tools is not None and tools.reads else None
         self._reasoning = reasoning
-        self._thoughts: AnswerParser | None = None
-        self._calls = None
-        if tools is not None and tools.reads:
-            self._calls = call_parser(tools.format_name, tools.schemas)
+        self._parser: AnswerParser | None = None
         self._has_calls = False
 
     def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
         """Of the choice's next event, or of all of it."""
-        if self._calls is None and self._reasoning is None:
+        if self._tools is None and self._reasoning is None:
             return AnswerPart(output.text)
+        if self._parser is None:
+            self._parser = self._parser_of(output)
+        pieces = self._parser.push(output.text)
+        if output.finish is not None:
+            pieces += self._parser.flush()
         part, scope = AnswerPart(), _scope(self._call, output.turn_index)
-        for piece in self._pieces(output):
+        for piece in pieces:
             part.add(piece, scope)
         self._has_calls = self._has_calls or bool(part.calls)
         return part
 
-    def _pieces(self, output: TurnEvent | TurnResult) -> list[Piece]:
-        said: list[Piece] = [output.text]
-        if self._reasoning is not None:
-            if self._thoughts is None:
-                self._thoughts = thought_parser(self._reasoning, inside=output.in_thought)
-            said = _read_by(self._thoughts, output)
-        if self._calls is None:
-            return said
-        pieces: list[Piece] = []
-        for piece in said:
-            pieces += self._calls.push(piece) if isinstance(piece, str) else [piece]
-        return pieces + (self._calls.flush() if output.finish is not None else [])
+    def _parser_of(self, output: TurnEvent | TurnResult) -> AnswerParser:
+        calls, schemas = (None, {}) if self._tools is None else (self._tools.format_name, self._tools.schemas)
+        return answer_parser(calls, schemas, self._reasoning, inside=output.in_thought)
 
     def finish(self, output: TurnEvent | TurnResult) -> TurnFinish | None:
         """How the choice ended, once that has been read."""
@@ -135,10 +128,6 @@ class AnswerReader:
         if finish is None or finish.reason != "stop" or not self._has_calls:
             return finish
         return replace(finish, reason="tool_calls")
-
-
-def _read_by(parser: AnswerParser, output: TurnEvent | TurnResult) -> list[Piece]:
-    return parser.push(output.text) + (parser.flush() if output.finish is not None else [])
 
 
 def _scope(call: TurnCall, turn_index: int | None) -> str:

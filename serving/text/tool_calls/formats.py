@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from serving.text.reasoning.formats import HARMONY_TOKENS
+
 FormatName = Literal[
     "hermes",
     "llama3",
@@ -20,6 +22,7 @@ FormatName = Literal[
     "qwen3_coder",
     "glm45",
     "glm47",
+    "gpt_oss",
 ]
 ToolCallsSetting = Literal["auto", "off"] | FormatName
 
@@ -63,8 +66,8 @@ class ToolFormat:
 @dataclass(frozen=True, slots=True)
 class NamedFormat:
     """Calls that are a name, `separator` and a JSON object, between `call_opener` and `tail`. What a model that keeps
-    to the format writes is `prefix`, calls with `between` between them, and `suffix`. `shown_tokens` are those that may
-    be special tokens."""
+    to the format writes is `prefix`, calls with `between` between them, and `suffix`. With `one_call` an answer has no
+    second one. `shown_tokens` are those that may be special tokens."""
 
     call_opener: str
     separator: str
@@ -72,6 +75,7 @@ class NamedFormat:
     prefix: str = ""
     between: str = ""
     suffix: str = ""
+    one_call: bool = False
     shown_tokens: tuple[str, ...] = ()
 
     def head(self, function: str) -> str:
@@ -164,6 +168,15 @@ NAMED_FORMATS: Mapping[FormatName, NamedFormat] = MappingProxyType(
     }
 )
 
+_GPT_OSS = NamedFormat(
+    # `<|call|>` behind it is one of the model's ends.
+    call_opener="<|channel|>commentary to=functions.",
+    separator=" <|constrain|>json<|message|>",
+    one_call=True,
+    shown_tokens=HARMONY_TOKENS,
+)
+"""As it is written; it is read with all else that is in channels (serving/text/reasoning/harmony.py)."""
+
 _GLM = TaggedFormat(
     call_opener="<tool_call>",
     call_closer="</tool_call>",
@@ -226,6 +239,8 @@ FORMATS: Mapping[FormatName, ToolFormat] = MappingProxyType(
 
 def tool_format(name: FormatName) -> ToolFormat | NamedFormat | TaggedFormat:
     """The format of that name."""
+    if name == "gpt_oss":
+        return _GPT_OSS
     if name in TAGGED_FORMATS:
         return TAGGED_FORMATS[name]
     return NAMED_FORMATS[name] if name in NAMED_FORMATS else FORMATS[name]
@@ -237,6 +252,8 @@ def format_of(template: str) -> FormatName | None:
         return None
     if "<tool_call>" in template:
         return _format_in_tags(template)
+    if "<|channel|>" in template:
+        return "gpt_oss" if "to=functions." in template else None
     if "[TOOL_CALLS]" in template:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<｜tool▁calls▁begin｜>" in template:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from serving.text.tool_calls.formats import TaggedFormat, tool_format
+from serving.text.tool_calls.formats import NamedFormat, TaggedFormat, tool_format
 from serving.text.tool_calls.grammar_terms import NOTHING_FORCED, GrammarTerms
 from serving.text.tool_calls.tagged_grammar import tagged_call
 
@@ -26,7 +26,8 @@ def calls_grammar(
         else:
             rules.append(f"{name}: {head} {terms.schema(parameters)} {tail}")
     call = " | ".join(f"call_{index}" for index in range(len(wanted["functions"])))
-    more = f"({terms.literal(form.between)} call)*" if wanted["parallel"] else ""
+    repeats = wanted["parallel"] and not (isinstance(form, NamedFormat) and form.one_call)
+    more = f"({terms.literal(form.between)} call)*" if repeats else ""
     answer = "calls" if wanted["answer"] is None else f"calls | {terms.schema(wanted['answer'])}"
     lines = [
         NOTHING_FORCED,

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.text.answer_parsers import thought_parser
 from serving.text.answer_pieces import AnswerParser, CallPiece, Piece, Thought
 from serving.text.reasoning.formats import ReasoningName, reasoning_of
 from serving.text.reasoning.harmony import HarmonyParser
-from serving.text.reasoning.parsers import thought_parser
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer

@@ -73,6 +73,7 @@ def test_other_templates_have_none_that_is_known(template: str) -> None:
         (ARGS, "mistral_v11"),
         ("{{ tools }}{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v31"),
         ("{{ tools }}{{ '<｜tool▁calls▁begin｜>```json' }}", "deepseek_v3"),
+        ("{{ tools }}<|channel|>commentary to=functions.", "gpt_oss"),
         ("{{ tools }}<tool_call>\n<function=x>\n<parameter=y>\n", "qwen3_coder"),
         ("{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>", "glm45"),
         ("{{ tools }}{{ '<tool_call>' + name + '\\n<arg_key>' }}", "glm45"),
