@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -22,11 +23,13 @@ AROUND_S = 3.0
 
 @dataclass
 class Talk:
-    """What the clients saw. `turns` are when each ended, `waits_s` until its first token."""
+    """What the clients saw. `turns` are when each ended, `waits_s` until its first token, `stalls_s` the longest time
+    that it was without a token."""
 
     failures: list[BaseException] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
     waits_s: list[float] = field(default_factory=list)
+    stalls_s: list[float] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
 
     def run(self, connect: Connect, seed: int) -> None:
@@ -45,13 +48,14 @@ class Talk:
         began_s, heard_s = time.monotonic(), list[float]()
         session.told_turn(random_tokens(rng, 5), 40, lambda _: heard_s.append(time.monotonic()))
         self.waits_s.append(heard_s[0] - began_s)
+        self.stalls_s.append(max(after - before for before, after in pairwise([began_s, *heard_s])))
         self.turns.append(time.monotonic())
         if len(session.history) > 2000:
             session.close()
             session.session_id, session.history = Conversation.open(session.client).session_id, []
 
     def report(self) -> str:
-        gaps_s = [after - before for before, after in zip(self.turns, self.turns[1:], strict=False)]
+        gaps_s = [after - before for before, after in pairwise(self.turns)]
         waits_s = sorted(self.waits_s)
         late = sum(wait_s > 1.0 for wait_s in waits_s)
         return (
