@@ -38,6 +38,7 @@ def argument_json(text: str, types: frozenset[str] | None) -> str:
         try:
             value = read(text.strip())
             shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            shown.encode()  # half a character, as Python's spelling may have one, cannot be told
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         if _is_one_of(value, types):

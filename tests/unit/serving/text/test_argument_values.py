@@ -42,6 +42,7 @@ VALUES: list[tuple[str, frozenset[str] | None, Any]] = [
     ("NaN", frozenset(("number",)), "NaN"),
     ("1e999", frozenset(("number",)), "1e999"),
     ("9" * 5000, frozenset(("integer",)), "9" * 5000),
+    (r"['\ud800']", ANY, r"['\ud800']"),
     ("", ANY, ""),
     ("[" * 100_000, ANY, "[" * 100_000),
     ("-" * 60_000 + "1", ANY, "-" * 60_000 + "1"),
@@ -61,5 +62,7 @@ def test_of_an_unknown_argument_nothing_is_known(schema: dict[str, object]) -> N
 
 @pytest.mark.parametrize(("text", "types", "expected"), VALUES)
 def test_a_value_is_what_its_type_asks_for(text: str, types: frozenset[str] | None, expected: object) -> None:
-    value = json.loads(argument_json(text, types))
+    told = argument_json(text, types)
+    told.encode()
+    value = json.loads(told)
     assert (type(value), value) == (type(expected), expected)
