@@ -13,12 +13,21 @@ import re
 from collections.abc import Callable
 
 from serving.text.answer_pieces import CallPiece, Piece, Thought, overlap
+from serving.text.reasoning.formats import HARMONY_TOKENS
 
+_SPACE = " \t\r\n"
+_GAP = f"[{_SPACE}]*"
 _HEADER = re.compile(
-    r"(?:<\|start\|>)?\s*(?:assistant)?(?:\s*to=[^\s<]+)?\s*"
-    r"<\|channel\|>\s*\w+(?:\s*to=[^\s<]+)?\s*(?:(?:<\|constrain\|>)?\s*\w+)?\s*<\|message\|>"
-    r"|<\|start\|>\s*(?:assistant)?\s*<\|message\|>"
+    rf"(?:<\|start\|>)?{_GAP}(?:assistant)?(?:{_GAP}to=[^\s<]+)?{_GAP}"
+    rf"<\|channel\|>{_GAP}\w+(?:{_GAP}to=[^\s<]+)?{_GAP}(?:(?:<\|constrain\|>)?{_GAP}\w+)?{_GAP}<\|message\|>"
+    rf"|<\|start\|>{_GAP}(?:assistant)?{_GAP}<\|message\|>"
 )
+_HEADER_SO_FAR = re.compile(
+    rf"(?:<\|start\|>{_GAP}(?:assistant)?(?:{_GAP}to=[^\s<]+)?{_GAP})?"
+    rf"(?:<\|channel\|>{_GAP}\w*(?:{_GAP}to=[^\s<]*)?{_GAP}(?:(?:<\|constrain\|>)?{_GAP}\w*)?{_GAP})?"
+    rf"|<\|start\|>{_GAP}(?:{'|'.join('assistant'[:end] for end in range(10))}|(?:assistant)?{_GAP}to=[^\s<]*)"
+)
+"""What is left of a header, but for a mark, in an answer that was cut off within it."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
@@ -30,7 +39,6 @@ _OPENING_MARKS = ("<|start|>", "<|channel|>", _MESSAGE)
 _MARKS = (*_ENDS, *_OPENING_MARKS)
 _MARK = re.compile("|".join(re.escape(mark) for mark in (*_ENDS, "<|start|>", "<|channel|>")))
 _MAX_HEADER_CHARS = 512
-_SPACE = " \t\r\n"
 _BETWEEN = "\n"
 """Stands between two messages of a kind."""
 
@@ -152,10 +160,5 @@ def _may_be_header(text: str) -> bool:
 def _is_header_so_far(text: str) -> bool:
     """Whether the answer was cut off within marks, which say nothing."""
     begun = text.strip(_SPACE)
-    if not begun or any(mark.startswith(begun) for mark in _MARKS):
-        return True
-    return (
-        begun.startswith(("<|start|>", "<|channel|>"))
-        and len(begun) < _MAX_HEADER_CHARS
-        and "\n" not in begun
-    )
+    without_mark = begun[: len(begun) - overlap(begun, HARMONY_TOKENS)].rstrip(_SPACE)
+    return len(begun) < _MAX_HEADER_CHARS and any(map(_HEADER_SO_FAR.fullmatch, (begun, without_mark)))

@@ -37,6 +37,11 @@ SAID: list[tuple[ReasoningName, bool, str, str, str]] = [
     ("gpt_oss", False, "<|return|>Rex.", "", "Rex."),
     ("gpt_oss", False, "<|start|>no header<|end|>Rex.", "", "no header\nRex."),
     ("think", False, "<think>\n\n\nHm.</think>Rex.", "Hm.", "Rex."),
+    ("gpt_oss", False, "\u2028<|channel|>analysis<|message|>Hm.", "Hm.", "\u2028"),
+    ("gpt_oss", False, "<|start|>words, and no end", "", "<|start|>words, and no end"),
+    *[("gpt_oss", False, f"<|start|>{cut_off}", "", "") for cut_off in ("", "assis", "assistant<|chan")],
+    ("gpt_oss", False, "<|channel|>commentary to=functions.f <|const", "", ""),
+    ("gpt_oss", False, "<|channel|>commentary to=functions.f <|constrain|>json<|mess", "", ""),
 ]
 
 
@@ -70,7 +75,7 @@ def test_a_thought_is_told_apart(
 SCRAPS = [
     *("<think>", "</think>", "<thi", "nk>", "[THINK]", "[/THINK]", "<|channel|>", "analysis", "final"),
     *("<|message|>", "<|end|>", "<|start|>", "assistant", "<|call|>", "<|return|>", "commentary"),
-    *(" to=functions.f", " json", "\n", "\n\n", " ", "<", "words", "{}", "😀"),
+    *(" to=functions.f", " json", "\n", "\n\n", " ", "<", "words", "{}", "😀", "\u2028"),
 ]
 
 
