@@ -39,6 +39,21 @@ _STAND_IN: Messages = (
 )
 _PROBE: Messages = ({"role": "user", "content": "KedgeProbe"},)
 _EARLIER: Messages = ({"role": "user", "content": "Earlier"}, {"role": "assistant", "content": "Words"})
+_CALL_ID = "KedgeCall"
+_CALLED: Messages = (
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": _CALL_ID, "type": "function", "function": {"name": "stand_in", "arguments": {"a": 1}}}
+        ],
+    },
+    {"role": "tool", "content": "Result", "tool_call_id": _CALL_ID},
+)
+_THOUGHT: Messages = (
+    {"role": "user", "content": "Earlier"},
+    {"role": "assistant", "content": "<think>\nHm\n</think>\n\nWords", "reasoning_content": "Hm"},
+)
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _HEADS_AT_ONCE = 64
 """System messages with their tools, of which it is known whether what follows them depends on them."""
@@ -150,9 +165,11 @@ class ChatTemplate:
         if asked["role"] in INSTRUCTING or any(each["role"] in INSTRUCTING for each in rest):
             return None
         head = messages[: head_len(messages)]
-        if not self._stands_alone(_text_of(head), _text_of(kwargs), _text_of(tools)):
+        called = any(each["role"] == "tool" or "tool_calls" in each for each in messages)
+        if not self._stands_alone(_text_of(head), _text_of(kwargs), _text_of(tools), called=called):
             return None
-        before = list(_PROBE) if asked["role"] == USER else [*_PROBE, asked]
+        # A template that writes thoughts up to a later question than `asked` rewrites this one, too, and is found out.
+        before = [*_THOUGHT, asked] if asked["role"] == USER else [*_PROBE, asked]
         try:
             closed = self._render(before, kwargs, answers=False)
             opened = self._render(before, kwargs)
@@ -163,18 +180,22 @@ class ChatTemplate:
             return None
         return AnsweredText(opened[len(closed) :], whole[len(closed) :])
 
-    def _probe_head(self, head: str, kwargs: str, tools: str) -> bool:
-        """Whether what the template writes behind a question is the same with this head, given in JSON, and without."""
-        arguments = json.loads(kwargs)
-        behind = (*_STAND_IN[1:], *_PROBE)
+    def _probe_head(self, head: str, kwargs: str, tools: str, *, called: bool) -> bool:
+        """Whether what the template writes behind a question is the same with this head, given in JSON, and without,
+        and whatever was said before; `called`: calls and their results included."""
+        arguments, question = json.loads(kwargs), _STAND_IN[:1]
+        answers = [(*_STAND_IN[1:], *_PROBE), *([_CALLED] if called else [])]
+        earlier = [(), _EARLIER, *([(*_EARLIER[:1], *_CALLED, *_EARLIER[1:])] if called else [])]
         try:
-            plain = self._behind(_STAND_IN[:1], behind, arguments)
-            given = json.loads(head)
-            headed = self._behind([*given, *_STAND_IN[:1]], behind, arguments, json.loads(tools))
-            later = self._behind([*given, *_EARLIER, *_STAND_IN[:1]], behind, arguments, json.loads(tools))
+            given, given_tools = json.loads(head), json.loads(tools)
+            return all(
+                self._behind([*given, *before, *question], answer, arguments, given_tools)
+                == self._behind(question, answer, arguments)
+                for answer in answers
+                for before in earlier
+            )
         except (InvalidRequest, ValueError):
             return False
-        return headed == later == plain
 
     def _behind(
         self,
