@@ -31,10 +31,10 @@ from serving.front.api.session_schema import (
     OpenSessionBody,
     SessionParams,
 )
-from serving.front.api.session_trees import begin_request, close_tree
+from serving.front.api.session_trees import TreeRequests, begin_request, close_tree
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
+from serving.front.api.turn_streams import RunsTurns, TurnPlan, collect, until_disconnect
 from serving.wire.turns import (
     ModelInfo,
     ServiceError,
@@ -148,14 +148,15 @@ async def generate(
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
     plan = _plan(body, service.model, tenant)
+    runner: RunsTurns = service
     if body.session_params is not None:
-        plan = await _in_session(plan, body.session_params, idempotency_key, service)
+        plan, runner = await _in_session(plan, body.session_params, idempotency_key, service)
     as_list = body.batched or body.sampling.n > 1
     if body.stream:
         incremental: bool = request.app.state.incremental_streaming_output
         encoder = GenerateEncoder(body, plan, numbered=as_list, incremental=incremental)
-        return TurnEventStream(service, plan, encoder)
-    results = await until_disconnect(request.receive, collect(service, plan))
+        return TurnEventStream(runner, plan, encoder)
+    results = await until_disconnect(request.receive, collect(runner, plan))
     replies = [
         await whole_reply(body, call, result) for call, result in zip(plan.calls, results, strict=True)
     ]
@@ -164,11 +165,13 @@ async def generate(
 
 async def _in_session(
     plan: TurnPlan, params: SessionParams, idempotency_key: str | None, service: TurnService
-) -> TurnPlan:
-    """The plan of one call as a turn of the session. Raises ServiceError, which names the field."""
+) -> tuple[TurnPlan, RunsTurns]:
+    """The plan of one call as a turn of the session, and who runs it. Raises ServiceError, which names the field."""
     (call,) = plan.calls
+    runner: RunsTurns = service
     try:
         if await service.is_tree(params.id, tenant=call.tenant):
+            runner = TreeRequests(service)
             turn = await begin_request(service, params, call.request_id, idempotency_key, call.tenant)
         else:
             turn = _line_turn(params, idempotency_key)
@@ -177,7 +180,7 @@ async def _in_session(
         raise ServiceError(
             replace(error.info, param=names.get(error.info.param or "", error.info.param))
         ) from error
-    return TurnPlan([replace(call, session=turn)], plan.field_names)
+    return TurnPlan([replace(call, session=turn)], plan.field_names), runner
 
 
 def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTurn:

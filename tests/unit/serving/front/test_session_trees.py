@@ -168,3 +168,32 @@ async def test_trees_of_tenants_are_apart(tmp_path: Path) -> None:
         closed = await client.post("/close_session", json={"session_id": tree.session_id}, headers=theirs)
         assert closed.status_code == 200
         await tree.ask("b", [4], tree.all_of("a"), rid="a")
+
+
+async def test_a_request_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
+    """Each left a session, which counted for its tenant and held KV until it timed out."""
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        known = [tree.session_id, f"{tree.session_id}\x1fa"]
+        params = {"id": tree.session_id, "rid": "a"}
+        await refused(client, "/generate", input_ids=[1] * 600, rid="long", session_params=params)
+        for rid, stream in (("aborted", False), ("streamed", True), ("left", False)):
+            body = {"input_ids": [1], "rid": rid, "stream": stream, "session_params": params}
+            service.rig.runner.hold()
+            running = asyncio.create_task(client.post("/generate", json=body))
+            await service.rig.runner.held()
+            if rid == "left":
+                running.cancel()
+            else:
+                await client.post("/abort_request", json={"rid": rid})
+            service.rig.runner.go_on()
+            await asyncio.wait([running])
+        async with asyncio.timeout(5):
+            while [each["session_id"] for each in await sessions(client)] != known:
+                await asyncio.sleep(0.01)
+
+
+async def sessions(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = (await client.get("/v1/kedge/sessions")).json()["sessions"]
+    return listed
