@@ -198,10 +198,10 @@ def _is_long(prompt: Prompt) -> bool:
         room -= VALUE_WEIGHT
         if isinstance(value, str):
             room -= len(value)
-        elif isinstance(value, Mapping):
-            rest.extend(islice(value.items(), LONG_PROMPT // VALUE_WEIGHT))
         elif isinstance(value, list | tuple):
             rest.extend(islice(value, LONG_PROMPT // VALUE_WEIGHT))
+        elif isinstance(value, Mapping):
+            rest.extend(islice(value.items(), LONG_PROMPT // VALUE_WEIGHT))
     return room < 0
 
 
