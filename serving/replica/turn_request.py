@@ -135,7 +135,9 @@ class RequestBuilder:
     async def tools(self, call: TurnCall) -> str | None:
         """Tells apart different tools, in whatever order they come. None if the call names none. Raises
         EngineOverloaded."""
-        return await self._of_prompt(call.prompt, partial(_tools_digest, call))
+        if not isinstance(call.prompt, ChatPrompt) or not call.prompt.tools:
+            return None
+        return await self._of_prompt(call.prompt, partial(_tools_digest, call.prompt.tools))
 
     async def _of_prompt(self, prompt: Prompt, work: Callable[[], T]) -> T:
         """What `work` makes of the prompt. A thread that is busy with a long one goes on when its client is told that
@@ -221,10 +223,7 @@ def _digest(call: TurnCall) -> str:
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _tools_digest(call: TurnCall) -> str | None:
-    tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else ()
-    if not tools:
-        return None
+def _tools_digest(tools: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256("\n".join(sorted(map(_canonical, tools))).encode()).hexdigest()
 
 
