@@ -63,6 +63,11 @@ class RequestBuilder:
                 "be gone on with. Send the turn again.",
                 None,
             )
+        unknown = self._placer.unknown_part(call, turn)
+        if turn is not None and unknown is not None and not _is_long(unknown):
+            placed = self._placer.place_behind(call, turn)
+            if placed is not None:
+                return placed
         return await self._of_prompt(call.prompt, partial(self._placer.place, call, turn))
 
     def opens_thought(self, turn: Turn | None, prompt: PlacedPrompt) -> bool:
