@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -34,6 +35,14 @@ class Affinity(NamedTuple):
 NOWHERE = Affinity()
 
 
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """A replica; places that had it look for another once it is gone."""
+
+    replica_id: str
+    gone: bool = False
+
+
 class Conversations:
     """Replicas by what was said, of the `capacity` places that were used last. `unnamed`: those without a session are
     recognized, too. `shared`: other front ends get turns of the same conversations. Used on the front end's event loop
@@ -43,10 +52,11 @@ class Conversations:
         self._capacity = capacity
         self._unnamed = unnamed
         self._shared = shared
-        self._replicas: OrderedDict[bytes, str] = OrderedDict()
+        self._places: OrderedDict[bytes, _Holder] = OrderedDict()
+        self._holders: dict[str, _Holder] = {}
 
     def __len__(self) -> int:
-        return len(self._replicas)
+        return len(self._places)
 
     def recognized(self, call: TurnCall) -> TurnCall:
         """The call with what its replica is to look for, if it may be a whole conversation."""
@@ -69,22 +79,26 @@ class Conversations:
         return Affinity(holder, home, goes_on=goes_on)
 
     def _known(self, places: Sequence[Said]) -> str | None:
-        found = (self._replicas.get(place.digest) for place in reversed(places))
-        return next((replica_id for replica_id in found if replica_id is not None), None)
+        found = (self._places.get(place.digest) for place in reversed(places))
+        return next((each.replica_id for each in found if each is not None and not each.gone), None)
 
     def note(self, call: TurnCall, replica_id: str) -> None:
         """The replica answers the call, and has then all of it."""
         places = _places(call)
+        if not places:
+            return
+        holder = self._holders.setdefault(replica_id, _Holder(replica_id))
         for digest in (*places[:1], *places[-1:]):
-            self._replicas[digest] = replica_id
-            self._replicas.move_to_end(digest)
-        while len(self._replicas) > self._capacity:
-            self._replicas.popitem(last=False)
+            self._places[digest] = holder
+            self._places.move_to_end(digest)
+        while len(self._places) > self._capacity:
+            self._places.popitem(last=False)
 
     def forget_replica(self, replica_id: str) -> None:
-        """It is gone."""
-        for digest in [digest for digest, name in self._replicas.items() if name == replica_id]:
-            del self._replicas[digest]
+        """It is gone. Its places stay until there are newer ones: to look through all of them would hold the loop."""
+        holder = self._holders.pop(replica_id, None)
+        if holder is not None:
+            holder.gone = True
 
 
 def said_in(prompt: ChatPrompt, tenant: str) -> tuple[Said, ...]:

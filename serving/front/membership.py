@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
@@ -26,8 +28,11 @@ NEWCOMERS_LOAD = 2
 @dataclass(slots=True)
 class _Known:
     status: ReplicaStatus
-    begun: int = 0
-    """Calls that were sent there since it last reported its load."""
+    others: int = 0
+    """Turns in its last report that are not this front end's, as far as that can be told: those beside the most that
+    this one had there since the report before."""
+    most_own: int = 0
+    """The most that this front end has had there since the last report."""
 
 
 class Membership:
@@ -42,6 +47,8 @@ class Membership:
         self._random = random
         self._on_gone = on_gone
         self._known: dict[str, _Known] = {}
+        self._own: Counter[str] = Counter()
+        """Turns of this front end by replica."""
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -56,11 +63,7 @@ class Membership:
         """Asks the controller. Raises ControllerError."""
         statuses = {status.replica_id: status for status in await self._controller.replicas()}
         gone = [name for name in self._known if name not in statuses]
-        known = self._known
-        self._known = {
-            name: _Known(status, known[name].begun if _is_same_report(known.get(name), status) else 0)
-            for name, status in statuses.items()
-        }
+        self._known = {name: self._reported(status) for name, status in statuses.items()}
         for name in gone:
             logger.info("replica %s is gone", name)
             self._on_gone(name)
@@ -86,8 +89,20 @@ class Membership:
         chosen = self._preferred(names, affinity)
         if chosen is None:
             chosen = min(self._random.sample(names, min(2, len(names))), key=self._load)
-        self._known[chosen].begun += 1
         return chosen
+
+    @contextmanager
+    def turn_at(self, replica_id: str) -> Iterator[None]:
+        """While it lasts a turn of this front end is at the replica."""
+        self._own[replica_id] += 1
+        if (known := self._known.get(replica_id)) is not None:
+            known.most_own = max(known.most_own, self._own[replica_id])
+        try:
+            yield
+        finally:
+            self._own[replica_id] -= 1
+            if not self._own[replica_id]:
+                del self._own[replica_id]
 
     def _preferred(self, names: list[str], affinity: Affinity) -> str | None:
         """Rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018): whoever knows the
@@ -101,14 +116,18 @@ class Membership:
         fit = [name for name in names if self._load(name) <= least + room]
         return max(fit, key=lambda name: _weight(affinity.home or b"", name))
 
+    def _reported(self, status: ReplicaStatus) -> _Known:
+        before = self._known.get(status.replica_id)
+        if before is not None and before.status.seen_s == status.seen_s:
+            return _Known(status, before.others, before.most_own)
+        own = self._own[status.replica_id]
+        most_own = own if before is None else before.most_own
+        return _Known(status, max(0, status.running + status.waiting - most_own), own)
+
     def _load(self, replica_id: str) -> int:
-        known = self._known[replica_id]
-        return known.status.running + known.status.waiting + known.begun
+        """Turns under way there. Reports are a second old: those of this front end are counted, others' guessed."""
+        return self._known[replica_id].others + self._own[replica_id]
 
 
 def _weight(home: bytes, replica_id: str) -> bytes:
     return blake2b(replica_id.encode(), key=home, digest_size=8).digest()
-
-
-def _is_same_report(known: _Known | None, status: ReplicaStatus) -> bool:
-    return known is not None and known.status.seen_s == status.seen_s

@@ -73,11 +73,12 @@ class ReplicaCalls:
         """A turn on `replica_id` (ANY_REPLICA: the less loaded of two). Leaving the context early cancels it there."""
         link = await self._link(replica_id)
         events = TurnEvents()
-        number = link.begin(RunTurn(call, epoch), events.deliver)
-        try:
-            yield events
-        finally:
-            link.end(number, answered=events.ended)
+        with self._membership.turn_at(link.replica_id):
+            number = link.begin(RunTurn(call, epoch), events.deliver)
+            try:
+                yield events
+            finally:
+                link.end(number, answered=events.ended)
 
     async def call(self, replica_id: str, call: AnyCall, timeout_s: float | None = None) -> Any:
         """One pinned call. Raises ServiceError for an error that it is answered with, and ReplicaGone if the replica

@@ -17,7 +17,7 @@ from controllers.session_keys import named
 from controllers.turns import Turn
 from engine.api import InvalidRequest
 from serving.text.system_messages import USER, head_len
-from serving.text.text import TextProcessor, common_len
+from serving.text.text import Continued, TextProcessor, common_len
 from serving.wire.turns import ChatPrompt, Prompt, TurnCall
 
 ASSISTANT = "assistant"
@@ -67,12 +67,32 @@ class PromptPlacer:
             return PlacedPrompt(0, _kept(self._text.encode_prompt(prompt), call.keep_last))
         if not isinstance(prompt, ChatPrompt) or not prompt.said:
             return self._appended(prompt, turn)
-        has_answers = any(message["role"] == ASSISTANT for message in prompt.messages)
-        whole = has_answers or turn.whole or call.session is None or call.session.mode == "full"
+        whole = _is_whole(call, prompt, turn)
         if turn.history_len == 0:
             new_tokens = self._text.encode_prompt(prompt)
             return PlacedPrompt(0, new_tokens, _checkpoint(prompt, len(new_tokens)), whole, num_kept=0)
         return self._gone_on_with(prompt, turn) if whole else self._looked_at(prompt, turn)
+
+    def unknown_part(self, call: TurnCall, turn: Turn | None) -> ChatPrompt | None:
+        """What `place_behind` works on: without the messages that are known to be in the history. None if there are no
+        such ones."""
+        prompt = call.prompt
+        if turn is None or not isinstance(prompt, ChatPrompt) or not _is_whole(call, prompt, turn):
+            return None
+        start = _rendered_from(prompt, _known(prompt, turn))
+        if start is None:
+            return None
+        head, behind = prompt.messages[: head_len(prompt.messages)], prompt.messages[start.num_messages - 1 :]
+        return replace(prompt, messages=(*head, *behind))
+
+    def place_behind(self, call: TurnCall, turn: Turn) -> PlacedPrompt | None:
+        """What `place` comes to for a prompt with an `unknown_part`, at the cost of that; None if the template wants
+        all of it. Raises as `place` does."""
+        prompt = call.prompt
+        assert isinstance(prompt, ChatPrompt)
+        known = _known(prompt, turn)
+        continued = self._behind(prompt, turn, known)
+        return None if continued is None else _placed(prompt, known, continued)
 
     def _appended(self, prompt: Prompt, turn: Turn, num_told: int = 0) -> PlacedPrompt:
         length = turn.history_len
@@ -82,24 +102,17 @@ class PromptPlacer:
 
     def _gone_on_with(self, prompt: ChatPrompt, turn: Turn) -> PlacedPrompt:
         known = _known(prompt, turn)
-        start = _rendered_from(prompt, known)
-        continued = self._text.encode_conversation(
-            prompt,
-            turn.history,
-            num_asked=0 if start is None else start.num_messages,
-            asked_len=0 if start is None else start.length,
-        )
+        continued = self._behind(prompt, turn, known) or self._text.encode_conversation(prompt, turn.history)
         if not known:
             self._check_begins_alike(prompt, turn, continued.kept_len)
-        end = continued.kept_len + len(continued.new_tokens)
-        num_kept = next((each.num_messages for each in known if each.length <= continued.kept_len), 0)
-        return PlacedPrompt(
-            continued.kept_len,
-            continued.new_tokens,
-            _checkpoint(prompt, end),
-            whole=True,
-            num_kept=num_kept,
-            num_told=num_kept,
+        return _placed(prompt, known, continued)
+
+    def _behind(self, prompt: ChatPrompt, turn: Turn, known: Sequence[Checkpoint]) -> Continued | None:
+        start = _rendered_from(prompt, known)
+        if start is None:
+            return None
+        return self._text.encode_answered(
+            prompt, turn.history, num_asked=start.num_messages, asked_len=start.length
         )
 
     def _check_begins_alike(self, prompt: ChatPrompt, turn: Turn, kept_len: int) -> None:
@@ -131,6 +144,26 @@ class PromptPlacer:
             if common_len(turn.history[: len(head)], head) == len(head):
                 prompt, num_told = replace(prompt, messages=prompt.messages[num_head:]), num_head
         return self._appended(prompt, turn, num_told)
+
+
+def _is_whole(call: TurnCall, prompt: ChatPrompt, turn: Turn) -> bool:
+    """Whether the messages are all of the conversation."""
+    if turn.whole or call.session is None or call.session.mode == "full":
+        return True
+    return any(message["role"] == ASSISTANT for message in prompt.messages)
+
+
+def _placed(prompt: ChatPrompt, known: Sequence[Checkpoint], continued: Continued) -> PlacedPrompt:
+    end = continued.kept_len + len(continued.new_tokens)
+    num_kept = next((each.num_messages for each in known if each.length <= continued.kept_len), 0)
+    return PlacedPrompt(
+        continued.kept_len,
+        continued.new_tokens,
+        _checkpoint(prompt, end),
+        whole=True,
+        num_kept=num_kept,
+        num_told=num_kept,
+    )
 
 
 def _kept(token_ids: list[int], keep_last: int | None) -> list[int]:

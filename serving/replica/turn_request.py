@@ -63,6 +63,11 @@ class RequestBuilder:
                 "be gone on with. Send the turn again.",
                 None,
             )
+        unknown = self._placer.unknown_part(call, turn)
+        if turn is not None and unknown is not None and not _is_long(unknown):
+            placed = self._placer.place_behind(call, turn)
+            if placed is not None:
+                return placed
         return await self._of_prompt(call.prompt, partial(self._placer.place, call, turn))
 
     def opens_thought(self, turn: Turn | None, prompt: PlacedPrompt) -> bool:
@@ -135,7 +140,9 @@ class RequestBuilder:
     async def tools(self, call: TurnCall) -> str | None:
         """Tells apart different tools, in whatever order they come. None if the call names none. Raises
         EngineOverloaded."""
-        return await self._of_prompt(call.prompt, partial(_tools_digest, call))
+        if not isinstance(call.prompt, ChatPrompt) or not call.prompt.tools:
+            return None
+        return await self._of_prompt(call.prompt, partial(_tools_digest, call.prompt.tools))
 
     async def _of_prompt(self, prompt: Prompt, work: Callable[[], T]) -> T:
         """What `work` makes of the prompt. A thread that is busy with a long one goes on when its client is told that
@@ -198,10 +205,10 @@ def _is_long(prompt: Prompt) -> bool:
         room -= VALUE_WEIGHT
         if isinstance(value, str):
             room -= len(value)
-        elif isinstance(value, Mapping):
-            rest.extend(islice(value.items(), LONG_PROMPT // VALUE_WEIGHT))
         elif isinstance(value, list | tuple):
             rest.extend(islice(value, LONG_PROMPT // VALUE_WEIGHT))
+        elif isinstance(value, Mapping):
+            rest.extend(islice(value.items(), LONG_PROMPT // VALUE_WEIGHT))
     return room < 0
 
 
@@ -221,10 +228,7 @@ def _digest(call: TurnCall) -> str:
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _tools_digest(call: TurnCall) -> str | None:
-    tools = call.prompt.tools if isinstance(call.prompt, ChatPrompt) else ()
-    if not tools:
-        return None
+def _tools_digest(tools: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256("\n".join(sorted(map(_canonical, tools))).encode()).hexdigest()
 
 

@@ -119,19 +119,19 @@ class TextProcessor:
             raise InvalidRequest("The prompt has no tokens.", param)
         return token_ids
 
-    def encode_conversation(
-        self, prompt: ChatPrompt, history: Sequence[int], *, num_asked: int = 0, asked_len: int = 0
-    ) -> Continued:
+    def encode_conversation(self, prompt: ChatPrompt, history: Sequence[int]) -> Continued:
         """The tokens of a whole conversation, of which `history` has as many as it can: exactly those of
-        `encode_prompt` without a history.
-
-        The first `num_asked` messages are known to be the first `asked_len` tokens of the history, with the opening of
-        an answer; they are neither rendered nor tokenized again if the template allows it. Raises InvalidRequest and
-        ContextLengthExceeded, naming `messages`.
-        """
-        if num_asked and (behind := self._encode_answered(prompt, history, num_asked, asked_len)) is not None:
-            return _continued(history, *behind)
+        `encode_prompt` without a history. Raises InvalidRequest and ContextLengthExceeded, naming `messages`."""
         return _continued(history, 0, self.encode_prompt(prompt))
+
+    def encode_answered(
+        self, prompt: ChatPrompt, history: Sequence[int], *, num_asked: int, asked_len: int
+    ) -> Continued | None:
+        """The same, where the first `num_asked` messages are known to be the first `asked_len` tokens of the history,
+        with the opening of an answer: they are neither rendered nor tokenized again. None if the template does not
+        allow it. Raises InvalidRequest and ContextLengthExceeded, naming `messages`."""
+        behind = self._encode_answered(prompt, history, num_asked, asked_len)
+        return None if behind is None else _continued(history, *behind)
 
     def num_agreed(self, prompt: ChatPrompt, history: Sequence[int]) -> int:
         """With how many messages of the prompt the history begins. It may render it O(log messages) times."""

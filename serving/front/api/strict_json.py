@@ -6,7 +6,6 @@ Where the application lets unknown fields pass they are left out at every depth,
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, cast
 
@@ -18,7 +17,10 @@ from pydantic_core import from_json
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
 
-_MANY_DIGITS = re.compile(rb"[0-9]{19}")
+_ALL_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_MANY_DIGITS = b"0" * 19
+"""In a body whose digits were made zeros. An expression for it takes many times as long as parsing does."""
+
 SMALL_BODY_BYTES = 64 * 1024
 """What is larger is counted before it is parsed, and checked on a thread."""
 
@@ -145,7 +147,7 @@ def _parsed(body: bytes) -> Any:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise HTTPException(400, f"The body is not valid JSON: {error}") from error
-    if _MANY_DIGITS.search(body):
+    if _MANY_DIGITS in body.translate(_ALL_ZEROS):
         _check_integers(value)
     return value
 

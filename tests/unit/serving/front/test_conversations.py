@@ -55,3 +55,16 @@ def test_calls_of_one_key_have_one_home() -> None:
     assert one.home == other.home is not None
     assert front_end.affinity(call(front_end, "one", affinity_key="l")).home != one.home
     assert front_end.affinity(call(front_end, "one")).home is None
+
+
+def test_a_replica_that_is_gone_has_nothing_and_who_had_the_conversation_before_it_is_known() -> None:
+    front_end = Conversations(100)
+    front_end.note(call(front_end, "one", "answer", "two"), "a")
+    front_end.note(call(front_end, "one", "answer", "two", "answer", "three"), "b")
+    on = call(front_end, "one", "answer", "two", "answer", "three", "answer", "four")
+    assert front_end.affinity(on).holder == "b"
+    front_end.forget_replica("b")
+    front_end.forget_replica("never known")
+    assert front_end.affinity(on).holder == "a"
+    front_end.note(on, "b")
+    assert front_end.affinity(on).holder == "b", "it is there again"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from random import Random
 
 import pytest
 
 from controllers.errors import NoAnswer
 from controllers.records import ReplicaStatus
-from serving.front.conversations import Affinity
+from serving.front.conversations import NOWHERE, Affinity
 from serving.front.membership import HOLDERS_LOAD, NEWCOMERS_LOAD, Membership
 
 
@@ -68,10 +69,58 @@ async def test_the_less_loaded_is_picked_and_what_was_sent_there_counts() -> Non
     controller = Controller(status("a", running=4), status("b", running=2))
     membership = membership_of(controller, [])
     await membership.look()
-    assert [membership.pick() for _ in range(6)].count("b") == 4
-    controller.statuses[1] = status("b", running=0, seen_s=2.0)  # a newer report has them in it
+    with ExitStack() as turns:
+        assert [sent(membership, turns) for _ in range(6)].count("b") == 4
+        controller.statuses[1] = status("b", running=6, seen_s=2.0)  # a newer report has them in it
+        await membership.look()
+        assert [sent(membership, turns) for _ in range(4)].count("b") == 2, "six turns are at either"
+    assert {sent(membership, turns) for _ in range(2)} == {"b"}, "where others have two, and at a four"
+
+
+def sent(membership: Membership, turns: ExitStack, affinity: Affinity = NOWHERE) -> str:
+    """Where a turn is sent, which ends with the others."""
+    picked = membership.pick(affinity)
+    assert picked is not None
+    turns.enter_context(membership.turn_at(picked))
+    return picked
+
+
+async def test_turns_that_have_ended_are_no_load() -> None:
+    """Eight clients of quick turns had some of theirs sent elsewhere: a replica reports once a second, and whoever had
+    ended since then counted."""
+    controller = Controller(status("a"), status("b"))
+    membership = membership_of(controller, [])
     await membership.look()
-    assert [membership.pick() for _ in range(4)].count("b") >= 3
+    for report in range(3):
+        for _ in range(5):
+            with ExitStack() as turns:
+                assert {sent(membership, turns, Affinity("a")) for _ in range(HOLDERS_LOAD)} == {"a"}
+        # What it had under way a while ago; by now there is nothing.
+        controller.statuses[0] = status("a", running=HOLDERS_LOAD, seen_s=2.0 + report)
+        await membership.look()
+
+
+async def test_turns_of_other_front_ends_are_load() -> None:
+    controller = Controller(status("a", running=HOLDERS_LOAD), status("b"))
+    membership = membership_of(controller, [])
+    await membership.look()
+    with ExitStack() as turns:
+        assert sent(membership, turns, Affinity("a")) == "a"
+        assert sent(membership, turns, Affinity("a")) == "b"
+        controller.statuses[0] = status("a", running=HOLDERS_LOAD + 1, seen_s=2.0)
+        await membership.look()
+        assert sent(membership, turns, Affinity("a")) == "a", "b has one, too"
+
+
+async def test_turns_at_a_replica_that_is_gone_end() -> None:
+    controller = Controller(status("a"), status("b"))
+    membership = membership_of(controller, [])
+    await membership.look()
+    with membership.turn_at("a"):
+        controller.statuses.pop(0)
+        await membership.look()
+    with membership.turn_at("unknown"):
+        assert membership.pick() == "b"
 
 
 async def test_one_that_is_to_go_is_picked_only_where_there_is_no_other() -> None:
@@ -86,12 +135,7 @@ async def test_one_that_is_to_go_is_picked_only_where_there_is_no_other() -> Non
 
 
 def spread(membership: Membership, homes: list[bytes], *, goes_on: bool = True) -> list[str | None]:
-    """Each picked, and answered at once."""
-    picked = []
-    for home in homes:
-        picked.append(membership.pick(Affinity(home=home, goes_on=goes_on)))
-        membership._known[str(picked[-1])].begun -= 1
-    return picked
+    return [membership.pick(Affinity(home=home, goes_on=goes_on)) for home in homes]
 
 
 HOMES = [b"%d" % number for number in range(300)]

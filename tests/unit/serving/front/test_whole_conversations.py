@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import httpx
 import pytest
 
 from engine.runner.null import null_generate
+from serving.replica import turn_request
 from serving.text.chat_template import ChatTemplate
+from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.local_service import local_client, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
@@ -102,8 +105,41 @@ async def test_what_was_said_is_not_rendered_again(tmp_path: Path, monkeypatch: 
     assert max(costs[2:]) < 1.5 * min(costs[2:]), costs
 
 
-async def ask_unchecked(client: httpx.AsyncClient, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    reply = await sent(client, messages)
+@pytest.mark.parametrize("session", [None, "named"])
+async def test_a_long_history_does_not_wait_behind_long_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: str | None
+) -> None:
+    """A conversation was long by all that was said, however short its new part: it waited for a thread."""
+    monkeypatch.setattr(turn_request, "LONG_PROMPT", 240)
+    monkeypatch.setattr(turn_request, "VALUE_WEIGHT", 1)
+    worked_on: list[bool] = []
+    encode = TextProcessor._encode
+
+    def noted(self: TextProcessor, *args: Any, **kwargs: Any) -> list[int]:
+        worked_on.append(threading.current_thread() is threading.main_thread())
+        return encode(self, *args, **kwargs)
+
+    async with local_client(tmp_path) as (client, _):
+        messages = [RULES, user("word " * 50)]
+        for turn, new in enumerate(["next", "more", "word " * 50]):
+            with monkeypatch.context() as patch:
+                patch.setattr(TextProcessor, "_encode", noted)
+                worked_on.clear()
+                reply = await ask_unchecked(client, messages, session)
+            assert worked_on
+            assert all(worked_on) == (turn > 1), "the long question, and the one behind it"
+            messages += [answer(reply), user(new)]
+        with monkeypatch.context() as patch:
+            patch.setattr(TextProcessor, "_encode", noted)
+            worked_on.clear()
+            await ask_unchecked(client, messages, session)
+        assert not any(worked_on), "the new part is long"
+
+
+async def ask_unchecked(
+    client: httpx.AsyncClient, messages: list[dict[str, Any]], session: str | None = None
+) -> dict[str, Any]:
+    reply = await sent(client, messages, session)
     assert reply.status_code == 200, reply.text
     said: dict[str, Any] = reply.json()
     return said
