@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
 from serving.front.api.openai_answers import AnswerReader
@@ -39,7 +40,7 @@ PageSize = Annotated[int, Query(ge=1, le=100)]
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
-    router.add_api_route("/v1/responses", create_response, methods=["POST"])
+    router.add_api_route("/v1/responses", create_response, methods=["POST"], responses=STREAMED)
     router.add_api_route("/v1/responses/{response_id}", get_response, methods=["GET"])
     router.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"])
     router.add_api_route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"])

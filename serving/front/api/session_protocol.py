@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from msgspec.structs import replace
 
 from engine.api import LogprobParams, SamplingParams
+from serving.front.api.documented_replies import PLAIN_TEXT, STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     OPERATORS_ONLY,
@@ -49,16 +50,23 @@ from serving.wire.turns import (
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["sessions"])
     router.add_api_route("/open_session", open_session, methods=["POST"])
-    router.add_api_route("/close_session", close_session, methods=["POST"])
-    router.add_api_route("/generate", generate, methods=["POST"])
-    router.add_api_route("/abort_request", abort_request, methods=["POST"])
-    router.add_api_route("/flush_cache", flush_cache, methods=["POST"], dependencies=OPERATORS_ONLY)
+    router.add_api_route("/close_session", close_session, methods=["POST"], response_class=Response)
+    router.add_api_route("/generate", generate, methods=["POST"], responses=STREAMED)
+    router.add_api_route("/abort_request", abort_request, methods=["POST"], response_class=Response)
+    router.add_api_route(
+        "/flush_cache",
+        flush_cache,
+        methods=["POST"],
+        response_class=Response,
+        responses=PLAIN_TEXT,
+        dependencies=OPERATORS_ONLY,
+    )
     for name in ("/get_model_info", "/model_info"):
         router.add_api_route(name, get_model_info, methods=["GET"])
     for name in ("/get_server_info", "/server_info"):
         router.add_api_route(name, get_server_info, methods=["GET"], dependencies=OPERATORS_ONLY)
     router.add_api_route("/get_load", get_load, methods=["GET"], dependencies=OPERATORS_ONLY)
-    router.add_api_route("/health_generate", health_generate, methods=["GET"])
+    router.add_api_route("/health_generate", health_generate, methods=["GET"], response_class=Response)
     return router
 
 
