@@ -1,4 +1,4 @@
-"""Calls of every operation of the served OpenAPI document, as schemathesis makes them up, and what replies must hold."""
+"""Calls of every operation of the served OpenAPI document, as schemathesis makes them up, and their replies checked."""
 
 from __future__ import annotations
 
