@@ -51,7 +51,7 @@ class RayHeadersChecked:
             (name for name, value in kept if name.lower() in READ_BY_RAY and not _is_text(value)), None
         )
         if unread is None or scope["type"] != "http":
-            await self._app(scope | {"headers": kept}, receive, send)
+            await self._app({**scope, "headers": kept}, receive, send)
             return
         header = unread.decode("ascii").lower()
         refused = ErrorInfo(400, "invalid_request", f"{header}: Its bytes are not UTF-8.", header)

@@ -53,6 +53,7 @@ from serving.front.api.openai_requests import (
 )
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.openai_tools import ToolUse, tool_use
+from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json
 from serving.front.api.sse import (
     DONE,
@@ -104,7 +105,11 @@ async def chat_completions(
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
     own_template: bool = request.app.state.request_chat_template
     prompt_fields = chat_prompt_fields(body, own_template=own_template)
-    fields = call_fields(body, session, service.model) | {"session": session, "tenant": tenant}
+    fields = call_fields(body, session, service.model) | {
+        "session": session,
+        "tenant": tenant,
+        "priority": engine_priority(request, lower_first=body.priority),
+    }
     make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
     plan = make_plan() if len(body.messages) <= FEW_MESSAGES else await asyncio.to_thread(make_plan)
     readers = [

@@ -23,6 +23,7 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
+from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply
 from serving.front.api.session_replies import GenerateEncoder, whole_reply
 from serving.front.api.session_schema import (
@@ -155,7 +156,8 @@ async def generate(
     tenant: Tenant,
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
-    plan = _plan(body, service.model, tenant)
+    priority = engine_priority(request, higher_first=body.priority)
+    plan = _plan(body, service.model, tenant, priority)
     if body.session_params is not None:
         plan = await _in_session(plan, body.session_params, idempotency_key, service)
     as_list = body.batched or body.sampling.n > 1
@@ -199,7 +201,7 @@ def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTur
     return SessionTurn(params.id, idempotency_key=idempotency_key, create=False)
 
 
-def _plan(body: GenerateBody, model: ModelInfo, tenant: str) -> TurnPlan:
+def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int) -> TurnPlan:
     prompts = _prompts(body, model)
     asked = body.sampling
     num_calls = len(prompts) * asked.n
@@ -222,6 +224,7 @@ def _plan(body: GenerateBody, model: ModelInfo, tenant: str) -> TurnPlan:
             logprobs=_logprobs(body),
             constraint=constraint,
             tenant=tenant,
+            priority=priority,
         )
         for index, request_id in enumerate(_request_ids(body, len(prompts)))
     ]

@@ -23,8 +23,17 @@ from tests.unit.serving.served_service import REPLY_PATIENCE_S, ServedService
 DOCUMENTED = [status_code_conformance, content_type_conformance, response_schema_conformance]
 MOST_OPTIONAL_FIELDS = 4
 """A made-up body has most fields that there are, and so one that is refused. Of most bodies only so many are kept."""
-PROMPTS = frozenset({"input_ids", "prompt", "text", "length", "turn"})
-"""Of which a body needs one, though the document requires none."""
+SOUND: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "prompt": "hello",
+    "text": "hello",
+    "input": "hello",
+    "tokens": [5, 6],
+    "rid": "a",
+    "turn": 0,
+}
+"""What a model can go on from: most that schemathesis makes up is no text, or not of the model's tokens. A body gets
+the first that it has a place for."""
 
 LAST_OPERATIONS = ("DELETE", "/drain")
 """They take away what others work on, so they come at the end of a round."""
@@ -48,9 +57,7 @@ class OperationCalls:
         document = schemathesis.openapi.from_url(f"{served.address}/openapi.json")
         operations = [found.ok() for found in document.get_all_operations()]
         self._operations = sorted(operations, key=_is_last)
-        self._required = {
-            operation.label: _required_fields(document.raw_schema, operation) for operation in operations
-        }
+        self._bodies = {each.label: _body_schema(document.raw_schema, each) for each in operations}
 
     @property
     def labels(self) -> list[str]:
@@ -87,15 +94,22 @@ class OperationCalls:
     def _make_likely(self, case: Any, random: Random) -> None:
         """Changes most valid calls so that they get further than the first check."""
         if isinstance(case.body, dict) and random.random() < LIKELY:
-            needed = case.body.keys() & (self._required[case.operation.label] | PROMPTS)
-            others = sorted(case.body.keys() - needed - {"model"})
+            schema = self._bodies[case.operation.label]
+            needed = case.body.keys() & set(schema.get("required", ()))
+            others = sorted(case.body.keys() - needed - {"model", "input_ids", *SOUND})
             few = random.sample(others, min(len(others), random.randint(0, MOST_OPTIONAL_FIELDS)))
             case.body = {name: value for name, value in case.body.items() if name in needed or name in few}
+            sound = next((name for name in SOUND if name in schema["properties"]), None)
+            if sound is not None and (sound not in needed or random.random() < LIKELY):
+                case.body[sound] = SOUND[sound]
         for name in case.path_parameters or {}:
             if random.random() < LIKELY:
                 case.path_parameters[name] = random.choice(self.known[-MOST_KNOWN:])
-        if "x-session-id" in (case.headers or {}) and random.random() < LIKELY:
-            case.headers["x-session-id"] = random.choice(self.known[-MOST_KNOWN:])
+        for name in list(case.headers or {}):
+            if name == "x-session-id" and random.random() < LIKELY:
+                case.headers[name] = random.choice(self.known[-MOST_KNOWN:])
+            elif random.random() < LIKELY:
+                del case.headers[name]
 
     def _call(self, case: Any) -> None:
         label = case.operation.label
@@ -149,9 +163,10 @@ def _is_last(operation: Any) -> bool:
     return any(word in operation.label for word in LAST_OPERATIONS)
 
 
-def _required_fields(document: dict[str, Any], operation: Any) -> frozenset[str]:
+def _body_schema(document: dict[str, Any], operation: Any) -> dict[str, Any]:
     described = document["paths"][operation.path][operation.method]
     if "requestBody" not in described:
-        return frozenset()
+        return {}
     name = described["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    return frozenset(document["components"]["schemas"][name].get("required", ()))
+    schema: dict[str, Any] = document["components"]["schemas"][name]
+    return schema
