@@ -54,6 +54,8 @@ class OperationCalls:
         self.known = list(KNOWN_NAMES)
         self._served = served
         self._http = requests.Session()
+        # A connection that is kept may be closed by the server just when the next call is sent.
+        self._http.headers["connection"] = "close"
         document = schemathesis.openapi.from_url(f"{served.address}/openapi.json")
         operations = [found.ok() for found in document.get_all_operations()]
         self._operations = sorted(operations, key=_is_last)
@@ -116,7 +118,7 @@ class OperationCalls:
         try:
             reply = case.call(base_url=self._served.address, session=self._http, timeout=REPLY_PATIENCE_S)
         except requests.RequestException as error:
-            self._found(label, f"no reply: {type(error).__name__}", case)
+            self._found(label, f"no reply: {error!r}"[:400], case)
             return
         self.cases[label, reply.status_code] += 1
         if reply.status_code >= 500:
