@@ -42,12 +42,13 @@ def create_http_app(
     incremental_streaming_output: bool = False,
     ignore_unknown_fields: bool = False,
     request_chat_template: bool = False,
+    request_priority: bool = False,
     operators: bool = True,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
     `keys` calls need one of them. A stream is silent for `keep_alive_s` at most. Without `operators` what is for them
     is refused to everybody. With `ignore_unknown_fields` a body may have fields that nobody here knows,
-    with `request_chat_template` a chat template of its own."""
+    with `request_chat_template` a chat template of its own, with `request_priority` a priority."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
@@ -55,6 +56,7 @@ def create_http_app(
     app.state.incremental_streaming_output = incremental_streaming_output
     app.state.ignore_unknown_fields = ignore_unknown_fields
     app.state.request_chat_template = request_chat_template
+    app.state.request_priority = request_priority
     install_error_handlers(app)
     for protocol in (
         openai_chat,

@@ -179,6 +179,7 @@ class Ingress:
             incremental_streaming_output=args.incremental_streaming_output,
             ignore_unknown_fields=api.unknown_fields == "ignore",
             request_chat_template=api.request_chat_template,
+            request_priority=api.request_priority,
             operators=operators,
         )
 

@@ -99,6 +99,7 @@ class RequestBuilder:
             history_chain=history_chain(turn),
             session_id=turn.session_id if turn is not None and keeps_kv else None,
             namespace=_namespace(call),
+            priority=call.priority,
             logprobs=call.logprobs,
             watcher=output.watcher,
             constraint=constraint,

@@ -152,10 +152,12 @@ class UnnamedSessionArgs(StrictModel):
 class ApiArgs(StrictModel):
     """What bodies may have. `unknown_fields`: a field that no protocol here knows is refused, or ignored and named in a
     header of the reply; what is known and not supported is refused in any case. With `request_chat_template` a request
-    may bring a chat template of its own, which is a program: it is run in a sandbox, and nothing bounds its time."""
+    may bring a chat template of its own, which is a program: it is run in a sandbox, and nothing bounds its time. With
+    `request_priority` it may say that it goes before others that wait, those of other tenants among them."""
 
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     request_chat_template: bool = False
+    request_priority: bool = False
 
 
 class SessionArgs(StrictModel):

@@ -137,7 +137,8 @@ class TurnCall(msgspec.Struct, frozen=True):
     `bad_words` are texts that the output may not have. Outside a session only the last `keep_last` tokens of a prompt
     may count (None: all), and prefixes of a call with a `cache_salt` are shared with calls of the same salt only.
 
-    Outside a session calls with the same `affinity_key` go to the same replica while its load allows it.
+    Outside a session calls with the same `affinity_key` go to the same replica while its load allows it. Of those that
+    wait there the one with the highest `priority` goes first.
 
     `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
     `wire_version` is that of the front end that made the call.
@@ -162,6 +163,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     keep_last: int | None = None
     cache_salt: str = ""
     affinity_key: str = ""
+    priority: int = 0
 
     @property
     def may_go_on(self) -> bool:

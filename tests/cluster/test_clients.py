@@ -154,7 +154,9 @@ def test_bad_input_is_a_4xx_and_changes_no_books(
     assert client.get("/v1/kedge/audit").json() == before
 
 
-@pytest.mark.parametrize("name", ["x-session-id", "x-tenant-id", "idempotency-key"])
+@pytest.mark.parametrize(
+    "name", ["x-session-id", "x-tenant-id", "idempotency-key", "x-request-id", "traceparent"]
+)
 def test_header_bytes_that_are_no_utf8_are_a_400_that_names_the_header(
     client: httpx.Client, name: str
 ) -> None:

@@ -41,8 +41,11 @@ def serve_environment(environ: Mapping[str, str], executables: Path, proxy: Prox
     """The environment of `serve run`: `environ` with what Kedge needs, and with the folder `executables` first on PATH.
     A variable of Ray Serve's that is set already stays as it is. Raises StartError."""
     paths = [str(executables), *filter(None, [environ.get("PATH")])]
-    # Ray reads the header of this name before Kedge, and answers 500 where it is no UTF-8: another name than Kedge's.
-    wanted = {"RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id"}
+    wanted = {
+        # Ray's sticky sessions go by the header of this name: another one than Kedge's.
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.front.ray_headers:middlewares",
+    }
     chosen = {"PATH": os.pathsep.join(paths), ENABLE_HAPROXY: "1" if proxy is Proxy.HAPROXY else "0"}
     if proxy is Proxy.HAPROXY:
         wanted |= {

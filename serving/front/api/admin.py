@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from serving.front.api.documented_replies import PLAIN_TEXT
 from serving.front.api.fields import OPERATORS_ONLY, Service
 from serving.front.api.strict_json import StrictJsonRoute
+
+UNHEALTHY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "No replica answers.", "content": {"application/json": {"schema": {}}}}
+}
 
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["operations"])
-    router.add_api_route("/health", health, methods=["GET"])
-    router.add_api_route("/ping", health, methods=["GET"])
-    router.add_api_route("/ping", health, methods=["POST"], operation_id="ping")
+    router.add_api_route("/health", health, methods=["GET"], responses=UNHEALTHY)
+    router.add_api_route("/ping", health, methods=["GET"], responses=UNHEALTHY)
+    router.add_api_route("/ping", health, methods=["POST"], operation_id="ping", responses=UNHEALTHY)
     router.add_api_route("/version", version, methods=["GET"])
-    router.add_api_route("/metrics", metrics, methods=["GET"])
+    router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response, responses=PLAIN_TEXT)
     router.add_api_route(
         "/v1/kedge/replicas/{replica_id}/drain",
         drain_replica,

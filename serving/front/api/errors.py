@@ -16,12 +16,12 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.front.api.documented_replies import ErrorShape, error_shape
 from serving.front.api.strict_json import InvalidBody
 from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError
 
 CLIENT_CLOSED_REQUEST = 499
-MESSAGES_PATH = "/v1/messages"
 UNSUPPORTED = "unsupported_field"
 """Code of an error that names what is known and not served; also the type of pydantic's, where a value is."""
 
@@ -84,13 +84,10 @@ def messages_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def error_response(path: str, info: ErrorInfo) -> Response:
-    """The error in the shape of the protocol that `path` belongs to.
-
-    The session protocol has one status for what is wrong with a call, 400, whatever the trouble is.
-    """
+    """The error in the shape of the protocol that `path` belongs to."""
     status = info.status
     if (
-        not _has_statuses(path)
+        not error_shape(path).has_statuses
         and status < HTTPStatus.INTERNAL_SERVER_ERROR
         and status not in _ABOUT_THE_CALLER
     ):
@@ -109,14 +106,13 @@ def _in_shape(path: str, info: ErrorInfo, status: int) -> Response:
 
 
 def _body(path: str, info: ErrorInfo) -> dict[str, Any]:
-    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
-        return messages_error(info)
-    return openai_error(info) if _has_statuses(path) else session_error(info)
-
-
-def _has_statuses(path: str) -> bool:
-    """Whether an error's status is its own there: OpenAI's protocol, and Anthropic's."""
-    return path.startswith("/v1/")
+    match error_shape(path):
+        case ErrorShape.MESSAGES:
+            return messages_error(info)
+        case ErrorShape.OPENAI:
+            return openai_error(info)
+        case ErrorShape.SESSION:
+            return session_error(info)
 
 
 def field_path(location: Sequence[int | str]) -> str | None:
@@ -159,24 +155,24 @@ def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
 
 async def _on_service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return error_response(request.url.path, error.info)
+    return error_response(request.scope["path"], error.info)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(request.url.path, validation_info(error.errors()[0]))
+    return error_response(request.scope["path"], validation_info(error.errors()[0]))
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, InvalidBody)
-    return error_response(request.url.path, validation_info(error.error))
+    return error_response(request.scope["path"], validation_info(error.error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).name.lower()
     info = ErrorInfo(error.status_code, code, str(error.detail))
-    response = _in_shape(request.url.path, info, info.status)
+    response = _in_shape(request.scope["path"], info, info.status)
     response.headers.update(error.headers or {})
     return response
 

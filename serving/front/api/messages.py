@@ -7,6 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from serving.front.api.documented_replies import STREAMED
 from serving.front.api.fields import (
     IdempotencyHeader,
     ModeHeader,
@@ -40,7 +41,7 @@ REQUEST_ID = "request-id"
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["Anthropic"])
-    router.add_api_route("/v1/messages", create_message, methods=["POST"])
+    router.add_api_route("/v1/messages", create_message, methods=["POST"], responses=STREAMED)
     router.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     return router
 

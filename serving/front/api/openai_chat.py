@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from msgspec import UNSET
 
 from engine.api import LogprobParams
+from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import openai_error, refusal
 from serving.front.api.fields import (
     IdempotencyHeader,
@@ -52,8 +53,15 @@ from serving.front.api.openai_requests import (
 )
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.openai_tools import ToolUse, tool_use
+from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json
-from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
+from serving.front.api.sse import (
+    DONE,
+    KEEP_ALIVE_COMMENT,
+    TurnEventStream,
+    error_then_done,
+    server_event,
+)
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -67,7 +75,7 @@ NO_LOGPROBS = ChatLogprobs(content=[])
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
-    router.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    router.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], responses=STREAMED)
     return router
 
 
@@ -97,7 +105,11 @@ async def chat_completions(
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
     own_template: bool = request.app.state.request_chat_template
     prompt_fields = chat_prompt_fields(body, own_template=own_template)
-    fields = call_fields(body, session, service.model) | {"session": session, "tenant": tenant}
+    fields = call_fields(body, session, service.model) | {
+        "session": session,
+        "tenant": tenant,
+        "priority": engine_priority(request, lower_first=body.priority),
+    }
     make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
     plan = make_plan() if len(body.messages) <= FEW_MESSAGES else await asyncio.to_thread(make_plan)
     readers = [

@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from msgspec import UNSET
 
 from engine.api import LogprobParams
+from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import openai_error, refusal
 from serving.front.api.fields import (
     IdempotencyHeader,
@@ -49,8 +50,15 @@ from serving.front.api.openai_requests import (
     session_turn,
 )
 from serving.front.api.openai_structured import held_answer
+from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json
-from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
+from serving.front.api.sse import (
+    DONE,
+    KEEP_ALIVE_COMMENT,
+    TurnEventStream,
+    error_then_done,
+    server_event,
+)
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
 from serving.wire.turns import (
@@ -70,7 +78,7 @@ Prompts = Sequence[TextPrompt | TokenPrompt]
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
-    router.add_api_route("/v1/completions", completions, methods=["POST"])
+    router.add_api_route("/v1/completions", completions, methods=["POST"], responses=STREAMED)
     return router
 
 
@@ -94,7 +102,8 @@ async def completions(
     if body.echo and body.truncate_prompt_tokens is not None:
         raise refusal("echo: not possible with truncate_prompt_tokens.", "echo")
     reply_id = f"cmpl-{body.request_id or new_id('')}"
-    plan = _plan(body, prompts, reply_id, session, service.model, tenant)
+    priority = engine_priority(request, lower_first=body.priority)
+    plan = _plan(body, prompts, reply_id, session, service.model, tenant, priority)
     encoder = CompletionEncoder(body, prompts, reply_id, service.model.model_id)
     if body.stream:
         return TurnEventStream(service, plan, encoder)
@@ -120,6 +129,7 @@ def _plan(
     session: SessionTurn | None,
     model: ModelInfo,
     tenant: str,
+    priority: int,
 ) -> TurnPlan:
     sampling = body.sampling(model)
     held = held_answer(body.response_format, body.structured_outputs, body)
@@ -138,6 +148,7 @@ def _plan(
             constraint=None if held is None else held.constraint,
             session=session,
             tenant=tenant,
+            priority=priority,
             **fields,
         )
         for index, (prompt, choice) in enumerate(product(prompts, choices))

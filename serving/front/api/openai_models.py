@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from serving.front.api.fields import Service, check_model_name
+from serving.front.api.strict_json import StrictJsonRoute
 from serving.wire.turns import ModelInfo
 
 
@@ -28,7 +29,7 @@ class ModelList(BaseModel):
 
 
 def routes() -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
     router.add_api_route("/v1/models", list_models, methods=["GET"])
     router.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
     return router

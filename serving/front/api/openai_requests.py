@@ -33,6 +33,7 @@ from serving.front.api.fields import (
     engine_top_k,
 )
 from serving.front.api.openai_structured import GuidedFields, HeldAnswer, ResponseFormat, StructuredOutputs
+from serving.front.api.priorities import LOWER_FIRST, Priority
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import HistoryMode, ModelInfo, SessionTurn
 
@@ -98,6 +99,7 @@ class OpenAiBody(GuidedFields):
         None, description="Cached prefixes are shared with requests of the same salt only."
     )
     request_id: Name | None = Field(None, description="The end of the reply's id.")
+    priority: Priority | None = Field(None, description=LOWER_FIRST)
 
     # About the caller, or hints: without effect on the answer.
     prompt_cache_key: str | None = Field(
@@ -113,7 +115,6 @@ class OpenAiBody(GuidedFields):
     kv_transfer_params: NotSupported = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     logits_processors: NotSupported = None
-    priority: NotSupported = None
     spaces_between_special_tokens: Literal[True, None] = None
     use_beam_search: NotSupported = None
     vllm_xargs: NotSupported = None

@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
 from serving.front.api.openai_answers import AnswerReader
 from serving.front.api.openai_requests import field_names
+from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import encoded, json_reply
 from serving.front.api.responses_history import template_messages
 from serving.front.api.responses_items import Json, canonical_items
@@ -39,7 +41,7 @@ PageSize = Annotated[int, Query(ge=1, le=100)]
 
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
-    router.add_api_route("/v1/responses", create_response, methods=["POST"])
+    router.add_api_route("/v1/responses", create_response, methods=["POST"], responses=STREAMED)
     router.add_api_route("/v1/responses/{response_id}", get_response, methods=["GET"])
     router.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"])
     router.add_api_route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"])
@@ -58,13 +60,14 @@ async def create_response(
     model = service.model
     check_model_name(body.model, model)
     check_stream_options(body)
+    priority = engine_priority(request, lower_first=body.priority)
     tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     before = await continued(service, body, tenant)
     response_id = new_response_id(before.session_id)
     head = ResponseHead(response_id, model.model_id, body.repeated())
     items = canonical_items(body.input, response_id)
     session = await before.turn(service, head, items, body, tenant)
-    make = (body, tools, model, response_id, [*before.items, *items], session, tenant)
+    make = (body, tools, model, response_id, [*before.items, *items], session, tenant, priority)
     plan = _plan(*make) if len(items) <= FEW_ITEMS else await asyncio.to_thread(_plan, *make)
     reader = ResponseReader(
         head,
@@ -87,6 +90,7 @@ def _plan(
     items: list[Json],
     session: SessionTurn | None,
     tenant: str,
+    priority: int,
 ) -> TurnPlan:
     held, use = body.held(), tools.use
     constraint = None if held is None else held.constraint
@@ -107,6 +111,7 @@ def _plan(
         session=session,
         tenant=tenant,
         affinity_key=body.prompt_cache_key or "",
+        priority=priority,
     )
     names = field_names("input", held) | {
         "max_new_tokens": "max_output_tokens",

@@ -24,6 +24,7 @@ from serving.front.api.fields import (
 )
 from serving.front.api.openai_requests import MAX_METADATA
 from serving.front.api.openai_structured import ANY_OBJECT, HeldAnswer
+from serving.front.api.priorities import LOWER_FIRST, Priority
 from serving.front.api.responses_items import Input, Json
 from serving.front.api.responses_tools import ResponsesToolChoice, ResponsesTools
 from serving.front.api.strict_json import NotSupported, StrictBody
@@ -121,6 +122,7 @@ class ResponsesBody(StrictBody):
     reasoning: ReasoningConfig | None = None
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
     chat_template_kwargs: Json | None = None
+    priority: Priority | None = Field(None, description=LOWER_FIRST)
     prompt_cache_key: str | None = Field(
         None, description="Requests of one key go to one replica while its load allows it."
     )

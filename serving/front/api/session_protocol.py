@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from msgspec.structs import replace
 
 from engine.api import LogprobParams, SamplingParams
+from serving.front.api.documented_replies import PLAIN_TEXT, STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     OPERATORS_ONLY,
@@ -22,6 +23,7 @@ from serving.front.api.fields import (
     nth_seed,
     stop_strings,
 )
+from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import joined_items, json_reply
 from serving.front.api.session_replies import GenerateEncoder, whole_reply
 from serving.front.api.session_schema import (
@@ -49,16 +51,23 @@ from serving.wire.turns import (
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["sessions"])
     router.add_api_route("/open_session", open_session, methods=["POST"])
-    router.add_api_route("/close_session", close_session, methods=["POST"])
-    router.add_api_route("/generate", generate, methods=["POST"])
-    router.add_api_route("/abort_request", abort_request, methods=["POST"])
-    router.add_api_route("/flush_cache", flush_cache, methods=["POST"], dependencies=OPERATORS_ONLY)
+    router.add_api_route("/close_session", close_session, methods=["POST"], response_class=Response)
+    router.add_api_route("/generate", generate, methods=["POST"], responses=STREAMED)
+    router.add_api_route("/abort_request", abort_request, methods=["POST"], response_class=Response)
+    router.add_api_route(
+        "/flush_cache",
+        flush_cache,
+        methods=["POST"],
+        response_class=Response,
+        responses=PLAIN_TEXT,
+        dependencies=OPERATORS_ONLY,
+    )
     for name in ("/get_model_info", "/model_info"):
         router.add_api_route(name, get_model_info, methods=["GET"])
     for name in ("/get_server_info", "/server_info"):
         router.add_api_route(name, get_server_info, methods=["GET"], dependencies=OPERATORS_ONLY)
     router.add_api_route("/get_load", get_load, methods=["GET"], dependencies=OPERATORS_ONLY)
-    router.add_api_route("/health_generate", health_generate, methods=["GET"])
+    router.add_api_route("/health_generate", health_generate, methods=["GET"], response_class=Response)
     return router
 
 
@@ -147,7 +156,8 @@ async def generate(
     tenant: Tenant,
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
-    plan = _plan(body, service.model, tenant)
+    priority = engine_priority(request, higher_first=body.priority)
+    plan = _plan(body, service.model, tenant, priority)
     runner: RunsTurns = service
     if body.session_params is not None:
         plan, runner = await _in_session(plan, body.session_params, idempotency_key, service)
@@ -194,7 +204,7 @@ def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTur
     return SessionTurn(params.id, idempotency_key=idempotency_key, create=False)
 
 
-def _plan(body: GenerateBody, model: ModelInfo, tenant: str) -> TurnPlan:
+def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int) -> TurnPlan:
     prompts = _prompts(body, model)
     asked = body.sampling
     num_calls = len(prompts) * asked.n
@@ -217,6 +227,7 @@ def _plan(body: GenerateBody, model: ModelInfo, tenant: str) -> TurnPlan:
             logprobs=_logprobs(body),
             constraint=constraint,
             tenant=tenant,
+            priority=priority,
         )
         for index, request_id in enumerate(_request_ids(body, len(prompts)))
     ]

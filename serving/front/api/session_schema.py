@@ -40,6 +40,7 @@ from serving.front.api.fields import (
     schema_constraint,
     schema_of,
 )
+from serving.front.api.priorities import HIGHER_FIRST, Priority
 from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ModelInfo, OutputConstraint
@@ -163,6 +164,7 @@ class GenerateBody(StrictBody):
     top_logprobs_num: TopLogprobs | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
+    priority: Priority | None = Field(None, description=HIGHER_FIRST)
     log_metrics: bool | None = Field(None, description="Taken, and without effect.")
 
     audio_data: NotSupported = None
@@ -172,7 +174,6 @@ class GenerateBody(StrictBody):
     input_embeds: NotSupported = None
     lora_path: NotSupported = None
     modalities: NotSupported = None
-    priority: NotSupported = None
     return_hidden_states: NotSupported = None
     token_ids_logprob: NotSupported = None
     video_data: NotSupported = None

@@ -68,7 +68,9 @@ def routes() -> APIRouter:
     router.add_api_route("/v1/kedge/sessions", list_sessions, methods=["GET"])
     router.add_api_route("/v1/kedge/sessions", create_session, methods=["POST"], status_code=201)
     router.add_api_route("/v1/kedge/sessions/{session_id:path}", get_session, methods=["GET"])
-    router.add_api_route("/v1/kedge/sessions/{session_id:path}", delete_session, methods=["DELETE"])
+    router.add_api_route(
+        "/v1/kedge/sessions/{session_id:path}", delete_session, methods=["DELETE"], status_code=204
+    )
     router.add_api_route("/v1/kedge/sessions/{session_id:path}/fork", fork_session, methods=["POST"])
     router.add_api_route("/v1/kedge/sessions/{session_id:path}/rewind", rewind_session, methods=["POST"])
     return router

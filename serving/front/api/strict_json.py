@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, Va
 from pydantic_core import from_json
 
 from serving.front.api.body_limits import BodyLimits
+from serving.front.api.documented_replies import documented_errors
 from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
 
 _ALL_ZEROS = bytes.maketrans(b"123456789", b"000000000")
@@ -123,7 +124,11 @@ class StrictJsonRequest(Request):
 
 
 class StrictJsonRoute(APIRoute):
-    """Gives its handler a StrictJsonRequest."""
+    """Gives its handler a StrictJsonRequest, and is documented with its protocol's errors."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+        settings["responses"] = documented_errors(path) | (settings.get("responses") or {})
+        super().__init__(path, endpoint, **settings)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

@@ -29,6 +29,7 @@ from serving.wire.errors import error_info
 from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
     ChatPrompt,
+    ErrorInfo,
     ForkedSession,
     ModelInfo,
     ServiceError,
@@ -151,7 +152,10 @@ class LocalService:
             raise ServiceError(error_info(error)) from error
 
     async def drain_replica(self, replica_id: str) -> None:
-        assert replica_id == REPLICA_ID
+        if replica_id != REPLICA_ID:
+            raise ServiceError(
+                ErrorInfo(404, "replica_not_found", f"There is no replica {replica_id!r}.", "replica_id")
+            )
         try:
             await self.rig.host.drain()
         except ControllerError as error:

@@ -155,13 +155,14 @@ class Rig:
         model: ServedModel | None = None,
         pace: HandOverPace | None = None,
         load: TenantLoad | None = None,
+        max_running: int = 64,
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
         calls: Any = self.controller
         self.runner = SlowRunner(num_pages, 4, VOCAB_SIZE, 512)
         self.mailbox = Mailbox(asyncio.get_running_loop())
-        self.engine = _engine_of(self.runner, speculation, self.mailbox)
+        self.engine = _engine_of(self.runner, speculation, self.mailbox, max_running)
         self.tasks = BackgroundTasks()
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)
@@ -303,11 +304,13 @@ def tokens_of(events: list[TurnEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
-def _engine_of(runner: SlowRunner, speculation: SpeculationSettings, mailbox: Mailbox) -> Engine:
+def _engine_of(
+    runner: SlowRunner, speculation: SpeculationSettings, mailbox: Mailbox, max_running: int
+) -> Engine:
     return assemble_engine(
         runner,
         CacheSettings(books="strict"),
-        SchedulerSettings(chunk_size=32),
+        SchedulerSettings(chunk_size=32, max_running=max_running),
         speculation,
         frozenset({EOS_TOKEN_ID}),
         mailbox.deliver,

@@ -18,6 +18,7 @@ from gcs_server import LOOPBACK, OWN, GcsServer
 from serving.cli.start import environment
 from serving.cli.start.environment import PORTS
 from serving.cli.start.errors import StartError
+from serving.front.ray_headers import IMPORT_PATH
 
 CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
 TIMEOUT_S = 60.0
@@ -91,6 +92,7 @@ def test_it_becomes_serve_run(kedge: Kedge) -> None:
     assert started.status == 7, "the exit status is that of serve run"
     assert started.environment["PATH"].split(os.pathsep)[0] == str(kedge.executables)
     assert started.environment["RAY_SERVE_SESSION_ID_HEADER_KEY"] == "x-ray-session-id"
+    assert started.environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == IMPORT_PATH
     assert "RAY_AUTH_MODE" not in started.environment, (
         "Ray itself turns tokens on for a cluster that it starts"
     )
@@ -132,6 +134,7 @@ def test_haproxy_is_set_up(kedge: Kedge, options: tuple[str, ...]) -> None:
     assert all(found.pop(name).isdecimal() for name in PORTS)
     assert found == {
         "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(kedge.executables / "kedge-haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),

@@ -1,0 +1,64 @@
+"""Every operation that the served OpenAPI document names, called with what schemathesis makes up of it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.unit.serving.operation_calls import OperationCalls
+from tests.unit.serving.served_service import ServedService, served_service
+
+CASES = 3
+"""Of each operation, valid and invalid ones, in a round that everybody runs."""
+LONG_RUN_S = 45.0
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedService]:
+    with served_service(tmp_path) as served:
+        yield served
+
+
+def test_every_operation_answers_whatever_it_is_sent(served: ServedService) -> None:
+    calls = OperationCalls(served)
+    for number in range(2):
+        calls.round(number, CASES)
+    _check(calls, served)
+    answered = {label for label, status in calls.cases if status < 300}
+    assert len(answered) > len(calls.labels) / 2, "nearly nothing of what is valid is taken"
+
+
+@pytest.mark.slow
+def test_every_operation_answers_for_long(served: ServedService) -> None:
+    number = secrets.randbelow(2**32)
+    print(f"rounds from {number} on")  # noqa: T201 - who sees it fail runs them again
+    calls = OperationCalls(served)
+    began = time.monotonic()
+    while time.monotonic() - began < LONG_RUN_S:
+        calls.round(number, CASES)
+        number += 1
+    _check(calls, served)
+
+
+def _check(calls: OperationCalls, served: ServedService) -> None:
+    print(f"{calls.cases.total()} calls")  # noqa: T201
+    assert not calls.findings, "\n".join(f"{what}\n    {how}" for what, how in calls.findings.items())
+    assert {label for label, _ in calls.cases} == set(calls.labels)
+    served.run(_is_well(served))
+
+
+async def _is_well(served: ServedService) -> None:
+    """Its books are right, a turn works, and once sessions are closed all is free."""
+    service = served.service
+    async with httpx.AsyncClient(base_url=served.address, timeout=20.0) as client:
+        assert (await client.get("/v1/kedge/audit")).json()["clean"]
+        turn = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        reply = await client.post("/v1/chat/completions", json=turn, headers={"x-session-id": "afterwards"})
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["completion_tokens"] > 0
+        assert len(service.calls) == service.ended

@@ -1,0 +1,174 @@
+"""Calls of every operation of the served OpenAPI document, as schemathesis makes them up, and their replies checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.unit.serving.served_service import REPLY_PATIENCE_S, ServedService
+
+DOCUMENTED = [status_code_conformance, content_type_conformance, response_schema_conformance]
+MOST_OPTIONAL_FIELDS = 4
+"""A made-up body has most fields that there are, and so one that is refused. Of most bodies only so many are kept."""
+SOUND: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "prompt": "hello",
+    "text": "hello",
+    "input": "hello",
+    "tokens": [5, 6],
+    "rid": "a",
+    "turn": 0,
+}
+"""What a model can go on from: most that schemathesis makes up is no text, or not of the model's tokens. A body gets
+the first that it has a place for."""
+
+LAST_OPERATIONS = ("DELETE", "/drain")
+"""They take away what others work on, so they come at the end of a round."""
+KNOWN_NAMES = ("a", "b")
+"""Of sessions that calls have in common."""
+MOST_KNOWN = 12
+LIKELY = 0.8
+
+
+class OperationCalls:
+    """Calls the operations of a service. `cases` counts the calls by operation and status, `findings` are what was
+    wrong, each once. `known` are ids that replies had: later calls name them, so they meet sessions and responses
+    that are there."""
+
+    def __init__(self, served: ServedService) -> None:
+        self.cases: Counter[tuple[str, int]] = Counter()
+        self.findings: dict[str, str] = {}
+        self.known = list(KNOWN_NAMES)
+        self._served = served
+        self._http = requests.Session()
+        # A connection that is kept may be closed by the server just when the next call is sent.
+        self._http.headers["connection"] = "close"
+        document = schemathesis.openapi.from_url(f"{served.address}/openapi.json")
+        operations = [found.ok() for found in document.get_all_operations()]
+        self._operations = sorted(operations, key=_is_last)
+        self._bodies = {each.label: _body_schema(document.raw_schema, each) for each in operations}
+
+    @property
+    def labels(self) -> list[str]:
+        return [operation.label for operation in self._operations]
+
+    def round(self, number: int, cases: int) -> None:
+        """Up to `cases` valid and as many invalid calls of each operation. The same number, the same calls."""
+        for operation in self._operations:
+            for mode in schemathesis.GenerationMode:
+                self._call_many(operation, mode, number, cases)
+
+    def _call_many(self, operation: Any, mode: schemathesis.GenerationMode, number: int, cases: int) -> None:
+        positive = mode is schemathesis.GenerationMode.POSITIVE
+
+        @seed(f"{operation.label} {mode} {number}")
+        @settings(
+            max_examples=cases,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(operation.as_strategy(generation_mode=mode), st.randoms(use_true_random=False))
+        def call(case: Any, random: Random) -> None:
+            if positive:
+                self._make_likely(case, random)
+            self._call(case)
+
+        try:
+            call()
+        except Unsatisfiable:
+            assert not positive, f"{operation.label}: nothing valid can be made up"
+
+    def _make_likely(self, case: Any, random: Random) -> None:
+        """Changes most valid calls so that they get further than the first check."""
+        if isinstance(case.body, dict) and random.random() < LIKELY:
+            schema = self._bodies[case.operation.label]
+            needed = case.body.keys() & set(schema.get("required", ()))
+            others = sorted(case.body.keys() - needed - {"model", "input_ids", *SOUND})
+            few = random.sample(others, min(len(others), random.randint(0, MOST_OPTIONAL_FIELDS)))
+            case.body = {name: value for name, value in case.body.items() if name in needed or name in few}
+            sound = next((name for name in SOUND if name in schema["properties"]), None)
+            if sound is not None and (sound not in needed or random.random() < LIKELY):
+                case.body[sound] = SOUND[sound]
+        for name in case.path_parameters or {}:
+            if random.random() < LIKELY:
+                case.path_parameters[name] = random.choice(self.known[-MOST_KNOWN:])
+        for name in list(case.headers or {}):
+            if name == "x-session-id" and random.random() < LIKELY:
+                case.headers[name] = random.choice(self.known[-MOST_KNOWN:])
+            elif random.random() < LIKELY:
+                del case.headers[name]
+
+    def _call(self, case: Any) -> None:
+        label = case.operation.label
+        try:
+            reply = case.call(base_url=self._served.address, session=self._http, timeout=REPLY_PATIENCE_S)
+        except requests.RequestException as error:
+            self._found(label, f"no reply: {error!r}"[:400], case)
+            return
+        self.cases[label, reply.status_code] += 1
+        if reply.status_code >= 500:
+            self._found(label, f"{reply.status_code} {reply.text[:200]}", case)
+        try:
+            case.validate_response(reply, checks=DOCUMENTED)
+        except FailureGroup as group:
+            for failure in group.exceptions:
+                self._found(label, f"{reply.status_code} {type(failure).__name__}: {failure}"[:400], case)
+        for fault in faults_in(reply.headers.get("content-type", [""])[0], reply.content):
+            self._found(label, fault, case)
+        self._learn(reply)
+
+    def _found(self, label: str, what: str, case: Any) -> None:
+        self.findings.setdefault(f"{label}: {what}", case.as_curl_command()[:2000])
+
+    def _learn(self, reply: Any) -> None:
+        """Ids that a reply has made."""
+        if reply.status_code >= 300 or reply.headers.get("content-type") != ["application/json"]:
+            return
+        told = reply.json()
+        named = (
+            told
+            if isinstance(told, str)
+            else isinstance(told, dict) and (told.get("session_id") or told.get("id"))
+        )
+        if isinstance(named, str) and named and named.isascii() and named.isprintable():
+            self.known.append(named)
+
+
+def faults_in(content_type: str, content: bytes) -> list[str]:
+    """What is wrong with a stream: it must end, and must not end in an error of the server's."""
+    if not content_type.startswith("text/event-stream"):
+        return []
+    faults = []
+    if b"internal error" in content:
+        faults.append(f"a stream has an internal error: {content[-300:]!r}")
+    if not content.endswith(b"\n\n"):
+        faults.append(f"a stream ends in mid-event: {content[-100:]!r}")
+    return faults
+
+
+def _is_last(operation: Any) -> bool:
+    return any(word in operation.label for word in LAST_OPERATIONS)
+
+
+def _body_schema(document: dict[str, Any], operation: Any) -> dict[str, Any]:
+    described = document["paths"][operation.path][operation.method]
+    if "requestBody" not in described:
+        return {}
+    name = described["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    schema: dict[str, Any] = document["components"]["schemas"][name]
+    return schema
