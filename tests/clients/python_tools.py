@@ -1,0 +1,36 @@
+"""Environments with other projects' Python clients, as the locks in `python/` pin them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOCKED = Path(__file__).with_name("python")
+INSTALL_TIMEOUT_S = 240.0
+NO_INDEX = "Python's package index cannot be reached"
+_CANNOT_BE_REACHED = ("dns error", "tcp connect error", "operation timed out", "Connection refused")
+
+
+def interpreter(name: str, directory: Path) -> Path:
+    """That of the environment `python/NAME.lock`, installed into `directory` unless it is there."""
+    python = directory / "bin" / "python"
+    lock = LOCKED / f"{name}.lock"
+    mark = directory / "installed.lock"
+    if python.exists() and mark.exists() and mark.read_bytes() == lock.read_bytes():
+        return python
+    _uv("venv", "--clear", "--python", sys.executable, str(directory))
+    _uv("pip", "sync", "--require-hashes", "--python", str(python), str(lock))
+    mark.write_bytes(lock.read_bytes())
+    return python
+
+
+def _uv(*arguments: str) -> None:
+    """The one of this environment. Skips the test where it cannot fetch what it needs."""
+    command = [str(Path(sys.executable).with_name("uv")), "--quiet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+    if done.returncode and any(reason in done.stderr for reason in _CANNOT_BE_REACHED):
+        pytest.skip(NO_INDEX)
+    assert done.returncode == 0, done.stderr
