@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +18,7 @@ from serving.front.replica_gone import ReplicaGone
 from serving.wire.calls import (
     Answer,
     AnyCall,
+    Replies,
     Request,
     UnreadableMessage,
     decode_replies,
@@ -33,7 +33,8 @@ Deliver = Callable[[Answer | TurnEvent | ReplicaGone], None]
 """Takes what comes of a call. A ReplicaGone is the last: nothing more will come."""
 
 CALLS_AT_ONCE = 16
-"""So many get their events before others have the event loop again: one step may bring those of hundreds of turns."""
+"""So many get what has come for them before others have the event loop again: one step may bring events of hundreds of
+turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class ReplicaLink:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._waiting: dict[int, Deliver] = {}
-        self._replies: deque[tuple[int, Answer | TurnEvent]] = deque()
-        self._handing_out = False
+        self._replies: dict[int, list[Answer | TurnEvent]] = {}
+        """What has come and was not handed out, by call: those whose first came first are the first."""
         self._heard_s = self._sent_s = self._loop.time()
         self._broken_s: float | None = self._loop.time()
         """Since when it is to be opened; None while it is."""
@@ -154,19 +155,29 @@ class ReplicaLink:
         try:
             message = self._channel.take(header, body)
             if message is not None:
-                self._replies.extend(decode_replies(message))
-                if not self._handing_out:
-                    self._hand_out()
+                self._take(decode_replies(message))
         except (ChannelLost, UnreadableMessage) as error:
             logger.warning("replica %s: the link is lost: %s", self.replica_id, error)
             self.lose(ReplicaGone(self.replica_id))
 
+    def _take(self, replies: Replies) -> None:
+        """Nothing is handed out before the event loop has been free: by then all that the connection has is here, and
+        a turn that several steps have told of gets their events at once."""
+        if replies and not self._replies:
+            self._loop.call_soon(self._hand_out)
+        for number, item in replies:
+            arrived = self._replies.get(number)
+            if arrived is None:
+                self._replies[number] = [item]
+            else:
+                arrived.append(item)
+
     def _hand_out(self) -> None:
-        """Some of what has come, in order; the rest once others have had the event loop."""
-        for _ in range(min(CALLS_AT_ONCE, len(self._replies))):
-            self._deliver(*self._replies.popleft())
-        self._handing_out = bool(self._replies)
-        if self._handing_out:
+        """To some calls, in order; to the rest once others have had the event loop."""
+        for number in list(itertools.islice(self._replies, CALLS_AT_ONCE)):
+            for item in self._replies.pop(number):
+                self._deliver(number, item)
+        if self._replies:
             self._loop.call_soon(self._hand_out)
 
     def _deliver(self, number: int, item: Answer | TurnEvent | ReplicaGone) -> None:

@@ -114,24 +114,25 @@ Unsent = list[Answer | TurnEvent]
 """What is to go out for one call: events, or its answer."""
 
 
-def next_reply(unsent: Unsent, room: int) -> Answer | TurnEvent | None:
-    """Removes what leaves next: the answer, or events, joined as far as they may be. None if it weighs over `room`."""
+def next_reply(unsent: Unsent, room: int) -> tuple[Answer | TurnEvent | None, int]:
+    """Removes what leaves next, and says its weight: the answer, or events, joined as far as they may be. None if that
+    weighs over `room`."""
     first = unsent[0]
     if isinstance(first, Answer):
-        return unsent.pop(0)
+        return unsent.pop(0), 0
+    weight = event_weight(first)
     if len(unsent) == 1:
-        return unsent.pop() if event_weight(first) <= room else None
-    events: list[TurnEvent] = []
-    weight = 0
-    for item in unsent:
-        if isinstance(item, Answer) or (events and weight + event_weight(item) > EVENT_WEIGHT):
+        return (unsent.pop(), weight) if weight <= room else (None, 0)
+    events = [first]
+    for item in unsent[1:]:
+        if isinstance(item, Answer) or weight + event_weight(item) > EVENT_WEIGHT:
             break
         events.append(item)
         weight += event_weight(item)
     if weight > room:
-        return None
+        return None, 0
     del unsent[: len(events)]
-    return merge_events(events)
+    return merge_events(events), weight
 
 
 class PeerLink:
@@ -209,10 +210,10 @@ class PeerLink:
         room = MESSAGE_WEIGHT
         left: dict[int, Unsent] = {}
         for number, unsent in self._unsent.items():
-            reply = next_reply(unsent, room)
+            reply, weight = next_reply(unsent, room)
             if reply is not None:
                 replies.append((number, reply))
-                room -= 0 if isinstance(reply, Answer) else event_weight(reply)
+                room -= weight
             if unsent:
                 left[number] = unsent
         self._unsent = left

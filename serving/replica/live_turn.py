@@ -115,19 +115,22 @@ class EventMaker:
     def _event(self, live: LiveTurn, delta: TokenDelta) -> TurnEvent:
         known, live.resumed = live.resumed, NOTHING
         live.output_tokens.extend(delta.token_ids)
-        failed = delta.finish is not None and delta.finish.reason is FinishReason.ERROR
+        finish, named = delta.finish, live.named
+        failed = finish is not None and finish.reason is FinishReason.ERROR
         return TurnEvent(
-            text="" if failed else live.output.push(delta.token_ids, delta.finish),
-            token_ids=delta.token_ids,
-            prompt_tokens=delta.prompt_tokens,
-            cached_tokens=delta.cached_tokens,
-            completion_tokens=delta.completion_tokens,
-            logprobs=self._with_texts(known.logprobs, delta.logprobs),
-            input_logprobs=self._with_texts(known.input_logprobs, delta.input_logprobs),
+            "" if failed else live.output.push(delta.token_ids, finish),
+            delta.token_ids,
+            delta.prompt_tokens,
+            delta.cached_tokens,
+            delta.completion_tokens,
+            self._with_texts(known.logprobs, delta.logprobs) if delta.logprobs else known.logprobs,
+            self._with_texts(known.input_logprobs, delta.input_logprobs)
+            if delta.input_logprobs
+            else known.input_logprobs,
             draft_tokens=delta.draft_tokens,
             accepted_draft_tokens=delta.accepted_draft_tokens,
-            turn_index=None if live.named is None else live.named.turn_index,
-            open_key=None if live.named is None else live.named.open_key,
+            turn_index=None if named is None else named.turn_index,
+            open_key=None if named is None else named.open_key,
             tokenizer=self._text.tokenizer_hash,
             in_thought=live.in_thought,
         )
@@ -135,7 +138,7 @@ class EventMaker:
     def _with_texts(
         self, known: tuple[TextLogprob, ...], logprobs: Sequence[TokenLogprob]
     ) -> tuple[TextLogprob, ...]:
-        return known + self._text.text_logprobs(logprobs) if logprobs else known
+        return known + self._text.text_logprobs(logprobs)
 
     def _time(self, live: LiveTurn, count: int) -> None:
         if count <= 0:

@@ -273,8 +273,9 @@ class TurnRunner:
         return live
 
     def _take(self, live: LiveTurn, delta: TokenDelta) -> None:
+        is_first = not live.output_tokens
         self._event_maker.take(live, delta)
-        if live.output_tokens:
+        if is_first and live.output_tokens:
             self._load.computed(live.request_id)
 
     async def _follow(self, live: LiveTurn) -> None:

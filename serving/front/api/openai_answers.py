@@ -40,6 +40,11 @@ class AnswerPart:
     places: list[int] = field(default_factory=list)
     """Of each call, how much of the content came before it."""
 
+    @property
+    def content_alone(self) -> str | None:
+        """The content, if there is nothing else."""
+        return None if self.calls or self.reasoning is not None else self.content
+
     def in_order(self) -> list[str | CallDelta]:
         """Content and calls as they came."""
         content, said = self.content or "", 0

@@ -36,6 +36,7 @@ from serving.front.api.openai_chat_schema import (
     ChatLogprobs,
     ChatReply,
     ChunkChoice,
+    Delta,
 )
 from serving.front.api.openai_extras import call_fields, chat_prompt_fields
 from serving.front.api.openai_logprobs import prompt_logprob_items, token_name
@@ -54,14 +55,15 @@ from serving.front.api.openai_requests import (
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.openai_tools import ToolUse, tool_use
 from serving.front.api.priorities import engine_priority
-from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json
-from serving.front.api.sse import (
-    DONE,
-    KEEP_ALIVE_COMMENT,
-    TurnEventStream,
-    error_then_done,
-    server_event,
+from serving.front.api.reply_json import (
+    TextTemplate,
+    filled,
+    joined_items,
+    json_reply,
+    list_items,
+    reply_json,
 )
+from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
@@ -244,21 +246,35 @@ class ChatEncoder:
         self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
         self._started: set[int] = set()
         self._usage = UsageCounter(body.n or 1)
+        self._differs = bool(body.wants_usage_everywhere or body.return_token_ids)
+        """Whether chunks that bring content differ in more than that."""
+        self._templates: dict[int, TextTemplate] = {}
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         self._usage.note(index, event)
-        role: Literal["assistant"] | None = None if index in self._started else "assistant"
-        self._started.add(index)
         reader = self._readers[index]
+        part = reader.read(event)
+        role: Literal["assistant"] | None = None if index in self._started else "assistant"
+        plain = role is None and event.finish is None and not event.logprobs and not self._differs
+        if plain and (content := part.content_alone) is not None:
+            return server_event(self._template(index).with_text(content))
+        self._started.add(index)
         choice = ChunkChoice(
             index=index,
-            delta=reader.read(event).delta(role),
+            delta=part.delta(role),
             logprobs=NO_LOGPROBS if event.logprobs else None,
             **_stop_fields(self._body, reader, event),
         )
         usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
         chunk = ChatChunk(**self._head, choices=[choice], usage=usage)
         return server_event(await _with_logprobs(self._body, reply_json(chunk), event.logprobs))
+
+    def _template(self, index: int) -> TextTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = ChunkChoice(index=index, delta=Delta(content=TextTemplate.TEXT))
+            template = self._templates[index] = TextTemplate(ChatChunk(**self._head, choices=[choice]))
+        return template
 
     def closing(self) -> bytes:
         if not self._body.wants_usage_chunk:

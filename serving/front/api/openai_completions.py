@@ -51,14 +51,15 @@ from serving.front.api.openai_requests import (
 )
 from serving.front.api.openai_structured import held_answer
 from serving.front.api.priorities import engine_priority
-from serving.front.api.reply_json import filled, joined_items, json_reply, list_items, reply_json
-from serving.front.api.sse import (
-    DONE,
-    KEEP_ALIVE_COMMENT,
-    TurnEventStream,
-    error_then_done,
-    server_event,
+from serving.front.api.reply_json import (
+    TextTemplate,
+    filled,
+    joined_items,
+    json_reply,
+    list_items,
+    reply_json,
 )
+from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
 from serving.wire.turns import (
@@ -197,13 +198,31 @@ class CompletionEncoder:
         self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
         self._usage = UsageCounter(self._num_choices)
         self._started: set[int] = set()
+        self._differs = bool(
+            body.wants_usage_everywhere
+            or body.return_token_ids
+            or body.logprobs is not None
+            or body.prompt_logprobs is not None
+        )
+        """Whether a choice's chunks differ in more than their texts."""
+        self._templates: dict[int, TextTemplate] = {}
         self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
+        if index in self._started and event.finish is None and not self._differs:
+            self._usage.note(index, event)
+            return server_event(self._template(index).with_text(event.text))
         choice = self._choice(index, event)
         usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
         reply = CompletionReply(**self._head, choices=[choice], usage=usage)
         return server_event(await self._with_logprobs(reply_json(reply), index, event))
+
+    def _template(self, index: int) -> TextTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = CompletionChoice(index=index, text=TextTemplate.TEXT)
+            template = self._templates[index] = TextTemplate(CompletionReply(**self._head, choices=[choice]))
+        return template
 
     def closing(self) -> bytes:
         if not self._body.wants_usage_chunk:

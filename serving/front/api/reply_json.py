@@ -66,6 +66,20 @@ def filled(text: bytes, name: str, items: bytes) -> bytes:
     return b'%s"%s":[%s]%s' % (before, name.encode(), items, after)
 
 
+class TextTemplate:
+    """JSON of replies that differ in one text alone: `of` is such a reply with TEXT in its place. Nothing behind it may
+    be anybody's words."""
+
+    TEXT = "\ue000"
+
+    def __init__(self, of: Reply) -> None:
+        self._before, found, self._after = encoded(of).rpartition(encoded(self.TEXT))
+        assert found
+
+    def with_text(self, text: str) -> bytes:
+        return b"%s%s%s" % (self._before, _ENCODER.encode(text), self._after)
+
+
 def shown(text: bytes) -> str:
     """A token's text for display: broken characters become U+FFFD."""
     return text.decode("utf-8", "replace")

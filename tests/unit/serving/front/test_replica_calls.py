@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from engine.api import SamplingParams
 from serving.front.replica_calls import ANY_REPLICA
 from serving.front.replica_gone import Loss, ReplicaGone
-from serving.front.replica_link import LinkTimes
+from serving.front.replica_link import CALLS_AT_ONCE, LinkTimes
 from serving.replica.link_server import Emit
 from serving.wire.calls import Abort, AnyCall, Audit, Call, Flush, RunTurn, answer_of
 from serving.wire.turns import ErrorInfo, ServiceError, TokenPrompt, TurnCall, TurnEvent, TurnFinish
@@ -208,3 +209,21 @@ async def test_a_front_end_that_is_gone_takes_its_turns_along(
         await asyncio.wait_for(dropped(), WAIT_S)
         assert await asyncio.wait_for(answers.cancelled.get(), WAIT_S) == "orphan"
         link.lose(ReplicaGone("r"))
+
+
+async def test_what_several_messages_tell_of_a_turn_is_read_at_once(answers: Answers) -> None:
+    """A front end that is behind would write each event by itself, and fall behind further."""
+    answers.held.clear()
+    async with running_link(answers.serve) as rig, AsyncExitStack() as stack:
+        calls = [turn(f"r{count}", 1) for count in range(2 * CALLS_AT_ONCE)]
+        turns = [await stack.enter_async_context(rig.calls.turn("r", call, None)) for call in calls]
+        for events in turns:
+            await anext(events)
+        (link,) = rig.server._links.values()
+        for token in range(5):
+            for number in range(len(calls)):
+                link.put(number, TurnEvent(token_ids=(token,)))
+            link._flush()
+        for events in turns:
+            assert (await asyncio.wait_for(anext(events), WAIT_S)).token_ids == (0, 1, 2, 3, 4)
+        answers.held.set()
