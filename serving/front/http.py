@@ -14,6 +14,7 @@ from serving.front.api import (
     openai_completions,
     openai_models,
     responses,
+    responses_socket,
     session_protocol,
     sessions,
     tokenization,
@@ -24,6 +25,7 @@ from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRul
 from serving.front.api.errors import install_error_handlers
 from serving.front.api.ignored_fields import IGNORED_FIELDS
 from serving.front.api.keys import KeyRing
+from serving.front.api.sockets import MOST_SOCKETS, Sockets
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.wire.turns import TurnService
 
@@ -38,6 +40,7 @@ def create_http_app(
     keys: KeyRing = NO_KEYS,
     body_limits: BodyLimits = NO_MODEL_LIMITS,
     keep_alive_s: float = KEEP_ALIVE_S,
+    max_websockets: int = MOST_SOCKETS,
     browser_rules: BrowserRules = NO_RULES,
     incremental_streaming_output: bool = False,
     ignore_unknown_fields: bool = False,
@@ -53,6 +56,7 @@ def create_http_app(
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
     app.state.keep_alive_s = keep_alive_s
+    app.state.sockets = Sockets(max_websockets)
     app.state.incremental_streaming_output = incremental_streaming_output
     app.state.ignore_unknown_fields = ignore_unknown_fields
     app.state.request_chat_template = request_chat_template
@@ -63,6 +67,7 @@ def create_http_app(
         openai_completions,
         openai_models,
         responses,
+        responses_socket,
         messages,
         session_protocol,
         tokenization,

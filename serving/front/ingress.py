@@ -175,6 +175,7 @@ class Ingress:
             keys=self._keys,
             body_limits=BodyLimits.of_context(self._service.model.max_context_len, args.max_body_bytes),
             keep_alive_s=args.keep_alive_s,
+            max_websockets=args.max_websockets,
             browser_rules=BrowserRules(args.allowed_hosts, args.allowed_origins),
             incremental_streaming_output=args.incremental_streaming_output,
             ignore_unknown_fields=api.unknown_fields == "ignore",

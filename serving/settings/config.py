@@ -122,6 +122,7 @@ class IngressArgs(StrictModel):
     max_ongoing_requests: PositiveInt = 4096
     failover_timeout_s: Seconds = 30.0
     keep_alive_s: Seconds = 5.0
+    max_websockets: PositiveInt = 1024
     graceful_shutdown_timeout_s: Seconds = 60.0
     allowed_hosts: tuple[HostName, ...] = Field(default=(), strict=False)
     allowed_origins: tuple[Origin, ...] = Field(default=(), strict=False)

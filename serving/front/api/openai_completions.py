@@ -103,7 +103,7 @@ async def completions(
     if body.echo and body.truncate_prompt_tokens is not None:
         raise refusal("echo: not possible with truncate_prompt_tokens.", "echo")
     reply_id = f"cmpl-{body.request_id or new_id('')}"
-    priority = engine_priority(request, lower_first=body.priority)
+    priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
     plan = _plan(body, prompts, reply_id, session, service.model, tenant, priority)
     encoder = CompletionEncoder(body, prompts, reply_id, service.model.model_id)
     if body.stream:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Request
 from pydantic import Field
 
 from serving.front.api.errors import UNSUPPORTED, refusal
@@ -20,13 +19,11 @@ LOWER_FIRST = f"Of those that wait the lowest goes first, {_IF_ALLOWED}"
 HIGHER_FIRST = f"Of those that wait the highest goes first, {_IF_ALLOWED}"
 
 
-def engine_priority(
-    request: Request, *, lower_first: int | None = None, higher_first: int | None = None
-) -> int:
-    """A call's priority, of which higher goes first, from what its body says in its protocol's way. Raises
-    ServiceError."""
+def engine_priority(allowed: bool, *, lower_first: int | None = None, higher_first: int | None = None) -> int:
+    """A call's priority, of which higher goes first, from what its body says in its protocol's way. `allowed` is the
+    operator's setting. Raises ServiceError."""
     priority = (higher_first or 0) - (lower_first or 0)
-    if priority and not request.app.state.request_priority:
+    if priority and not allowed:
         raise refusal(
             "priority: only 0 is taken here; the setting api.request_priority allows others.",
             "priority",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -20,6 +21,7 @@ from serving.front.api.responses_items import Json, canonical_items
 from serving.front.api.responses_replies import ResponseHead, ResponseReader
 from serving.front.api.responses_schema import ResponsesBody, check_stream_options
 from serving.front.api.responses_store import (
+    Continued,
     calls_named_by,
     continued,
     find_response,
@@ -32,7 +34,7 @@ from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
-from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall
+from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall, TurnService
 
 FEW_ITEMS = 256
 """More are brought into shape on a thread: streams go on meanwhile."""
@@ -57,17 +59,41 @@ async def create_response(
     tenant: Tenant,
     x_stainless_retry_count: RetriesHeader = None,  # noqa: ARG001
 ) -> Response:
+    check_stream_options(body)
+    priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
+    asked = await asked_response(body, service, tenant, priority)
+    if body.stream:
+        return TurnEventStream(service, asked.plan, ResponseEncoder(asked.head, asked.reader))
+    (result,) = results = await until_disconnect(request.receive, collect(service, asked.plan))
+    asked.reader.read(result)
+    return json_reply(encoded(asked.reader.response(result)), results)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedResponse:
+    """A response to be: its turn, and what reads that. `items` is all that was said before it."""
+
+    head: ResponseHead
+    items: list[Json]
+    plan: TurnPlan
+    reader: ResponseReader
+
+
+async def asked_response(
+    body: ResponsesBody, service: TurnService, tenant: str, priority: int, before: Continued | None = None
+) -> AskedResponse:
+    """`before` is what it goes on from, if its caller knows. Raises ServiceError."""
     model = service.model
     check_model_name(body.model, model)
-    check_stream_options(body)
-    priority = engine_priority(request, lower_first=body.priority)
     tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
-    before = await continued(service, body, tenant)
+    if before is None:
+        before = await continued(service, body, tenant)
     response_id = new_response_id(before.session_id)
     head = ResponseHead(response_id, model.model_id, body.repeated())
     items = canonical_items(body.input, response_id)
     session = await before.turn(service, head, items, body, tenant)
-    make = (body, tools, model, response_id, [*before.items, *items], session, tenant, priority)
+    said = [*before.items, *items]
+    make = (body, tools, model, response_id, said, session, tenant, priority)
     plan = _plan(*make) if len(items) <= FEW_ITEMS else await asyncio.to_thread(_plan, *make)
     reader = ResponseReader(
         head,
@@ -75,11 +101,7 @@ async def create_response(
         tools,
         encrypts_reasoning=body.encrypts_reasoning,
     )
-    if body.stream:
-        return TurnEventStream(service, plan, ResponseEncoder(head, reader))
-    (result,) = results = await until_disconnect(request.receive, collect(service, plan))
-    reader.read(result)
-    return json_reply(encoded(reader.response(result)), results)
+    return AskedResponse(head, said, plan, reader)
 
 
 def _plan(

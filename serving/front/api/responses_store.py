@@ -9,8 +9,8 @@ what a session survives; it is kept as long as its session is.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -38,7 +38,7 @@ _ID = "resp_"
 _SESSION = "resp-"
 _SESSION_CHARS = 32
 _NO_SESSION = "session_not_found"
-_NO_RESPONSE = "response_not_found"
+NO_RESPONSE = "response_not_found"
 
 
 def new_response_id(session_id: str | None) -> str:
@@ -47,11 +47,11 @@ def new_response_id(session_id: str | None) -> str:
     return f"{_ID}{scope}{uuid4().hex[:16]}"
 
 
-def _session_of(response_id: str) -> str:
+def _session_of(response_id: str, param: str = "response_id") -> str:
     """Raises ServiceError for what is no id of a response."""
     scope = response_id.removeprefix(_ID)
     if not response_id.startswith(_ID) or len(scope) <= _SESSION_CHARS:
-        raise _unknown(response_id)
+        raise _unknown(response_id, param)
     return f"{_SESSION}{scope[:_SESSION_CHARS]}"
 
 
@@ -158,21 +158,26 @@ class Continued:
 
 async def continued(service: TurnService, body: ResponsesBody, tenant: str) -> Continued:
     """Raises ServiceError (404) for a response that is not there, or not all of what it went on from."""
-    new_session = f"{_SESSION}{uuid4().hex}" if body.is_stored else None
     if body.previous_response_id is None:
-        return Continued(new_session)
+        return begun(body)
     turns, at = await _found(service, body.previous_response_id, tenant, "previous_response_id")
     session_id = _session_of(body.previous_response_id)
     items = tuple(_said(turns[: at + 1], service.model, body.previous_response_id))
     previous = StoredResponse.of(turns[at], service.model)
     assert previous is not None
-    if new_session is None or _beginning(previous.body, service.model) != _beginning(body, service.model):
-        return Continued(new_session, items)
+    anew = begun(body, items)
+    if not body.is_stored or _beginning(previous.body, service.model) != _beginning(body, service.model):
+        return anew
     session = await service.session(session_id, tenant=tenant)
     is_last = at == len(turns) - 1 and not turns[at].is_cut
     if session is not None and is_last and not session.in_turn:
         return Continued(session_id, items, next_turn=session.turns)
-    return Continued(new_session, items, session_id, turns[at].end_len)
+    return replace(anew, fork_of=session_id, fork_len=turns[at].end_len)
+
+
+def begun(body: ResponsesBody, items: Iterable[Json] = ()) -> Continued:
+    """With a session of its own, if it is to be stored, and all that was said before."""
+    return Continued(f"{_SESSION}{uuid4().hex}" if body.is_stored else None, tuple(items))
 
 
 async def find_response(service: TurnService, response_id: str, tenant: str) -> StoredResponse:
@@ -199,9 +204,9 @@ async def _found(
 ) -> tuple[list[TurnTranscript], int]:
     """The turns of the response's session, and which of them is its own. `param` is the field that names it."""
     try:
-        turns = await service.transcript(_session_of(response_id), tenant=tenant)
+        turns = await service.transcript(_session_of(response_id, param), tenant=tenant)
     except ServiceError as error:
-        if error.info.code not in (_NO_SESSION, _NO_RESPONSE):
+        if error.info.code not in (_NO_SESSION, NO_RESPONSE):
             raise
         turns = []
     for at, turn in enumerate(turns):
@@ -220,7 +225,7 @@ def _said(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str) -
                 f"previous_response_id: something that {response_id!r} went on from was deleted.",
                 "previous_response_id",
                 status=404,
-                code=_NO_RESPONSE,
+                code=NO_RESPONSE,
             )
         if stored.before is not None:
             items = list(stored.before)
@@ -245,5 +250,5 @@ def _unknown(response_id: str, param: str = "response_id") -> ServiceError:
         "timeout.",
         param,
         status=404,
-        code=_NO_RESPONSE,
+        code=NO_RESPONSE,
     )

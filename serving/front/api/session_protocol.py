@@ -156,7 +156,7 @@ async def generate(
     tenant: Tenant,
     idempotency_key: IdempotencyHeader = None,
 ) -> Response:
-    priority = engine_priority(request, higher_first=body.priority)
+    priority = engine_priority(request.app.state.request_priority, higher_first=body.priority)
     plan = _plan(body, service.model, tenant, priority)
     runner: RunsTurns = service
     if body.session_params is not None:

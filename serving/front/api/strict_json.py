@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
@@ -17,6 +17,8 @@ from pydantic_core import from_json
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.documented_replies import documented_errors
 from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
+
+Body = TypeVar("Body", bound=BaseModel)
 
 _ALL_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _MANY_DIGITS = b"0" * 19
@@ -105,17 +107,11 @@ class StrictJsonRequest(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        if len(body) <= SMALL_BODY_BYTES:
-            value = _parsed(body)
-            if self.model is None or self.ignored is None:
-                return value
-            return _validated(self.model, value, self.ignored)
-        for _ in self._limits.check_values(body):
-            await asyncio.sleep(0)
-        value = _parsed(body)
-        if self.model is None:
+        value = await parsed_json(body, self._limits)
+        is_small = len(body) <= SMALL_BODY_BYTES
+        if self.model is None or (is_small and self.ignored is None):
             return value
-        return await asyncio.to_thread(_validated, self.model, value, self.ignored)
+        return await validated_body(self.model, value, self.ignored, is_small=is_small)
 
     @property
     def _limits(self) -> BodyLimits:
@@ -147,6 +143,23 @@ class StrictJsonRoute(APIRoute):
         return handle
 
 
+async def parsed_json(body: bytes, limits: BodyLimits) -> Any:
+    """Raises HTTPException for what is no JSON, or has too much in it, and InvalidBody."""
+    if len(body) > SMALL_BODY_BYTES:
+        for _ in limits.check_values(body):
+            await asyncio.sleep(0)
+    return _parsed(body)
+
+
+async def validated_body(
+    model: type[Body], value: Any, ignored: IgnoredFields | None, *, is_small: bool
+) -> Body:
+    """What is not small is checked on a thread. Raises InvalidBody."""
+    if is_small:
+        return _validated(model, value, ignored)
+    return await asyncio.to_thread(_validated, model, value, ignored)
+
+
 def _parsed(body: bytes) -> Any:
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -174,7 +187,7 @@ def _check_integers(body: Any) -> None:
                 raise InvalidBody({"type": "int_parsing_size", "loc": at, "msg": problem})
 
 
-def _validated(model: type[BaseModel], value: Any, ignored: IgnoredFields | None) -> BaseModel:
+def _validated(model: type[Body], value: Any, ignored: IgnoredFields | None) -> Body:
     try:
         body = model.model_validate(value, context=ignored)
     except ValidationError as error:
