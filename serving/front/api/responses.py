@@ -7,16 +7,18 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
+from msgspec.structs import replace
 
 from serving.front.api.errors import refusal
 from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
 from serving.front.api.openai_answers import AnswerReader
 from serving.front.api.openai_requests import field_names
 from serving.front.api.reply_json import encoded, json_reply
+from serving.front.api.responses_background import Background, FollowedTurn, cancel, look_up
 from serving.front.api.responses_history import template_messages
 from serving.front.api.responses_items import Json, canonical_items
 from serving.front.api.responses_replies import ResponseHead, ResponseReader
-from serving.front.api.responses_schema import ResponsesBody, check_stream_options
+from serving.front.api.responses_schema import ResponsesBody, check_state, check_stream_options
 from serving.front.api.responses_store import (
     calls_named_by,
     continued,
@@ -24,7 +26,7 @@ from serving.front.api.responses_store import (
     forget_response,
     new_response_id,
 )
-from serving.front.api.responses_stream import ResponseEncoder
+from serving.front.api.responses_stream import CharacterNumbers, EventNumbers, ResponseEncoder
 from serving.front.api.responses_tools import OfferedTools, offered_tools
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
@@ -34,6 +36,7 @@ from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall
 
 FEW_ITEMS = 256
 """More are brought into shape on a thread: streams go on meanwhile."""
+MOST_NUMBER = 2**53
 PageSize = Annotated[int, Query(ge=1, le=100)]
 
 
@@ -52,12 +55,14 @@ async def create_response(
     body: ResponsesBody,
     request: Request,
     service: Service,
+    background: Background,
     tenant: Tenant,
     x_stainless_retry_count: RetriesHeader = None,  # noqa: ARG001
 ) -> Response:
     model = service.model
     check_model_name(body.model, model)
     check_stream_options(body)
+    check_state(body)
     tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     before = await continued(service, body, tenant)
     response_id = new_response_id(before.session_id)
@@ -72,8 +77,13 @@ async def create_response(
         tools,
         encrypts_reasoning=body.encrypts_reasoning,
     )
+    if body.is_background:
+        turn = await background.start(service, plan)
+        if body.stream:
+            return TurnEventStream(turn, plan, ResponseEncoder(head, reader, CharacterNumbers()))
+        return JSONResponse(head.response("queued"))
     if body.stream:
-        return TurnEventStream(service, plan, ResponseEncoder(head, reader))
+        return TurnEventStream(service, plan, ResponseEncoder(head, reader, EventNumbers()))
     (result,) = results = await until_disconnect(request.receive, collect(service, plan))
     reader.read(result)
     return json_reply(encoded(reader.response(result)), results)
@@ -119,24 +129,51 @@ def _plan(
 async def get_response(
     response_id: str,
     service: Service,
+    background: Background,
     tenant: Tenant,
     stream: bool | None = None,
+    starting_after: Annotated[int | None, Query(ge=0, le=MOST_NUMBER)] = None,
+    include_obfuscation: bool | None = None,  # noqa: ARG001
     include: Annotated[list[str] | None, Query(max_length=32)] = None,  # noqa: ARG001
 ) -> Response:
-    if stream:
-        raise refusal("stream: a response is had again whole.", "stream", code="unsupported_field")
-    stored = await find_response(service, response_id, tenant)
-    return JSONResponse(stored.response(service.model))
+    """As it is now; or as a stream, from its beginning or behind an event."""
+    stored, progress = await look_up(service, background, response_id, tenant)
+    if not stream:
+        if starting_after is not None:
+            raise refusal("starting_after: only allowed when stream is true.", "starting_after")
+        now = stored.response(service.model) if progress is None else stored.head.response(progress.status)
+        return JSONResponse(now)
+    numbers: EventNumbers = CharacterNumbers(starting_after)
+    if not stored.head.is_background:
+        if starting_after is not None:
+            raise refusal(
+                "starting_after: only the events of a response that is made in the background can be told from "
+                "within.",
+                "starting_after",
+            )
+        numbers = EventNumbers()
+    call = replace(calls_named_by(response_id), tenant=tenant)
+    encoder = ResponseEncoder(stored.head, stored.reader(service.model), numbers)
+    return TurnEventStream(FollowedTurn(service, background), TurnPlan([call]), encoder)
 
 
-async def delete_response(response_id: str, service: Service, tenant: Tenant) -> dict[str, Any]:
+async def delete_response(
+    response_id: str, service: Service, background: Background, tenant: Tenant
+) -> dict[str, Any]:
+    """One that is still being made is cancelled first."""
+    _, progress = await look_up(service, background, response_id, tenant)
+    if progress is not None:
+        await cancel(service, background, response_id, tenant)
     await forget_response(service, response_id, tenant)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-async def cancel_response(response_id: str, service: Service, tenant: Tenant) -> Response:
-    await find_response(service, response_id, tenant)
-    raise refusal("Only a response that is made in the background can be cancelled.", "response_id")
+async def cancel_response(
+    response_id: str, service: Service, background: Background, tenant: Tenant
+) -> Response:
+    """One that has ended is as it was."""
+    stored = await cancel(service, background, response_id, tenant)
+    return JSONResponse(stored.response(service.model))
 
 
 async def list_input_items(

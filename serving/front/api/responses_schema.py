@@ -135,7 +135,9 @@ class ResponsesBody(StrictBody):
     max_tool_calls: Count | None = Field(None, description="Of tools that run here, of which there are none.")
     truncation: Literal["disabled"] | None = None
 
-    background: NotSupported = None
+    background: bool | None = Field(
+        None, description="The answer is made behind the request, and had by its id. It must be stored."
+    )
     context_management: NotSupported = None
     prompt: NotSupported = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -143,6 +145,10 @@ class ResponsesBody(StrictBody):
     @property
     def is_stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def is_background(self) -> bool:
+        return self.background is True
 
     @property
     def encrypts_reasoning(self) -> bool:
@@ -184,6 +190,7 @@ class ResponsesBody(StrictBody):
         said = self.model_dump(mode="json", by_alias=True, exclude={"input"}, serialize_as_any=True)
         text = said["text"] or {}
         return {
+            "background": self.is_background,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
@@ -209,3 +216,9 @@ class ResponsesBody(StrictBody):
 def check_stream_options(body: ResponsesBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise refusal("stream_options: only allowed when stream is true.", "stream_options")
+
+
+def check_state(body: ResponsesBody) -> None:
+    """Refuses what excludes each other of the fields that say what is kept, and gone on from."""
+    if body.is_background and not body.is_stored:
+        raise refusal("background: such a response is stored, so store may not be false.", "background")

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from serving.front.api.errors import ClientGone
 from serving.front.api.turn_headers import turn_headers
-from serving.front.api.turn_streams import TurnPlan, open_turns, until_disconnect
+from serving.front.api.turn_streams import RunsTurns, TurnPlan, open_turns, until_disconnect
 from serving.wire.errors import error_info
-from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent, TurnService
+from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent
 
 SEND_PATIENCE_S = 60.0
 """A client that takes nothing for so long is gone, as far as its turn is concerned. It may have kilobytes of an answer
@@ -68,7 +68,7 @@ class TurnEventStream(EventSourceResponse):
     The turns run inside the response, in one task: they end when the client goes away.
     """
 
-    def __init__(self, service: TurnService, plan: TurnPlan, encoder: StreamEncoder) -> None:
+    def __init__(self, service: RunsTurns, plan: TurnPlan, encoder: StreamEncoder) -> None:
         self._service = service
         self._plan = plan
         self._encoder = encoder

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 from starlette.types import Receive
@@ -20,10 +20,17 @@ from serving.wire.turns import (
     TurnCall,
     TurnEvent,
     TurnFinish,
-    TurnService,
 )
 
 T = TypeVar("T")
+
+
+class RunsTurns(Protocol):
+    """Of a TurnService what runs turns; or what tells again a turn that runs elsewhere, or has ended."""
+
+    def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]: ...
+
+
 IndexedEvent = tuple[int, TurnEvent]
 _MAX_QUEUED_EVENTS = 64
 
@@ -104,7 +111,7 @@ async def _stop(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 @asynccontextmanager
-async def open_turns(service: TurnService, plan: TurnPlan) -> AsyncIterator[AsyncIterator[IndexedEvent]]:
+async def open_turns(service: RunsTurns, plan: TurnPlan) -> AsyncIterator[AsyncIterator[IndexedEvent]]:
     """Runs the plan's calls at once and gives their events, numbered by call, until each has finished.
 
     A turn that fails raises its ServiceError and ends the others. Leaving the context aborts what still runs.
@@ -124,7 +131,7 @@ async def open_turns(service: TurnService, plan: TurnPlan) -> AsyncIterator[Asyn
             await _stop(feeders)
 
 
-async def collect(service: TurnService, plan: TurnPlan) -> list[TurnResult]:
+async def collect(service: RunsTurns, plan: TurnPlan) -> list[TurnResult]:
     """The whole turns, in the order of the plan's calls."""
     results = [TurnResult() for _ in plan.calls]
     async with open_turns(service, plan) as events:
@@ -153,7 +160,7 @@ async def _until_finished(events: AsyncIterator[TurnEvent]) -> AsyncIterator[Ind
 
 
 async def _start(
-    service: TurnService,
+    service: RunsTurns,
     plan: TurnPlan,
     queue: asyncio.Queue[IndexedEvent | Exception],
     feeders: list[asyncio.Task[None]],
@@ -165,7 +172,7 @@ async def _start(
 
 
 async def _feed(
-    service: TurnService, index: int, call: TurnCall, queue: asyncio.Queue[IndexedEvent | Exception]
+    service: RunsTurns, index: int, call: TurnCall, queue: asyncio.Queue[IndexedEvent | Exception]
 ) -> None:
     try:
         async with service.run(call) as events:
