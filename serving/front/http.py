@@ -9,6 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from serving.front.api import (
     admin,
+    conversations,
     messages,
     openai_chat,
     openai_completions,
@@ -65,6 +66,7 @@ def create_http_app(
         openai_completions,
         openai_models,
         responses,
+        conversations,
         messages,
         session_protocol,
         tokenization,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec.structs import replace
 
+from serving.front.api.conversation_log import begin_response, keep_items
 from serving.front.api.errors import refusal
 from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
+from serving.front.api.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
 from serving.front.api.openai_answers import AnswerReader
 from serving.front.api.openai_requests import field_names
 from serving.front.api.reply_json import encoded, json_reply
@@ -21,10 +23,8 @@ from serving.front.api.responses_replies import ResponseHead, ResponseReader
 from serving.front.api.responses_schema import ResponsesBody, check_state, check_stream_options
 from serving.front.api.responses_store import (
     calls_named_by,
-    continued,
     find_response,
     forget_response,
-    new_response_id,
 )
 from serving.front.api.responses_stream import CharacterNumbers, EventNumbers, ResponseEncoder
 from serving.front.api.responses_tools import OfferedTools, offered_tools
@@ -37,7 +37,6 @@ from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall
 FEW_ITEMS = 256
 """More are brought into shape on a thread: streams go on meanwhile."""
 MOST_NUMBER = 2**53
-PageSize = Annotated[int, Query(ge=1, le=100)]
 
 
 def routes() -> APIRouter:
@@ -64,8 +63,7 @@ async def create_response(
     check_stream_options(body)
     check_state(body)
     tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
-    before = await continued(service, body, tenant)
-    response_id = new_response_id(before.session_id)
+    before, response_id = await begin_response(service, body, tenant)
     head = ResponseHead(response_id, model.model_id, body.repeated())
     items = canonical_items(body.input, response_id)
     session = await before.turn(service, head, items, body, tenant)
@@ -134,7 +132,7 @@ async def get_response(
     stream: bool | None = None,
     starting_after: Annotated[int | None, Query(ge=0, le=MOST_NUMBER)] = None,
     include_obfuscation: bool | None = None,  # noqa: ARG001
-    include: Annotated[list[str] | None, Query(max_length=32)] = None,  # noqa: ARG001
+    include: Included = None,  # noqa: ARG001
 ) -> Response:
     """As it is now; or as a stream, from its beginning or behind an event."""
     stored, progress = await look_up(service, background, response_id, tenant)
@@ -160,10 +158,12 @@ async def get_response(
 async def delete_response(
     response_id: str, service: Service, background: Background, tenant: Tenant
 ) -> dict[str, Any]:
-    """One that is still being made is cancelled first."""
-    _, progress = await look_up(service, background, response_id, tenant)
+    """One that is still being made is cancelled first. Its conversation keeps what it said."""
+    stored, progress = await look_up(service, background, response_id, tenant)
     if progress is not None:
         await cancel(service, background, response_id, tenant)
+    if stored.body.conversation_id is not None:
+        await keep_items(service, stored.body.conversation_id, tenant)
     await forget_response(service, response_id, tenant)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -181,27 +181,12 @@ async def list_input_items(
     service: Service,
     tenant: Tenant,
     limit: PageSize = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: Annotated[str | None, Query(max_length=512)] = None,
-    include: Annotated[list[str] | None, Query(max_length=32)] = None,  # noqa: ARG001
+    order: ItemOrder = "desc",
+    after: PreviousItem = None,
+    include: Included = None,  # noqa: ARG001
 ) -> dict[str, Any]:
     """Those that its request sent."""
-    items = (await find_response(service, response_id, tenant)).input
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        names = [item["id"] for item in items]
-        if after not in names:
-            raise refusal(f"after: no item {after[:120]!r}.", "after")
-        items = items[names.index(after) + 1 :]
-    page = items[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > limit,
-    }
+    return item_page((await find_response(service, response_id, tenant)).input, limit, order, after)
 
 
 async def refuse_embeddings() -> None:

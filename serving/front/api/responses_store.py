@@ -41,8 +41,8 @@ from serving.wire.turns import (
 _ID = "resp_"
 _SESSION = "resp-"
 _SESSION_CHARS = 32
-_NO_SESSION = "session_not_found"
-_NO_RESPONSE = "response_not_found"
+NO_SESSION = "session_not_found"
+NO_RESPONSE = "response_not_found"
 _BEGUN = "begun"
 _ENDED = "ended"
 """In a note of a turn that says nothing: of which response it tells this."""
@@ -64,8 +64,8 @@ def session_of(response_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`body` is its request without the input; `input` has the items of that. `before` is all that was said before, of
-    one that begins its session; None: the turns before it have it. `turn_index` is the
+    """`body` is its request without the input; `input` has the items of that. `before` is all that was said before,
+    where the turns before it do not have just that, as where it begins its session. `turn_index` is the
     number of its turn, `end` all of that; None: it was begun in the background, and the log has no end of it."""
 
     head: ResponseHead
@@ -154,7 +154,7 @@ class Continued:
     """What a new response goes on from. `items` is all that was said before, inputs and outputs.
 
     `session_id` None: it is not stored. `fork_of` and `fork_len`: the session begins with so many tokens of that one.
-    `next_turn` is the number of its turn there; 0 in a new session.
+    `next_turn` is the number of its turn there; 0 in a new session. `has_more`: the items are more than its turns say.
     """
 
     session_id: str | None
@@ -162,6 +162,7 @@ class Continued:
     fork_of: str | None = None
     fork_len: int = 0
     next_turn: int = 0
+    has_more: bool = False
 
     async def turn(
         self,
@@ -185,23 +186,52 @@ class Continued:
             create=begins,
             expected_turn=self.next_turn,
             mode="full",
-            note=StoredResponse.note(head, self.items if begins else None, items, body),
+            note=StoredResponse.note(head, self.items if begins or self.has_more else None, items, body),
         )
 
 
 async def continued(service: TurnService, body: ResponsesBody, tenant: str) -> Continued:
     """Raises ServiceError (404) for a response that is not there, or not all of what it went on from."""
-    new_session = f"{_SESSION}{uuid4().hex}" if body.is_stored else None
     if body.previous_response_id is None:
-        return Continued(new_session)
+        return Continued(f"{_SESSION}{uuid4().hex}" if body.is_stored else None)
     turns, at, previous = await _found(service, body.previous_response_id, tenant, "previous_response_id")
     if not previous.is_completed:
         raise refusal(
             "previous_response_id: only a response that has been completed can be gone on from.",
             "previous_response_id",
         )
-    session_id = session_of(body.previous_response_id)
     items = tuple(_said(turns[: at + 1], service.model, body.previous_response_id))
+    return await _behind(service, _Found(turns, at, previous), items, body, tenant)
+
+
+async def continued_with(
+    service: TurnService, items: Sequence[Json], last_id: str | None, body: ResponsesBody, tenant: str
+) -> Continued:
+    """The same of all that was said in a conversation, whose last response was `last_id`: in the session of that, as
+    long as the items begin with what that has."""
+    begun = Continued(f"{_SESSION}{uuid4().hex}", tuple(items))
+    if last_id is None:
+        return begun
+    try:
+        found = await _found(service, last_id, tenant)
+        said = _said(found.turns[: found.at + 1], service.model, last_id)
+    except ServiceError as error:
+        if error.info.code != NO_RESPONSE:
+            raise
+        return begun
+    if not found.stored.is_completed or list(items[: len(said)]) != said:
+        return begun
+    behind = await _behind(service, found, begun.items, body, tenant)
+    return dataclasses.replace(behind, has_more=len(said) < len(items))
+
+
+async def _behind(
+    service: TurnService, found: _Found, items: tuple[Json, ...], body: ResponsesBody, tenant: str
+) -> Continued:
+    """What goes on from a response with all these items."""
+    turns, at, previous = found
+    new_session = f"{_SESSION}{uuid4().hex}" if body.is_stored else None
+    session_id = session_of(previous.head.id)
     if new_session is None or _beginning(previous.body, service.model) != _beginning(body, service.model):
         return Continued(new_session, items)
     session = await service.session(session_id, tenant=tenant)
@@ -263,7 +293,7 @@ async def _found(service: TurnService, response_id: str, tenant: str, param: str
     try:
         turns = await service.transcript(session_of(response_id), tenant=tenant)
     except ServiceError as error:
-        if error.info.code not in (_NO_SESSION, _NO_RESPONSE):
+        if error.info.code not in (NO_SESSION, NO_RESPONSE):
             raise
         turns = []
     begun: _Found | None = None
@@ -289,7 +319,8 @@ def response_of(turn: TurnTranscript) -> str | None:
     if turn.said.key is not None or not turn.said.note:
         return turn.said.key if turn.said.note else None
     said = json.loads(turn.said.note)
-    return str(said.get(_BEGUN) or said[_ENDED])
+    response_id: str | None = said.get(_BEGUN) or said.get(_ENDED)
+    return response_id
 
 
 def _said(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str) -> list[Json]:
@@ -304,7 +335,7 @@ def _said(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str) -
                 f"previous_response_id: something that {response_id!r} went on from was deleted.",
                 "previous_response_id",
                 status=404,
-                code=_NO_RESPONSE,
+                code=NO_RESPONSE,
             )
         if stored.before is not None:
             items = list(stored.before)
@@ -329,5 +360,5 @@ def _unknown(response_id: str, param: str = "response_id") -> ServiceError:
         "timeout.",
         param,
         status=404,
-        code=_NO_RESPONSE,
+        code=NO_RESPONSE,
     )
