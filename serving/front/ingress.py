@@ -132,15 +132,18 @@ class Ingress:
             settings=args.model_dump(mode="json"),
             tasks=self._tasks,
         )
+        self._expire_idle_sessions(controller)
+        self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
+        self._operator_port = self._opened_for_operators()
+        place.settle()
+
+    def _expire_idle_sessions(self, controller: ControllerCalls) -> None:
+        """Owners end their own; this ends those without an owner. Doing it twice does no harm."""
 
         async def expire_idle() -> None:
             await controller.expire_idle()
 
-        # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
-        self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
-        self._operator_port = self._opened_for_operators()
-        place.settle()
 
     def _opened_for_operators(self) -> OperatorPort | None:
         args = self._args.ingress
