@@ -18,6 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from controllers.errors import ControllerError, NoReplica, SessionNotFound, StoreError
+from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
@@ -39,6 +40,7 @@ from serving.wire.calls import (
     Drain,
     Flush,
     ForkSession,
+    KeepNote,
     MetricsText,
     RewindSession,
     Tokenize,
@@ -158,6 +160,12 @@ class ClusterClient:
     async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
         key = session_key(tenant, session_id)
         await self._dispatcher.ask_owner(key, lambda epoch: RewindSession(key, epoch, length))
+
+    async def keep_note(
+        self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str
+    ) -> None:
+        key, once = session_key(tenant, session_id), f"{CALL_KEY}{uuid.uuid4().hex}"
+        await self._dispatcher.ask_owner(key, lambda epoch: KeepNote(key, epoch, note, once, expected_turn))
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
         try:

@@ -9,6 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from serving.front.api import (
     admin,
+    conversations,
     messages,
     openai_chat,
     openai_completions,
@@ -25,6 +26,7 @@ from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRul
 from serving.front.api.errors import install_error_handlers
 from serving.front.api.ignored_fields import IGNORED_FIELDS
 from serving.front.api.keys import KeyRing
+from serving.front.api.responses_background import BackgroundResponses
 from serving.front.api.sockets import MOST_SOCKETS, Sockets
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.wire.turns import TurnService
@@ -47,14 +49,18 @@ def create_http_app(
     request_chat_template: bool = False,
     request_priority: bool = False,
     operators: bool = True,
+    background: BackgroundResponses | None = None,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
     `keys` calls need one of them. A stream is silent for `keep_alive_s` at most. Without `operators` what is for them
     is refused to everybody. With `ignore_unknown_fields` a body may have fields that nobody here knows,
-    with `request_chat_template` a chat template of its own, with `request_priority` a priority."""
+    with `request_chat_template` a chat template of its own, with `request_priority` a priority. `background`: the
+    responses that run behind their requests, for whoever stops them; None: there are no other front ends, and they end
+    with the process."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
+    app.state.background = background or BackgroundResponses()
     app.state.keep_alive_s = keep_alive_s
     app.state.sockets = Sockets(max_websockets)
     app.state.incremental_streaming_output = incremental_streaming_output
@@ -68,6 +74,7 @@ def create_http_app(
         openai_models,
         responses,
         responses_socket,
+        conversations,
         messages,
         session_protocol,
         tokenization,

@@ -21,6 +21,7 @@ from serving.background import BackgroundTasks
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
+from serving.front.api.responses_background import BackgroundResponses
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.conversations import Conversations
 from serving.front.http import create_http_app
@@ -53,6 +54,8 @@ EXPIRE_INTERVAL_S = 15.0
 CACHED_OWNERS = 100_000
 CACHED_CONVERSATIONS = 200_000
 """Places in them, two of each: some 50 MB."""
+STOP_TIMEOUT_S = 5.0
+"""So long responses that are broken off may take to have their ends in the log."""
 RELOAD_KEYS_INTERVAL_S = 2.0
 RELOAD_KEYS_TIMEOUT_S = 10.0
 
@@ -116,10 +119,12 @@ class Ingress:
             metrics,
             failover_timeout_s=args.ingress.failover_timeout_s,
         )
+        siblings = Siblings(place.ingresses, FIGURES_TIMEOUT_S)
+        self._background = BackgroundResponses(siblings, most=args.ingress.max_background_responses)
         self._service = ClusterClient(
             model=await _model_info(calls),
             replicas=calls,
-            siblings=Siblings(place.ingresses, FIGURES_TIMEOUT_S),
+            siblings=siblings,
             controller=controller,
             dispatcher=dispatcher,
             conversations=conversations,
@@ -127,15 +132,18 @@ class Ingress:
             settings=args.model_dump(mode="json"),
             tasks=self._tasks,
         )
+        self._expire_idle_sessions(controller)
+        self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
+        self._operator_port = self._opened_for_operators()
+        place.settle()
+
+    def _expire_idle_sessions(self, controller: ControllerCalls) -> None:
+        """Owners end their own; this ends those without an owner. Doing it twice does no harm."""
 
         async def expire_idle() -> None:
             await controller.expire_idle()
 
-        # Owners end their own idle sessions; this ends those without an owner. Doing it twice does no harm.
         self._tasks.every(EXPIRE_INTERVAL_S, expire_idle, timeout_s=CONTROLLER_TIMEOUT_S)
-        self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
-        self._operator_port = self._opened_for_operators()
-        place.settle()
 
     def _opened_for_operators(self) -> OperatorPort | None:
         args = self._args.ingress
@@ -152,6 +160,12 @@ class Ingress:
     async def abort(self, request_id: str | None, tenant: str) -> None:
         """Of turns whose clients are here, see TurnDispatcher.abort."""
         self._dispatcher.abort(request_id, tenant)
+
+    async def background_response(
+        self, response_id: str, tenant: str, num_seen: int, cancel: bool
+    ) -> tuple[str, str, bool] | None:
+        """Of one that runs here, see BackgroundResponses.here."""
+        return await self._background.here(response_id, tenant, num_seen, cancel=cancel)
 
     async def _reload_keys(self) -> None:
         await asyncio.to_thread(self._keys.reload)
@@ -182,6 +196,7 @@ class Ingress:
             request_chat_template=api.request_chat_template,
             request_priority=api.request_priority,
             operators=operators,
+            background=self._background,
         )
 
     async def __del__(self) -> None:
@@ -191,6 +206,9 @@ class Ingress:
             return
         if (operators := getattr(self, "_operator_port", None)) is not None:
             await operators.stop()
+        if (background := getattr(self, "_background", None)) is not None:
+            patience_s = self._args.ingress.graceful_shutdown_timeout_s / 2
+            await background.stop(patience_s=patience_s, timeout_s=STOP_TIMEOUT_S)
         await self._tasks.stop(timeout_s=1.0)
         replicas.stop()
 

@@ -59,6 +59,7 @@ from serving.wire.calls import (
     Flush,
     ForkSession,
     GetModelInfo,
+    KeepNote,
     MetricsText,
     RewindSession,
     RunTurn,
@@ -223,6 +224,8 @@ class LLMReplica:
                 return await self._host.fork(call.parent_id, call.epoch, call.order)
             case RewindSession():
                 return await self._turns.rewind(call.session_id, call.epoch, call.length)
+            case KeepNote():
+                return await self._turns.keep_note(call)
             case Abort():
                 return self._turns.abort(call.request_id, call.tenant)
             case Flush():

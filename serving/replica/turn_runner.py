@@ -40,10 +40,11 @@ from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.watch.metrics import ReplicaMetrics
+from serving.wire.calls import KeepNote
 from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
 from serving.wire.transcripts import encode_said
 from serving.wire.turn_events import merge_events
-from serving.wire.turns import ResumedTurn, ServiceError, SessionTurn, TurnCall, TurnEvent
+from serving.wire.turns import ResumedTurn, SaidTurn, ServiceError, SessionTurn, TurnCall, TurnEvent
 from serving.wire.versions import mismatch
 
 logger = logging.getLogger(__name__)
@@ -145,10 +146,26 @@ class TurnRunner:
         await self._host.hold(session_id, epoch)
         turn = self._sessions.begin_turn(session_id, epoch, rewind_to=length, cuttable=True)
         assert isinstance(turn, Turn)
-        await self._tasks.outcome(self._tasks.start(self._rewind(turn)))
+        await self._tasks.outcome(self._tasks.start(self._say_nothing(turn)))
 
-    async def _rewind(self, turn: Turn) -> None:
-        record = self._sessions.prepare_commit(turn, (), (), b"")
+    async def keep_note(self, call: KeepNote) -> None:
+        """Commits a turn that says nothing and has a note, once. Like a rewind it comes to its end. Raises
+        ControllerError."""
+        await self._ended(call.session_id, call.key)
+        await self._host.hold(call.session_id, call.epoch)
+        turn = self._sessions.begin_turn(
+            call.session_id,
+            call.epoch,
+            idempotency_key=call.key,
+            cuttable=True,
+            expected_turn=call.expected_turn,
+        )
+        if isinstance(turn, Turn):
+            said = encode_said(SaidTurn(note=call.note))
+            await self._tasks.outcome(self._tasks.start(self._say_nothing(turn, said)))
+
+    async def _say_nothing(self, turn: Turn, said: bytes = b"") -> None:
+        record = self._sessions.prepare_commit(turn, (), (), b"", note=said)
         try:
             await self._commits.commit(record)
         except ControllerError:  # only the log knows whether it was made

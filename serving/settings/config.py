@@ -120,6 +120,7 @@ class IngressArgs(StrictModel):
     count: PositiveInt = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     max_ongoing_requests: PositiveInt = 4096
+    max_background_responses: PositiveInt = 256
     failover_timeout_s: Seconds = 30.0
     keep_alive_s: Seconds = 5.0
     max_websockets: PositiveInt = 1024

@@ -65,6 +65,17 @@ class RewindSession(Call, frozen=True, tag="rewind_session"):
     length: int
 
 
+class KeepNote(Call, frozen=True, tag="keep_note"):
+    """Commits a turn that says nothing and has a `note`, in a session that is owned at `epoch`: once, however often it
+    is asked for with this `key`. `expected_turn` is the number that it is to have (None: any)."""
+
+    session_id: str
+    epoch: int
+    note: bytes
+    key: str
+    expected_turn: int | None
+
+
 class Abort(Call, frozen=True, tag="abort"):
     """Aborts the tenant's requests of that name (None: all of them). The answer is how many."""
 
@@ -116,6 +127,7 @@ AnyCall = (
     | CloseSession
     | ForkSession
     | RewindSession
+    | KeepNote
     | Abort
     | Flush
     | Drain
@@ -132,6 +144,7 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
         CloseSession: bool,
         ForkSession: ForkedSession,
         RewindSession: None,
+        KeepNote: None,
         Abort: int,
         Flush: bool,
         Drain: None,

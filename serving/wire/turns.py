@@ -371,6 +371,13 @@ class TurnService(Protocol):
         """Keeps the first `length` committed tokens of the session, which counts as a turn that says nothing. Raises
         (404) for an unknown session, (409) while it has a turn, (400) for a length past its history."""
 
+    async def keep_note(
+        self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str
+    ) -> None:
+        """Commits a turn that says nothing and has this note. `expected_turn` is the number that it is to have (None:
+        any). Raises (404) for an unknown session, (409, "turn_in_flight") while it has a turn, and
+        (409, "turn_differs")."""
+
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
         """Closes now, or when the turn in flight ends. False if the session was unknown."""
 

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
+from msgspec.structs import replace
 
+from serving.front.api.conversation_log import begin_response, keep_items
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
+from serving.front.api.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
 from serving.front.api.openai_answers import AnswerReader
 from serving.front.api.openai_requests import field_names
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import encoded, json_reply
+from serving.front.api.responses_background import Background, FollowedTurn, cancel, look_up
 from serving.front.api.responses_history import template_messages
 from serving.front.api.responses_items import Json, canonical_items
 from serving.front.api.responses_replies import ResponseHead, ResponseReader
-from serving.front.api.responses_schema import ResponsesBody, check_stream_options
+from serving.front.api.responses_schema import ResponsesBody, check_state, check_stream_options
 from serving.front.api.responses_store import (
     Continued,
     calls_named_by,
-    continued,
     find_response,
     forget_response,
     new_response_id,
 )
-from serving.front.api.responses_stream import ResponseEncoder
+from serving.front.api.responses_stream import CharacterNumbers, EventNumbers, ResponseEncoder
 from serving.front.api.responses_tools import OfferedTools, offered_tools
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
@@ -38,7 +41,7 @@ from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall, Tur
 
 FEW_ITEMS = 256
 """More are brought into shape on a thread: streams go on meanwhile."""
-PageSize = Annotated[int, Query(ge=1, le=100)]
+MOST_NUMBER = 2**53
 
 
 def routes() -> APIRouter:
@@ -56,14 +59,22 @@ async def create_response(
     body: ResponsesBody,
     request: Request,
     service: Service,
+    background: Background,
     tenant: Tenant,
     x_stainless_retry_count: RetriesHeader = None,  # noqa: ARG001
 ) -> Response:
     check_stream_options(body)
     priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
     asked = await asked_response(body, service, tenant, priority)
+    if body.is_background:
+        turn = await background.start(service, asked.plan)
+        if body.stream:
+            encoder = ResponseEncoder(asked.head, asked.reader, CharacterNumbers())
+            return TurnEventStream(turn, asked.plan, encoder)
+        return JSONResponse(asked.head.response("queued"))
     if body.stream:
-        return TurnEventStream(service, asked.plan, ResponseEncoder(asked.head, asked.reader))
+        encoder = ResponseEncoder(asked.head, asked.reader, EventNumbers())
+        return TurnEventStream(service, asked.plan, encoder)
     (result,) = results = await until_disconnect(request.receive, collect(service, asked.plan))
     asked.reader.read(result)
     return json_reply(encoded(asked.reader.response(result)), results)
@@ -85,10 +96,12 @@ async def asked_response(
     """`before` is what it goes on from, if its caller knows. Raises ServiceError."""
     model = service.model
     check_model_name(body.model, model)
+    check_state(body)
     tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     if before is None:
-        before = await continued(service, body, tenant)
-    response_id = new_response_id(before.session_id)
+        before, response_id = await begin_response(service, body, tenant)
+    else:
+        response_id = new_response_id(before.session_id)
     head = ResponseHead(response_id, model.model_id, body.repeated())
     items = canonical_items(body.input, response_id)
     session = await before.turn(service, head, items, body, tenant)
@@ -146,24 +159,53 @@ def _plan(
 async def get_response(
     response_id: str,
     service: Service,
+    background: Background,
     tenant: Tenant,
     stream: bool | None = None,
-    include: Annotated[list[str] | None, Query(max_length=32)] = None,  # noqa: ARG001
+    starting_after: Annotated[int | None, Query(ge=0, le=MOST_NUMBER)] = None,
+    include_obfuscation: bool | None = None,  # noqa: ARG001
+    include: Included = None,  # noqa: ARG001
 ) -> Response:
-    if stream:
-        raise refusal("stream: a response is had again whole.", "stream", code="unsupported_field")
-    stored = await find_response(service, response_id, tenant)
-    return JSONResponse(stored.response(service.model))
+    """As it is now; or as a stream, from its beginning or behind an event."""
+    stored, progress = await look_up(service, background, response_id, tenant)
+    if not stream:
+        if starting_after is not None:
+            raise refusal("starting_after: only allowed when stream is true.", "starting_after")
+        now = stored.response(service.model) if progress is None else stored.head.response(progress.status)
+        return JSONResponse(now)
+    numbers: EventNumbers = CharacterNumbers(starting_after)
+    if not stored.head.is_background:
+        if starting_after is not None:
+            raise refusal(
+                "starting_after: only the events of a response that is made in the background can be told from "
+                "within.",
+                "starting_after",
+            )
+        numbers = EventNumbers()
+    call = replace(calls_named_by(response_id), tenant=tenant)
+    encoder = ResponseEncoder(stored.head, stored.reader(service.model), numbers)
+    return TurnEventStream(FollowedTurn(service, background), TurnPlan([call]), encoder)
 
 
-async def delete_response(response_id: str, service: Service, tenant: Tenant) -> dict[str, Any]:
+async def delete_response(
+    response_id: str, service: Service, background: Background, tenant: Tenant
+) -> dict[str, Any]:
+    """One that is still being made is cancelled first. Its conversation keeps what it said."""
+    stored, progress = await look_up(service, background, response_id, tenant)
+    if progress is not None:
+        await cancel(service, background, response_id, tenant)
+    if stored.body.conversation_id is not None:
+        await keep_items(service, stored.body.conversation_id, tenant)
     await forget_response(service, response_id, tenant)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-async def cancel_response(response_id: str, service: Service, tenant: Tenant) -> Response:
-    await find_response(service, response_id, tenant)
-    raise refusal("Only a response that is made in the background can be cancelled.", "response_id")
+async def cancel_response(
+    response_id: str, service: Service, background: Background, tenant: Tenant
+) -> Response:
+    """One that has ended is as it was."""
+    stored = await cancel(service, background, response_id, tenant)
+    return JSONResponse(stored.response(service.model))
 
 
 async def list_input_items(
@@ -171,27 +213,12 @@ async def list_input_items(
     service: Service,
     tenant: Tenant,
     limit: PageSize = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: Annotated[str | None, Query(max_length=512)] = None,
-    include: Annotated[list[str] | None, Query(max_length=32)] = None,  # noqa: ARG001
+    order: ItemOrder = "desc",
+    after: PreviousItem = None,
+    include: Included = None,  # noqa: ARG001
 ) -> dict[str, Any]:
     """Those that its request sent."""
-    items = (await find_response(service, response_id, tenant)).input
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        names = [item["id"] for item in items]
-        if after not in names:
-            raise refusal(f"after: no item {after[:120]!r}.", "after")
-        items = items[names.index(after) + 1 :]
-    page = items[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > limit,
-    }
+    return item_page((await find_response(service, response_id, tenant)).input, limit, order, after)
 
 
 async def refuse_embeddings() -> None:

@@ -18,7 +18,7 @@ from serving.front.api.responses_items import Json
 from serving.front.api.responses_output import Event
 from serving.front.api.responses_schema import ResponsesBody
 from serving.front.api.responses_store import NO_RESPONSE, begun
-from serving.front.api.responses_stream import ResponseEvents
+from serving.front.api.responses_stream import EventNumbers, ResponseEvents
 from serving.front.api.sockets import Socket
 from serving.front.api.strict_json import NotSupported, StrictBody, validated_body
 from serving.front.api.turn_streams import open_turns
@@ -131,7 +131,7 @@ class Lane:
     ) -> tuple[Json, int] | None:
         """The response as it was told at its end, and how long that was; None: there is none to go on from. `opening`
         goes with the first event."""
-        events = ResponseEvents(asked.head, asked.reader, self._common)
+        events = ResponseEvents(asked.head, asked.reader, EventNumbers(), self._common)
         response: Json | None = None
         size_bytes = 0
         try:

@@ -25,13 +25,16 @@ class ResponseHead:
     repeated: Json
     created_at: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def is_background(self) -> bool:
+        return bool(self.repeated["background"])
+
     def response(self, status: str, **more: Any) -> Json:
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created_at,
             "status": status,
-            "background": False,
             "error": None,
             "incomplete_details": None,
             "model": self.model_id,

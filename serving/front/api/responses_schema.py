@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from engine.api import SamplingParams
 from serving.front.api.errors import refusal
@@ -95,6 +95,15 @@ class ConversationId(StrictBody):
     id: Name
 
 
+def _id_or_object(value: Any) -> str:
+    return "<object>" if isinstance(value, dict) else "<id>"
+
+
+NamedConversation = Annotated[
+    Annotated[Name, Tag("<id>")] | Annotated[ConversationId, Tag("<object>")], Discriminator(_id_or_object)
+]
+
+
 class ResponsesBody(StrictBody):
     """Items in `input`, or text. `top_k`, `min_p`, `repetition_penalty` and `seed` are vLLM's."""
 
@@ -102,7 +111,7 @@ class ResponsesBody(StrictBody):
     input: Input
     instructions: str | None = None
     previous_response_id: Name | None = None
-    conversation: NotSupported = None
+    conversation: NamedConversation | None = None
     store: bool | None = Field(
         None, description="Unless false, the response can be had again, and gone on from."
     )
@@ -137,7 +146,9 @@ class ResponsesBody(StrictBody):
     max_tool_calls: Count | None = Field(None, description="Of tools that run here, of which there are none.")
     truncation: Literal["disabled"] | None = None
 
-    background: NotSupported = None
+    background: bool | None = Field(
+        None, description="The answer is made behind the request, and had by its id. It must be stored."
+    )
     context_management: NotSupported = None
     prompt: NotSupported = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -145,6 +156,15 @@ class ResponsesBody(StrictBody):
     @property
     def is_stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def is_background(self) -> bool:
+        return self.background is True
+
+    @property
+    def conversation_id(self) -> str | None:
+        named = self.conversation
+        return named.id if isinstance(named, ConversationId) else named
 
     @property
     def encrypts_reasoning(self) -> bool:
@@ -186,6 +206,8 @@ class ResponsesBody(StrictBody):
         said = self.model_dump(mode="json", by_alias=True, exclude={"input"}, serialize_as_any=True)
         text = said["text"] or {}
         return {
+            "background": self.is_background,
+            "conversation": None if self.conversation_id is None else {"id": self.conversation_id},
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
@@ -211,3 +233,17 @@ class ResponsesBody(StrictBody):
 def check_stream_options(body: ResponsesBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise refusal("stream_options: only allowed when stream is true.", "stream_options")
+
+
+def check_state(body: ResponsesBody) -> None:
+    """Refuses what excludes each other of the fields that say what is kept, and gone on from."""
+    if body.is_background and not body.is_stored:
+        raise refusal("background: such a response is stored, so store may not be false.", "background")
+    if body.conversation is None:
+        return
+    if body.previous_response_id is not None:
+        raise refusal(
+            "conversation: it says what is gone on from, so previous_response_id may not.", "conversation"
+        )
+    if not body.is_stored:
+        raise refusal("conversation: a response in one is stored, so store may not be false.", "conversation")

@@ -23,6 +23,14 @@ from serving.wire.turns import (
 )
 
 T = TypeVar("T")
+
+
+class RunsTurns(Protocol):
+    """Of a TurnService what runs turns; or what tells again a turn that runs elsewhere, or has ended."""
+
+    def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]: ...
+
+
 IndexedEvent = tuple[int, TurnEvent]
 _MAX_QUEUED_EVENTS = 64
 
@@ -71,12 +79,6 @@ class TurnResult:
         self.replayed = event.replayed
         self.in_thought = event.in_thought
         self.elapsed_s = time.perf_counter() - self.started_s
-
-
-class RunsTurns(Protocol):
-    """What is needed of a TurnService to run turns."""
-
-    def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]: ...
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

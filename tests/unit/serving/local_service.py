@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from controllers.cluster import Cluster
 from controllers.errors import ControllerError, SessionNotFound
+from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import EngineError, Finish, FinishReason
@@ -25,6 +26,7 @@ from serving.front.http import create_http_app
 from serving.replica.replica import replica_figures
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import cluster_audit, replica_audit
+from serving.wire.calls import KeepNote
 from serving.wire.errors import error_info
 from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
@@ -132,6 +134,16 @@ class LocalService:
         key = session_key(tenant, session_id)
         try:
             await self.rig.turns.rewind(key, self._epoch(key, create=False), length)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def keep_note(
+        self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str
+    ) -> None:
+        key, once = session_key(tenant, session_id), f"{CALL_KEY}{uuid.uuid4().hex}"
+        order = KeepNote(key, self._epoch(key, create=False), note, once, expected_turn)
+        try:
+            await self.rig.turns.keep_note(order)
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 

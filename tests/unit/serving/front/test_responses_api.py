@@ -296,7 +296,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"mood": 1}, "mood"),

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from controllers.errors import SessionMoved, SessionNotFound, StaleEpoch, StoreError
+from controllers.errors import (
+    SessionMoved,
+    SessionNotFound,
+    StaleEpoch,
+    StoreError,
+    TurnDiffers,
+    TurnInFlight,
+)
 from controllers.records import ReplicaStatus
 from controllers.wire_record import WIRE_VERSION
 from engine.api import (
@@ -26,6 +33,8 @@ from engine.api import (
 )
 from engine.runner.null import null_generate
 from serving.replica.replica import execution_line, replica_figures
+from serving.wire.calls import KeepNote
+from serving.wire.transcripts import transcript_of
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 AT_ONCE_S = 1e-6
@@ -139,6 +148,32 @@ async def test_rewind(rig: Rig) -> None:
     assert too_far[-1].error.code == "invalid_rewind"
     events = await rig.run(call([8], "s"), epoch)
     assert events[-1].prompt_tokens == 6 + 8 + 1
+
+
+async def test_a_note_is_a_turn_that_says_nothing(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    await rig.turns.keep_note(KeepNote("s", epoch, b"first", "k0", 0))
+    history = [1, 2, *tokens_of(await rig.run(call([1, 2], "s"), epoch))]
+    for _ in range(2):
+        await rig.turns.keep_note(KeepNote("s", epoch, b"second", "k2", 2))
+    with pytest.raises(TurnDiffers):
+        await rig.turns.keep_note(KeepNote("s", epoch, b"third", "k3", 2))
+    assert rig.sessions.committed_len("s") == len(history)
+    assert (await rig.run(call([3], "s"), epoch))[-1].prompt_tokens == len(history) + 1
+    notes = [transcript_of(note) for note in rig.controller.cluster.notes.page("s", "")]
+    assert [note.said.note for note in notes] == [b"first", b"", b"second", b""]
+    assert (notes[2].start_len, notes[2].end_len) == (len(history), len(history))
+
+
+async def test_no_note_is_kept_while_a_turn_runs(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    rig.runner.hold()
+    task = asyncio.create_task(rig.run(call([1], "s"), epoch))
+    await rig.begun()
+    with pytest.raises(TurnInFlight):
+        await rig.turns.keep_note(KeepNote("s", epoch, b"n", "k", None))
+    rig.runner.go_on()
+    await task
 
 
 async def test_retried_turn_runs_once(rig: Rig) -> None:

@@ -1,0 +1,95 @@
+"""Turns that are told again: while they run behind their request, and once they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from msgspec.structs import replace
+
+from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
+
+NOTHING_YET = TurnEvent()
+"""The first event of a turn that is told again: its listeners are answered before it says anything."""
+
+
+class RecordedTurn:
+    """What a turn has said so far. Any number of listeners read it from its beginning, as if they ran it themselves
+    (RunsTurns); who leaves ends nothing. `end` is its last event, with all of its text."""
+
+    def __init__(self) -> None:
+        self.end: TurnEvent | None = None
+        self._texts: list[str] = []
+        self._last = TurnEvent()
+        self._news = asyncio.Event()
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._texts) or self.end is not None
+
+    def add(self, event: TurnEvent) -> None:
+        """Takes in the turn's next event."""
+        self._texts.append(event.text)
+        self._last = event
+        self._tell()
+
+    def finish(self, end: TurnEvent | None = None) -> TurnEvent:
+        """No more will come. `end` says how the turn was broken off; None: its last event did."""
+        last = self._last
+        if end is None:
+            self.end = replace(last, text=self.text(), token_ids=())
+        else:
+            self.end = TurnEvent(
+                text=self.text(),
+                prompt_tokens=last.prompt_tokens,
+                cached_tokens=last.cached_tokens,
+                completion_tokens=last.completion_tokens,
+                finish=end.finish,
+                error=end.error,
+                in_thought=last.in_thought,
+            )
+        self._tell()
+        return self.end
+
+    def text(self, num_seen: int = 0) -> str:
+        """Behind the first `num_seen` characters."""
+        return "".join(self._texts)[num_seen:]
+
+    @property
+    def finished_by(self) -> TurnFinish | None:
+        return self._last.finish
+
+    @property
+    def in_thought(self) -> bool:
+        return self._last.in_thought
+
+    @asynccontextmanager
+    async def run(self, _call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        yield self._told()
+
+    async def _told(self) -> AsyncIterator[TurnEvent]:
+        yield NOTHING_YET
+        num_told = 0
+        while True:
+            news, told = self._news, self._texts[num_told:]
+            num_told += len(told)
+            text = "".join(told)
+            if self.end is not None:
+                for event in ending(self.end, text):
+                    yield event
+                return
+            if told:
+                yield TurnEvent(text=text, in_thought=self.in_thought)
+            await news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def ending(end: TurnEvent, text: str) -> list[TurnEvent]:
+    """The last events of a turn that ends so, with the text that was not told before. One that failed has it, too."""
+    if end.error is None:
+        return [replace(end, text=text)]
+    return [TurnEvent(text=text, in_thought=end.in_thought), end] if text else [end]
