@@ -34,23 +34,23 @@ class RecordedTurn:
         self._last = event
         self._tell()
 
-    def finish(self, end: TurnEvent | None = None) -> TurnEvent:
-        """No more will come. `end` says how the turn was broken off; None: its last event did."""
+    def broken_off(self, end: TurnEvent) -> TurnEvent:
+        """Its last event where it comes to this end, with all that it has said."""
         last = self._last
-        if end is None:
-            self.end = replace(last, text=self.text(), token_ids=())
-        else:
-            self.end = TurnEvent(
-                text=self.text(),
-                prompt_tokens=last.prompt_tokens,
-                cached_tokens=last.cached_tokens,
-                completion_tokens=last.completion_tokens,
-                finish=end.finish,
-                error=end.error,
-                in_thought=last.in_thought,
-            )
+        return TurnEvent(
+            text=self.text(),
+            prompt_tokens=last.prompt_tokens,
+            cached_tokens=last.cached_tokens,
+            completion_tokens=last.completion_tokens,
+            finish=end.finish,
+            error=end.error,
+            in_thought=last.in_thought,
+        )
+
+    def finish(self, end: TurnEvent | None = None) -> None:
+        """No more will come. `end` is its last event; None: that was told."""
+        self.end = end or replace(self._last, text=self.text(), token_ids=())
         self._tell()
-        return self.end
 
     def text(self, num_seen: int = 0) -> str:
         """Behind the first `num_seen` characters."""
@@ -70,16 +70,17 @@ class RecordedTurn:
 
     async def _told(self) -> AsyncIterator[TurnEvent]:
         yield NOTHING_YET
-        num_told = 0
+        num_told = num_seen = 0
         while True:
             news, told = self._news, self._texts[num_told:]
             num_told += len(told)
             text = "".join(told)
             if self.end is not None:
-                for event in ending(self.end, text):
+                for event in ending(self.end, self.end.text[num_seen:]):
                     yield event
                 return
             if told:
+                num_seen += len(text)
                 yield TurnEvent(text=text, in_thought=self.in_thought)
             await news.wait()
 

@@ -158,9 +158,9 @@ class BackgroundResponses:
         try:
             await asyncio.wait([running.work])
             end = _unfinished(running)
-            whole = running.turn.finish(end)
             if end is not None:
-                await _told_to_log(service, call, whole)
+                end = await _told_to_log(service, call, running.turn.broken_off(end))
+            running.turn.finish(end)
         finally:
             running.work.cancel()
             del self._running[call.tenant, call.request_id]
@@ -185,14 +185,17 @@ def _unfinished(running: _Running) -> TurnEvent | None:
     return TurnEvent(error=error_info(error))
 
 
-async def _told_to_log(service: TurnService, call: TurnCall, end: TurnEvent) -> None:
+async def _told_to_log(service: TurnService, call: TurnCall, end: TurnEvent) -> TurnEvent:
+    """The end that the log has now: it may have been another one already."""
     assert call.session is not None
     turn_index = call.session.expected_turn
     assert turn_index is not None
     try:
         await end_response(service, call.request_id, turn_index, end, call.tenant)
+        return (await find_response(service, call.request_id, call.tenant)).end or end
     except ServiceError as error:  # Who is next asked for the response gives it an end.
-        logger.warning("response %s: its end is not in the log: %s", call.request_id, error)
+        logger.warning("response %s: its end may not be in the log: %s", call.request_id, error)
+        return end
 
 
 async def end_response(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from serving.front.api import responses_background
 from serving.front.api.recorded_turns import ending
 from serving.front.api.responses_stream import CharacterNumbers, EventNumbers
 from serving.front.http import create_http_app
-from serving.wire.turns import ErrorInfo, TurnEvent
+from serving.wire.turns import ErrorInfo, TurnCall, TurnEvent
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnds, front_ends
 from tests.unit.serving.front.test_responses_api import (
     WEATHER,
@@ -73,14 +74,15 @@ def joined(events: Sequence[Any]) -> list[dict[str, Any]]:
 async def test_a_stream_goes_on_behind_any_event(both: FrontEnds, end: str) -> None:
     """Whoever tells the rest, and whether the response has ended or not."""
     one, two = both.members
-    both.service.rig.runner.step_s = SLOW_S
-    stream = await one.begin(stream=True)
+    both.service.rig.runner.step_s = 0.05
+    stream = await one.begin(stream=True, max_output_tokens=40)
     events = []
     async for event in stream:
         events.append(event)
-        if len(events) == 7:
+        if len(events) == 8:
             await stream.close()
             break
+    assert [event.type for event in events[5:]] == ["response.output_text.delta"] * 3
     assert [event.type for event in events[:5]] == BACKGROUND
     response_id = events[0].response.id
     if end == "stored":
@@ -88,10 +90,10 @@ async def test_a_stream_goes_on_behind_any_event(both: FrontEnds, end: str) -> N
     whole = joined(
         await all_of(await two.client.responses.retrieve(response_id, stream=True))  # type: ignore[call-overload]
     )
-    text = expected([user("one")])
+    text = (await one.ended(response_id)).output_text
     assert whole[-1]["response"]["output"][0]["content"][0]["text"] == text
     assert joined(events)[:5] == whole[:5]
-    for count in (1, 3, 5, 6, 7):
+    for count in (1, 3, 5, 6, 7, 8):
         seen = events[:count]
         behind = seen[-1].sequence_number
         for member in both.members:
@@ -140,6 +142,31 @@ async def test_one_that_fails_says_so(both: FrontEnds) -> None:
         assert [event.type for event in told] == [*BACKGROUND[:3], "response.failed"]
         assert told[-1].response.error.code == "context_length_exceeded"
     assert joined(events) == joined(again)
+
+
+async def test_who_listens_hears_the_end_that_the_log_has(
+    both: FrontEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the front end takes a turn for lost that has been committed."""
+    run = both.service.run
+
+    @asynccontextmanager
+    async def losing_the_end(call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        async def told(events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
+            async for event in events:
+                yield event if event.finish is None else TurnEvent(error=ErrorInfo(503, "lost", "Lost."))
+
+        async with run(call) as events:
+            yield told(events)
+
+    monkeypatch.setattr(both.service, "run", losing_the_end)
+    both.service.rig.runner.step_s = 0.02
+    events = await all_of(await both.members[0].begin(stream=True))
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == expected([user("one")])
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected(
+        [user("one")]
+    )
 
 
 async def test_who_listens_elsewhere_hears_of_a_lost_front_end(both: FrontEnds) -> None:
