@@ -12,7 +12,7 @@ import pytest
 from tests.clients.long_model import make_long_model
 from tests.cluster.served_cluster import ROOT, ServedCluster
 
-ALIASES = ["claude-sonnet-4-5", "claude-haiku-4-5", "gpt-5-codex"]
+ALIASES = ["claude-sonnet-4-5", "claude-haiku-4-5", "gpt-5-codex", "kedge", "kedge-chat"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,18 +18,16 @@ class HeldChats:
             tool | {"function": tool["function"] | {"parameters": schemas[tool["function"]["name"]]}}
             if tool["function"]["name"] in schemas
             else tool
-            for tool in body["tools"]
+            for tool in body.get("tools", ())
         ]
         match answer:
             case Call(name):
                 held: dict[str, Any] = {"tool_choice": {"type": "function", "function": {"name": name}}}
             case Words(text):
                 wanted = {"name": "words", "schema": {"const": text}}
-                held = {
-                    "tool_choice": "none",
-                    "response_format": {"type": "json_schema", "json_schema": wanted},
-                }
-        return body | {"tools": tools} | held
+                held = {"response_format": {"type": "json_schema", "json_schema": wanted}}
+                held |= {"tool_choice": "none"} if tools else {}
+        return body | ({"tools": tools} if tools else {}) | held
 
     def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
         """A stream tells it at its end to those who ask for it (`stream_options`)."""

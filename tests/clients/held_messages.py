@@ -16,7 +16,7 @@ class HeldMessages:
     ) -> dict[str, Any]:
         tools = [
             tool | {"input_schema": schemas[tool["name"]]} if tool["name"] in schemas else tool
-            for tool in body["tools"]
+            for tool in body.get("tools", ())
         ]
         match answer:
             case Call(name):
@@ -24,8 +24,9 @@ class HeldMessages:
             case Words(text):
                 wanted = {"type": "json_schema", "schema": {"const": text}}
                 config = {**body.get("output_config", {}), "format": wanted}
-                held = {"tool_choice": {"type": "none"}, "output_config": config}
-        return body | {"tools": tools} | held
+                held = {"output_config": config}
+                held |= {"tool_choice": {"type": "none"}} if tools else {}
+        return body | ({"tools": tools} if tools else {}) | held
 
     def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
         """Of a stream: that of its end."""

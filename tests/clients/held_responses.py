@@ -16,15 +16,16 @@ class HeldResponses:
     ) -> dict[str, Any]:
         tools = [
             tool | {"parameters": schemas[tool["name"]]} if tool.get("name") in schemas else tool
-            for tool in body["tools"]
+            for tool in body.get("tools", ())
         ]
         match answer:
             case Call(name):
                 held: dict[str, Any] = {"tool_choice": {"type": "function", "name": name}}
             case Words(text):
                 wanted = {"type": "json_schema", "name": "words", "schema": {"const": text}}
-                held = {"tool_choice": "none", "text": {**(body.get("text") or {}), "format": wanted}}
-        return body | {"tools": tools} | held
+                held = {"text": {**(body.get("text") or {}), "format": wanted}}
+                held |= {"tool_choice": "none"} if tools else {}
+        return body | ({"tools": tools} if tools else {}) | held
 
     def usage(self, told: Sequence[dict[str, Any]]) -> Usage:
         """A stream's last event has the whole response."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 LOCKED = Path(__file__).with_name("python")
 INSTALL_TIMEOUT_S = 240.0
+RUN_TIMEOUT_S = 100.0
 NO_INDEX = "Python's package index cannot be reached"
 _CANNOT_BE_REACHED = ("dns error", "tcp connect error", "operation timed out", "Connection refused")
 
@@ -25,6 +28,22 @@ def interpreter(name: str, directory: Path) -> Path:
     _uv("pip", "sync", "--require-hashes", "--python", str(python), str(lock))
     mark.write_bytes(lock.read_bytes())
     return python
+
+
+async def run_program(python: Path, program: Path, *arguments: str, home: Path) -> str:
+    """What it prints. It sees nothing of the settings of who runs the tests."""
+    process = await asyncio.create_subprocess_exec(
+        str(python),
+        str(program),
+        *arguments,
+        env={"PATH": os.environ["PATH"], "HOME": str(home)},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), RUN_TIMEOUT_S)
+    assert process.returncode == 0, (out.decode(), err.decode())
+    return out.decode()
 
 
 def _uv(*arguments: str) -> None:

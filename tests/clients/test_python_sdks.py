@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +12,11 @@ from tests.clients.held_answers import Call, HeldAnswers, HeldApi, Words
 from tests.clients.held_chats import HeldChats
 from tests.clients.held_messages import HeldMessages
 from tests.clients.held_responses import HeldResponses
-from tests.clients.python_tools import LOCKED, interpreter
+from tests.clients.python_tools import LOCKED, interpreter, run_program
 from tests.cluster.served_cluster import ServedCluster
 from tests.unit.serving.local_service import http_server
 
 CACHED_SHARE = 0.95
-RUN_TIMEOUT_S = 100.0
 ANSWERS = (
     Call("find_berth", {"ship": "Anna"}),
     Words("The Anna is at berth 7."),
@@ -54,24 +50,6 @@ CLIENTS = [
 ]
 
 
-async def run(python: Path, client: Client, url: str, home: Path) -> dict[str, Any]:
-    """What the program saw. It sees nothing of the settings of who runs the tests."""
-    process = await asyncio.create_subprocess_exec(
-        str(python),
-        str(LOCKED / f"{client.program}.py"),
-        url,
-        client.mode,
-        env={"PATH": os.environ["PATH"], "HOME": str(home)},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await asyncio.wait_for(process.communicate(), RUN_TIMEOUT_S)
-    assert process.returncode == 0, (out.decode(), err.decode())
-    seen: dict[str, Any] = json.loads(out)
-    return seen
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: f"{client.program}-{client.mode}")
 async def test_a_client_works_at_a_task(
@@ -83,7 +61,8 @@ async def test_a_client_works_at_a_task(
     python = interpreter(client.environment, cache.mkdir(f"clients-{client.environment}"))
     held = HeldAnswers(kedge.url, client.api, ANSWERS)
     async with http_server(held.app) as url:
-        seen = await run(python, client, url, tmp_path)
+        printed = await run_program(python, LOCKED / f"{client.program}.py", url, client.mode, home=tmp_path)
+    seen = json.loads(printed)
     assert held.statuses == [200] * len(ANSWERS)
     assert [json.loads(answer) for answer in seen["answers"]] == [
         answer.text for answer in ANSWERS if isinstance(answer, Words)
