@@ -78,10 +78,8 @@ def documented_errors(path: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
-"""The `responses` of a route whose answer is a stream where the body says so."""
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""The `responses` of a route whose answer is a stream where the body says so. A schema would be one of each event."""
 
 PLAIN_TEXT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}}

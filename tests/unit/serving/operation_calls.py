@@ -24,13 +24,13 @@ DOCUMENTED = [status_code_conformance, content_type_conformance, response_schema
 MOST_OPTIONAL_FIELDS = 4
 """A made-up body has most fields that there are, and so one that is refused. Of most bodies only so many are kept."""
 SOUND: dict[str, Any] = {
+    "input": "hello",
     "messages": [{"role": "user", "content": "hello"}],
     "prompt": "hello",
     "text": "hello",
-    "input": "hello",
     "tokens": [5, 6],
     "rid": "a",
-    "turn": 0,
+    "length": 0,
 }
 """What a model can go on from: most that schemathesis makes up is no text, or not of the model's tokens. A body gets
 the first that it has a place for."""

@@ -16,6 +16,10 @@ from tests.unit.serving.served_service import ServedService, served_service
 CASES = 3
 """Of each operation, valid and invalid ones, in a round that everybody runs."""
 LONG_RUN_S = 45.0
+GENERATING = {
+    f"POST {path}"
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
+}
 
 
 @pytest.fixture
@@ -29,8 +33,7 @@ def test_every_operation_answers_whatever_it_is_sent(served: ServedService) -> N
     for number in range(2):
         calls.round(number, CASES)
     _check(calls, served)
-    answered = {label for label, status in calls.cases if status < 300}
-    assert len(answered) > len(calls.labels) / 2, "nearly nothing of what is valid is taken"
+    assert {label for label, status in calls.cases if status == 200} >= GENERATING, "what is valid is not"
 
 
 @pytest.mark.slow
