@@ -104,6 +104,10 @@ class GrammarConstraint:
         self._num_mask_bytes = num_mask_bytes
 
     @property
+    def holds(self) -> bool:
+        return True
+
+    @property
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
 
