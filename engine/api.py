@@ -163,7 +163,14 @@ class TokenConstraint(Protocol):
 
     It speaks of text alone: the model's end-of-sequence tokens are the engine's, which allows them where the output
     `may_end`. Whatever it raises ends its request; ConstraintFailed says why.
+
+    It may hold parts of an output only. Where they begin and end follows from the tokens so far, however they were
+    picked: of a token that begins a part nothing is asked before.
     """
+
+    @property
+    def holds(self) -> bool:
+        """Whether it says what may be next. Else anything may, and nothing but `accept` and `complete` is asked."""
 
     @property
     def may_end(self) -> bool:
@@ -177,7 +184,7 @@ class TokenConstraint(Protocol):
         """A bit for each token of the model, the least significant first, in whole bytes: whether it may be next."""
 
     def accept(self, token_id: int) -> None:
-        """The next token, which was allowed."""
+        """The next token, which was allowed if it `holds`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -186,14 +186,31 @@ class LiveRequest:
         self.total_len -= self.num_pending
         self.run = self.in_flight = self.num_pending = self.launched_len = 0
 
+    def take_back(self, run: int) -> None:
+        """Tokens that were picked behind those it has are not to be: it goes on from here, in a run of its own if some
+        are on their way."""
+        assert self.kv is not None
+        self.kv.commit(len(self.tokens) - 1, self.kv.draft_len)
+        if self.in_flight:
+            self.total_len -= self.num_pending
+            self.in_flight = self.num_pending = 0
+            self.begin_run(run)
+        else:
+            self.launched_len = self.kv.committed_len
+
     @property
     def is_held(self) -> bool:
         """Whether what its next token may be depends on those before it: by its constraint, or by rules."""
-        return self.rules is not None or self.spec.constraint is not None
+        return self.rules is not None or self.constrained
+
+    @property
+    def constrained(self) -> bool:
+        """Whether its constraint says what its next token may be."""
+        return self.spec.constraint is not None and self.spec.constraint.holds
 
     def allow(self, mask: bytes | None) -> None:
         """What the next token may be (SampleSpec.allowed)."""
-        if self.sample is not None:
+        if self.sample is not None and self.sample.allowed is not mask:
             self.sample = replace(self.sample, allowed=mask)
 
     def accept(self, token_id: int) -> None:

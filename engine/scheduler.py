@@ -7,8 +7,8 @@ and host are on their way, those who need their outcome sit steps out, and no on
 
 A step may be planned while the one before is still on its way (schedule, schedule, update, schedule, update ...):
 tokens that it will pick are pending, and their requests go on as if they were known. A request that ends or is
-retracted meanwhile is computed in vain: that result is dropped. Pages it gave back may be given away at once, since
-steps are done in the order in which they were planned.
+retracted meanwhile, or that begins to be held to something, is computed in vain: that result is dropped. Pages it gave
+back may be given away at once, since steps are done in the order in which they were planned.
 """
 
 from __future__ import annotations
@@ -244,22 +244,30 @@ class Scheduler:
 
     def _accept(self, request: LiveRequest, item: BatchItem, result: ItemOutput) -> TokenDelta | None:
         token_ids, logprobs, finish = result.token_ids, result.logprobs, None
+        was_held = request.is_held
         for accepted, token_id in enumerate(token_ids, 1):
             request.accept(token_id)
             finish = self._stops.check(request, token_id)
-            if finish is not None:
+            if finish is not None or (request.is_held and not was_held):
                 token_ids, logprobs = token_ids[:accepted], logprobs[:accepted]
                 break
         self._counters.generated_tokens += len(token_ids)
         if result.num_proposed:
             self._count_drafts(request, result)
-        if finish is None and (item.sample is None or request.is_held):
+        if finish is None and request.is_held and not was_held:
+            self._take_back(request)
+        if finish is None and (item.sample is None or was_held or request.is_held):
             finish = self._end_of_step(request, item)
         if finish is not None:
             return self._end(request, finish, token_ids, logprobs, result.input_logprobs)
         if not token_ids and not result.input_logprobs:
             return None
         return request.delta(token_ids, logprobs, result.input_logprobs)
+
+    def _take_back(self, request: LiveRequest) -> None:
+        """From here on it is held to something, so what was picked further on, and is on its way, is not looked at."""
+        self._runs += 1
+        request.take_back(self._runs)
 
     def _end_of_step(self, request: LiveRequest, item: BatchItem) -> Finish | None:
         """What ends a request that goes on by its tokens."""

@@ -50,11 +50,13 @@ class StopCriteria:
         return finish
 
     def allow(self, request: LiveRequest) -> Finish | None:
-        """Notes what the next token of a request that is held to something may be; if there is none it ends."""
+        """Notes what the next token may be of a request that is held to something, or was; if there is none it ends."""
         if not request.is_held:
+            request.allow(None)
             return None
         allowed, may_end = None, True
-        if request.spec.constraint is not None:
+        if request.constrained:
+            assert request.spec.constraint is not None
             try:
                 allowed, may_end = self._constrained(request, request.spec.constraint)
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,10 @@ from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed, InvalidRequest, TokenConstraint
 from serving.grammars.fair_queue import FairQueue
+from serving.grammars.grammar_constraint import reason_of
 from serving.grammars.grammar_trial import GrammarTrial
-from serving.grammars.grammars import Grammars, reason_of
+from serving.grammars.grammars import Grammars
+from serving.grammars.strict_calls import StrictCalls, StrictCallsConstraint
 from serving.wire.turns import OutputConstraint
 
 CACHED_GRAMMARS = 32
@@ -26,6 +29,7 @@ NAMES = {
     "regex": "regular expression",
     "tool_calls": "functions' parameters",
     "grammar": "grammar",
+    "strict_calls": "parameters of a strict function",
 }
 
 T = TypeVar("T")
@@ -47,7 +51,7 @@ class ConstraintCompiler:
         self._trial = None if tokenizer is None else GrammarTrial(tokenizer, vocab_size)
         self._queue = FairQueue("new grammars", most=MOST_WAITING, most_of_tenant=MOST_WAITING_OF_TENANT)
         self._refusals: OrderedDict[OutputConstraint, str | None] = OrderedDict()
-        self._compiled: OrderedDict[OutputConstraint, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[OutputConstraint, LLMatcher | StrictCalls] = OrderedDict()
 
     async def compile(self, constraint: OutputConstraint, tenant: str = "") -> TokenConstraint:
         """A constraint at its beginning. Raises InvalidRequest, which names the kind, and EngineOverloaded."""
@@ -64,7 +68,19 @@ class ConstraintCompiler:
             reason = f"The {NAMES[constraint.kind]} cannot be enforced: {reason_of(str(error))}"
             raise InvalidRequest(reason, constraint.kind) from error
 
-    async def _grammar(self, constraint: OutputConstraint, tenant: str) -> LLMatcher:
+    async def strict_calls(self, source: str, tenant: str = "") -> StrictCallsConstraint | None:
+        """For a free answer that may have calls. None if nothing in it must be enforced, and it takes too much. Raises
+        like `compile`."""
+        try:
+            constraint = await self.compile(OutputConstraint("strict_calls", source), tenant)
+        except InvalidRequest:
+            if any(function["must"] for function in json.loads(source)["functions"]):
+                raise
+            return None
+        assert isinstance(constraint, StrictCallsConstraint)
+        return constraint
+
+    async def _grammar(self, constraint: OutputConstraint, tenant: str) -> LLMatcher | StrictCalls:
         """Raises ValueError for one that cannot be compiled."""
         if constraint not in self._compiled:
             async with self._queue.place(tenant):
@@ -74,7 +90,7 @@ class ConstraintCompiler:
         self._compiled.move_to_end(constraint)
         return self._compiled[constraint]
 
-    async def _make(self, constraint: OutputConstraint) -> LLMatcher:
+    async def _make(self, constraint: OutputConstraint) -> LLMatcher | StrictCalls:
         if self._trial is not None and constraint not in self._refusals:
             refusal = await _on(self._trial_thread, self._trial.refusal, constraint)
             _keep(self._refusals, constraint, refusal, CACHED_TRIALS)

@@ -16,8 +16,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.api import ConstraintFailed
+from serving.grammars.grammar_constraint import reason_of
 from serving.grammars.grammar_trial import CPU_S, MEMORY_BYTES, STACK_BYTES
-from serving.grammars.grammars import Grammars, reason_of
+from serving.grammars.grammars import Grammars
 from serving.wire.turns import OutputConstraint
 
 

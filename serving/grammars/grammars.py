@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import Tokenizer
 
-from engine.api import ConstraintFailed
+from serving.grammars.grammar_constraint import GrammarConstraint, reason_of
+from serving.grammars.strict_calls import StrictCalls, StrictCallsConstraint
+from serving.text.detokenizer import TokenBytes
+from serving.text.tool_calls.call_watch import watched_opening
+from serving.text.tool_calls.formats import NamedFormat, tool_format
 from serving.text.tool_calls.grammar import calls_grammar
 from serving.text.tool_calls.grammar_terms import NOTHING_FORCED
+from serving.text.tool_calls.openings import opening_of
+from serving.text.tool_calls.strict_grammar import strict_calls_grammar
 from serving.wire.turns import OutputConstraint
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_REASON_CHARS = 200
+    from serving.text.tool_calls.formats import FormatName
+
 LIMITS = LLParserLimits(
     max_lexer_states=30_000, max_grammar_size=200_000, initial_lexer_fuel=200_000, verbose_errors=False
 )
@@ -37,6 +45,7 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 """They come last, so that a schema cannot say otherwise."""
 EXACT_INTEGERS = 2**53
+ANY_ARGUMENTS = {"type": "object"}
 _OPTIONS_LINE = re.compile(r"^\s*%llguidance\b.*$", re.MULTILINE)
 
 
@@ -50,9 +59,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._num_mask_bytes = -(-vocab_size // 8)
 
-    def compile(self, constraint: OutputConstraint) -> LLMatcher:
+    def compile(self, constraint: OutputConstraint) -> LLMatcher | StrictCalls:
         """Raises ValueError, which says what is wrong."""
-        vocabulary, _ = self._vocabulary
         match constraint.kind:
             case "regex":
                 grammar = _unforced(LLMatcher.grammar_from_regex(constraint.source))
@@ -68,17 +76,67 @@ class Grammars:
                 )
             case "grammar":
                 grammar = LLMatcher.grammar_from_lark(lark_of(constraint.source))
+            case "strict_calls":
+                return self._strict_calls(json.loads(constraint.source))
+        return self._matcher(grammar)
+
+    def begin(self, grammar: LLMatcher | StrictCalls) -> GrammarConstraint | StrictCallsConstraint:
+        """A constraint at its beginning. Raises ConstraintFailed."""
+        _, end_id = self._vocabulary
+        matcher = grammar.call if isinstance(grammar, StrictCalls) else grammar
+        copy = GrammarConstraint(matcher.deep_copy(), end_id, self._num_mask_bytes)
+        copy.allowed()
+        return StrictCallsConstraint(grammar) if isinstance(grammar, StrictCalls) else copy
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        vocabulary, _ = self._vocabulary
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
 
-    def begin(self, grammar: LLMatcher) -> GrammarConstraint:
-        """A constraint at its beginning. Raises ConstraintFailed."""
-        _, end_id = self._vocabulary
-        copy = GrammarConstraint(grammar.deep_copy(), end_id, self._num_mask_bytes)
-        copy.allowed()
-        return copy
+    def _strict_calls(self, wanted: Mapping[str, Any]) -> StrictCalls:
+        """`wanted` is what serving/front/api/openai_tools.py writes. A schema that cannot be enforced, and need not be,
+        leaves its function's arguments free."""
+        name: FormatName = wanted["format"]
+        functions = {each["name"]: each["parameters"] for each in wanted["functions"]}
+        try:
+            call = self._call(name, functions)
+        except ValueError:
+            for function in wanted["functions"]:
+                self._free_unless_enforced(name, function, functions)
+            call = self._call(name, functions)
+        form, (_, end_id) = tool_format(name), self._vocabulary
+        opening = watched_opening(
+            opening_of(name),
+            list(functions),
+            wanted["reasoning"],
+            self._special_ids(),
+            8 * self._num_mask_bytes,
+            self._token_bytes.__getitem__,
+        )
+        one_call = isinstance(form, NamedFormat) and form.one_call
+        return StrictCalls(opening, call, one_call, end_id, self._num_mask_bytes)
+
+    def _free_unless_enforced(
+        self, name: FormatName, function: Mapping[str, Any], functions: dict[str, Mapping[str, Any]]
+    ) -> None:
+        try:
+            self._call(name, {function["name"]: function["parameters"]})
+        except ValueError as error:
+            if function["must"]:
+                raise ValueError(f"{function['name']}: {reason_of(str(error))}") from error
+            functions[function["name"]] = ANY_ARGUMENTS
+
+    def _call(self, name: FormatName, functions: Mapping[str, Mapping[str, Any]]) -> LLMatcher:
+        check_integers(json.dumps(functions))
+        grammar = strict_calls_grammar(name, functions, self._special_ids(), JSON_OPTIONS)
+        return self._matcher(LLMatcher.grammar_from_lark(grammar))
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        assert self._tokenizer is not None
+        return TokenBytes(self._tokenizer)
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, int]:
@@ -93,38 +151,6 @@ class Grammars:
         assert self._tokenizer is not None
         added = self._tokenizer.get_added_tokens_decoder().items()
         return {token.content: token_id for token_id, token in added if token.special}
-
-
-class GrammarConstraint:
-    """A TokenConstraint."""
-
-    def __init__(self, matcher: LLMatcher, end_id: int, num_mask_bytes: int) -> None:
-        self._matcher = matcher
-        self._end_id = end_id
-        self._num_mask_bytes = num_mask_bytes
-
-    @property
-    def may_end(self) -> bool:
-        return self._matcher.is_accepting()
-
-    @property
-    def complete(self) -> bool:
-        return self._matcher.is_stopped()
-
-    def allowed(self) -> bytes:
-        mask = bytearray(self._matcher.compute_bitmask())
-        self._check()
-        mask[self._end_id >> 3] &= ~(1 << (self._end_id & 7))
-        # The model may have more tokens than the tokenizer.
-        return bytes(mask[: self._num_mask_bytes]).ljust(self._num_mask_bytes, b"\0")
-
-    def accept(self, token_id: int) -> None:
-        self._matcher.consume_token(token_id)
-        self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ConstraintFailed(f"the output cannot be followed: {reason_of(self._matcher.get_error())}")
 
 
 def _unforced(grammar: str) -> str:
@@ -159,11 +185,3 @@ def _exact(digits: str) -> int:
     if abs(value) > EXACT_INTEGERS:
         raise ValueError(f"{digits[:40]} is beyond 2**53")
     return value
-
-
-def reason_of(problem: str) -> str:
-    """llguidance's message, without where in the grammar it is."""
-    problem = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", problem)
-    lines = [line.strip() for line in problem.splitlines()]
-    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (named or lines)[0][:MAX_REASON_CHARS]

@@ -19,6 +19,7 @@ from controllers.session_keys import named
 from controllers.turns import Fork, Turn
 from engine.api import Engine, EngineOverloaded, GenerateRequest, SamplingParams, TokenConstraint
 from serving.grammars.constraints import ConstraintCompiler
+from serving.grammars.strict_calls import StrictCallsConstraint
 from serving.replica.prompt_places import PlacedPrompt, PromptPlacer
 from serving.text.reasoning.formats import OPENER_TOKENS
 from serving.text.text import OutputText, TextProcessor
@@ -49,10 +50,12 @@ class RequestBuilder:
         self._constraints = ConstraintCompiler(text.tokenizer, engine.vocab_size)
 
     async def constraint(self, call: TurnCall) -> TokenConstraint | None:
-        """What the call's output must be, from its beginning. Raises InvalidRequest."""
-        return (
-            None if call.constraint is None else await self._constraints.compile(call.constraint, call.tenant)
-        )
+        """What the call's output must be, or calls in it, from its beginning. Raises InvalidRequest."""
+        if call.constraint is not None:
+            return await self._constraints.compile(call.constraint, call.tenant)
+        if call.strict_calls is not None:
+            return await self._constraints.strict_calls(call.strict_calls, call.tenant)
+        return None
 
     async def place(self, call: TurnCall, turn: Turn | None) -> PlacedPrompt:
         """The call's tokens, and what of its turn's history they follow. Raises InvalidRequest, ContextLengthExceeded,
@@ -85,9 +88,14 @@ class RequestBuilder:
         new_tokens: Sequence[int],
         output: OutputText,
         constraint: TokenConstraint | None = None,
+        *,
+        in_thought: bool = False,
     ) -> GenerateRequest:
-        """`output` is the call's own. KV stays in a session of its own from the second turn on, if the session is not
-        named: most calls have one turn. Raises CapacityExceeded."""
+        """`output` and `constraint` are the call's own. `in_thought`: the prompt has begun a thought. KV stays in a
+        session of its own from the second turn on, if the session is not named: most calls have one turn. Raises
+        CapacityExceeded."""
+        if in_thought and isinstance(constraint, StrictCallsConstraint):
+            constraint.begin_in_thought()
         history_len = 0 if turn is None else turn.history_len
         keeps_kv = turn is not None and (call.session is not None or turn.turn_index > 0)
         return GenerateRequest(
@@ -225,6 +233,7 @@ def _digest(call: TurnCall) -> str:
         call.constraint,
         call.bad_words,
         *shown,
+        *(() if call.strict_calls is None else (call.strict_calls,)),
     )
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -265,7 +265,10 @@ class TurnRunner:
         if turn is not None and prompt.kept_len < turn.history_len:
             cut = self._unnamed.cut if call.session is None else self._sessions.cut_turn
             turn = cut(turn, prompt.kept_len)
-        request = self._builder.build(call, turn, engine_id, prompt.new_tokens, output, constraint)
+        in_thought = self._builder.opens_thought(turn, prompt)
+        request = self._builder.build(
+            call, turn, engine_id, prompt.new_tokens, output, constraint, in_thought=in_thought
+        )
         live = LiveTurn(
             call=call,
             request_id=engine_id,
@@ -274,7 +277,7 @@ class TurnRunner:
             emit=emit,
             output=output,
             started_s=started_s,
-            in_thought=self._builder.opens_thought(turn, prompt),
+            in_thought=in_thought,
             resumed=call.resumed or NOTHING,
             last_token_s=None if call.resumed is None else started_s,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import AnyStr, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class AnswerParser(Protocol):
         """The answer has ended: what is left."""
 
 
-def overlap(text: str, words: Iterable[str]) -> int:
-    """How many characters at the end of the text may be the beginning of one of the words, the longest first."""
+def overlap(text: AnyStr, words: Iterable[AnyStr]) -> int:
+    """How many characters (or bytes) at the end of the text may be the beginning of a word, the longest first."""
     return max((_overlap(text, word) for word in words), default=0)
 
 
-def _overlap(text: str, word: str) -> int:
+def _overlap(text: AnyStr, word: AnyStr) -> int:
     most = min(len(text), len(word) - 1)
     return next((length for length in range(most, 0, -1) if text.endswith(word[:length])), 0)

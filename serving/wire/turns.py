@@ -78,9 +78,10 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 class OutputConstraint(msgspec.Struct, frozen=True):
     """What the whole output must be: JSON that fits a schema, what a regular expression matches from end to end,
-    function calls (serving/text/tool_calls/grammar.py), or what a grammar writes, in Lark's notation or in EBNF."""
+    function calls (serving/text/tool_calls/grammar.py), or what a grammar writes, in Lark's notation or in EBNF. What
+    `strict_calls` says is for calls in a free answer (TurnCall.strict_calls)."""
 
-    kind: Literal["json_schema", "regex", "tool_calls", "grammar"]
+    kind: Literal["json_schema", "regex", "tool_calls", "grammar", "strict_calls"]
     source: str
 
 
@@ -140,6 +141,9 @@ class TurnCall(msgspec.Struct, frozen=True):
     Outside a session calls with the same `affinity_key` go to the same replica while its load allows it. Of those that
     wait there the one with the highest `priority` goes first.
 
+    `strict_calls` are the functions that calls in a free answer are held to (serving/front/api/openai_tools.py; None:
+    such calls are free, too). It goes with no `constraint`.
+
     `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
     `wire_version` is that of the front end that made the call.
     """
@@ -164,6 +168,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     affinity_key: str = ""
     priority: int = 0
+    strict_calls: str | None = None
 
     @property
     def may_go_on(self) -> bool:

@@ -116,6 +116,7 @@ def _plan(
         stop=tuple(body.stop_sequences or ()),
         shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
         constraint=constraint,
+        strict_calls=None if tools is None else tools.strict_calls(model, constraint),
         session=session,
         tenant=tenant,
     )

@@ -157,6 +157,7 @@ def _plan(
             shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
             logprobs=logprobs,
             constraint=constraint,
+            strict_calls=None if tools is None else tools.strict_calls(model, constraint),
             **turn_fields,
         )
         for index in range(count)

@@ -49,6 +49,7 @@ def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
         "session_id": "x-session-id",
         "idempotency_key": "idempotency-key",
         "tool_calls": "tools",
+        "strict_calls": "tools",
         **({} if held is None else {held.constraint.kind: held.field}),
     }
 

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from serving.front.api.errors import refusal
-from serving.front.api.fields import JsonSchema, check_grammar_len
-from serving.front.api.openai_structured import HeldAnswer
-from serving.front.api.openai_tools_schema import AllowedToolsChoice, NamedTool, Tool, ToolChoice
+from serving.front.api.fields import MAX_GRAMMAR_CHARS, JsonSchema, check_grammar_len
+from serving.front.api.openai_structured import ANY_OBJECT, HeldAnswer
+from serving.front.api.openai_tools_schema import (
+    AllowedToolsChoice,
+    Function,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 from serving.text.tool_calls.formats import FormatName, tool_format
 from serving.wire.turns import ModelInfo, OutputConstraint
 
@@ -18,13 +24,15 @@ from serving.wire.turns import ModelInfo, OutputConstraint
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """How one request uses tools. `reads`: calls in its answers are told as such. An answer that is held to calls calls
-    only functions that are `callable_names`, if there are any."""
+    only functions that are `callable_names`, if there are any. `strict_where_possible`: so is a function that does not
+    say whether it is."""
 
     tools: Sequence[Tool]
     choice: Literal["none", "auto", "required"] | NamedTool
     parallel: bool
     format_name: FormatName
     callable_names: frozenset[str] = frozenset()
+    strict_where_possible: bool = False
 
     @property
     def reads(self) -> bool:
@@ -39,6 +47,36 @@ class ToolUse:
     def schemas(self) -> dict[str, JsonSchema]:
         """Those of the functions' parameters, by the functions' names."""
         return {tool.function.name: tool.function.arguments_schema for tool in self.tools}
+
+    def strict_calls(self, model: ModelInfo, constraint: OutputConstraint | None) -> str | None:
+        """What calls in a free answer are held to (TurnCall.strict_calls); None if no function is strict, or the answer
+        is held already. Functions that are not strict have any arguments."""
+        if self.choice != "auto" or constraint is not None:
+            return None
+        must = [tool.function.strict is True for tool in self.tools]
+        source = self._strict_source(model, [self._is_strict(tool.function) for tool in self.tools], must)
+        if source is not None and len(source) > MAX_GRAMMAR_CHARS:
+            source = self._strict_source(model, must, must)
+        if source is not None:
+            check_grammar_len(source, "tools")
+        return source
+
+    def _strict_source(self, model: ModelInfo, strict: list[bool], must: list[bool]) -> str | None:
+        if not any(strict):
+            return None
+        functions = [
+            {
+                "name": tool.function.name,
+                "parameters": tool.function.arguments_schema if is_strict else ANY_OBJECT,
+                "must": is_must,
+            }
+            for tool, is_strict, is_must in zip(self.tools, strict, must, strict=True)
+        ]
+        wanted = {"format": self.format_name, "reasoning": model.reasoning, "functions": functions}
+        return json.dumps(wanted, ensure_ascii=False, separators=(",", ":"))
+
+    def _is_strict(self, function: Function) -> bool:
+        return self.strict_where_possible if function.strict is None else function.strict
 
     def for_template(self) -> tuple[dict[str, Any], ...]:
         return tuple(tool.for_template() for tool in self.tools)
@@ -74,9 +112,14 @@ class ToolUse:
 
 
 def tool_use(
-    tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None, model: ModelInfo
+    tools: Sequence[Tool] | None,
+    choice: ToolChoice | None,
+    parallel: bool | None,
+    model: ModelInfo,
+    *,
+    strict_where_possible: bool = False,
 ) -> ToolUse | None:
-    """None without tools. Raises ServiceError, which names the field."""
+    """None without tools. `strict_where_possible` as in ToolUse. Raises ServiceError, which names the field."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refusal("tool_choice: there are no tools to choose from.", "tool_choice")
@@ -98,7 +141,13 @@ def tool_use(
         )
     one_by_one = parallel is False
     if not isinstance(choice, AllowedToolsChoice):
-        return ToolUse(tools, choice or "auto", not one_by_one, model.tool_calls)
+        return ToolUse(
+            tools,
+            choice or "auto",
+            not one_by_one,
+            model.tool_calls,
+            strict_where_possible=strict_where_possible,
+        )
     allowed = choice.allowed_tools
     for index, named in enumerate(allowed.tools):
         _check_name(named, names, f"tool_choice.allowed_tools.tools[{index}]")
@@ -106,7 +155,14 @@ def tool_use(
     if allowed.mode == "auto":
         # Nothing holds a free answer to some of the tools: the model is not told of the others.
         tools = [tool for tool in tools if tool.function.name in allowed_names]
-    return ToolUse(tools, allowed.mode, not one_by_one, model.tool_calls, allowed_names)
+    return ToolUse(
+        tools,
+        allowed.mode,
+        not one_by_one,
+        model.tool_calls,
+        allowed_names,
+        strict_where_possible=strict_where_possible,
+    )
 
 
 def _check_name(tool: NamedTool, names: set[str], param: str) -> None:

@@ -28,7 +28,8 @@ ObjectSchema = Annotated[JsonSchema, AfterValidator(_of_an_object)]
 
 
 class Function(StrictBody):
-    """`strict` has no effect: where calls are held to the functions, their schemas are enforced."""
+    """Where the model chooses whether to call it, the arguments of a `strict` function are held to its schema. Where it
+    must call, those of any are."""
 
     name: ToolName
     description: str | None = None

@@ -143,6 +143,7 @@ def _plan(
         max_new_tokens=body.most_tokens(model),
         shown_tokens=telling_tokens(use, reads_thoughts(model, constraint)),
         constraint=constraint,
+        strict_calls=None if use is None else use.strict_calls(model, constraint),
         session=session,
         tenant=tenant,
         affinity_key=body.prompt_cache_key or "",

@@ -54,7 +54,9 @@ class FunctionTool(Function, _Offered):
     output_schema: Any = Field(None, description="Without effect.")
 
     def shown(self, name: str) -> Function:
-        return Function(name=name, description=self.description, parameters=self.parameters)
+        return Function(
+            name=name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
 
 
 class TextFormat(StrictBody):
@@ -83,7 +85,7 @@ class CustomTool(_Offered):
         if isinstance(self.format, GrammarFormat):
             texts.append(f"The input follows this {self.format.syntax} grammar:\n{self.format.definition}")
         description = "\n\n".join(filter(None, texts)) or None
-        return Function(name=name, description=description, parameters=CUSTOM_PARAMETERS)
+        return Function(name=name, description=description, parameters=CUSTOM_PARAMETERS, strict=False)
 
 
 def _kind(value: Any) -> str:
@@ -210,7 +212,8 @@ def offered_tools(
         for name, tool in offered.items()
         if names is None or name in names
     ]
-    return OfferedTools(offered, tool_use(shown_tools, mode, parallel, model))
+    use = tool_use(shown_tools, mode, parallel, model, strict_where_possible=True)
+    return OfferedTools(offered, use)
 
 
 def _each(tools: Sequence[Any]) -> Iterable[OfferedTool]:

@@ -19,6 +19,10 @@ class Ladder:
         self.fault: tuple[int, Exception] | None = None
 
     @property
+    def holds(self) -> bool:
+        return True
+
+    @property
     def may_end(self) -> bool:
         return len(self.accepted) >= self._may_end_at
 

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from engine.api import ConstraintFailed, InvalidRequest, TokenConstraint
 from serving.grammars import constraints, grammars
 from serving.grammars.constraints import ConstraintCompiler
+from serving.grammars.grammar_constraint import MAX_REASON_CHARS
 from serving.grammars.grammar_trial import TOO_MUCH, GrammarTrial
-from serving.grammars.grammars import MAX_REASON_CHARS
 from serving.text.text import TextProcessor
 from serving.wire.turns import OutputConstraint
 from tests.unit.serving.json_schemas import schemas

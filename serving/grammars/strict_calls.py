@@ -1,0 +1,76 @@
+"""Calls of `strict` functions in an answer that is free otherwise: held from where one begins to its end.
+
+Until then nothing is asked of the engine but to show the tokens, so that such a turn runs as any other. What ends a
+call gives the answer free again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llguidance import LLMatcher
+
+from engine.api import ConstraintFailed, TokenConstraint
+from serving.grammars.grammar_constraint import GrammarConstraint
+from serving.text.tool_calls.call_watch import CallWatch, WatchedOpening
+
+
+@dataclass(frozen=True, slots=True)
+class StrictCalls:
+    """What is compiled of a request's functions. With `one_call` an answer ends behind the first. Owned by who keeps
+    grammars: each answer has a copy of `call`."""
+
+    opening: WatchedOpening
+    call: LLMatcher
+    one_call: bool
+    end_id: int
+    num_mask_bytes: int
+
+
+class StrictCallsConstraint:
+    """A TokenConstraint, of one answer. It `holds` while a call is under way."""
+
+    def __init__(self, calls: StrictCalls) -> None:
+        self._calls = calls
+        self._watch = CallWatch(calls.opening)
+        self._call: TokenConstraint | None = None
+        self.complete = False
+
+    def begin_in_thought(self) -> None:
+        """The prompt has begun a thought. Before the first token only."""
+        self._watch = CallWatch(self._calls.opening, in_thought=True)
+
+    @property
+    def holds(self) -> bool:
+        return self._call is not None
+
+    @property
+    def may_end(self) -> bool:
+        return self._call is None or self._call.may_end
+
+    def allowed(self) -> bytes:
+        assert self._call is not None
+        return self._call.allowed()
+
+    def accept(self, token_id: int) -> None:
+        if self._call is None:
+            opening = self._watch.push(token_id)
+            if opening is not None:
+                self._begin(opening)
+            return
+        self._call.accept(token_id)
+        if self._call.complete:
+            self._call = None
+            self._watch.behind_call()
+            self.complete = self._calls.one_call
+
+    def _begin(self, opening: list[int]) -> None:
+        """What is more than an opening, in the token that completed it, may show that it was none."""
+        matcher = self._calls.call.deep_copy()
+        fits = matcher.validate_tokens(opening) == len(opening)
+        if fits:
+            matcher.consume_tokens(opening)
+        if matcher.is_error():
+            raise ConstraintFailed(f"a call cannot be followed: {matcher.get_error()}")
+        if fits:
+            self._call = GrammarConstraint(matcher, self._calls.end_id, self._calls.num_mask_bytes)

@@ -1,0 +1,67 @@
+"""How calls begin in each format: what is there, for certain, before the name of a function is whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serving.text.tool_calls.formats import FormatName, NamedFormat, TaggedFormat, ToolFormat, tool_format
+
+MOST_BLANKS = 16
+"""As many may stand where white space may."""
+BLANKS = b"[ \\t\\r\\n]{0,%d}" % MOST_BLANKS
+CHANNEL, START = "<|channel|>", "<|start|>"
+TO_FUNCTIONS = "to=functions."
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """`marks` are texts that calls begin with, each followed by what one of `followers` matches. A `bare` call needs no
+    mark where the answer begins: `bare` matches it, with a place for the functions' names, and `first_bytes` are those
+    that it may begin with."""
+
+    marks: tuple[str, ...]
+    followers: tuple[tuple[bytes, ...], ...]
+    bare: bytes = b""
+    first_bytes: bytes = b""
+
+    def behind(self, mark: str) -> tuple[bytes, ...]:
+        return self.followers[self.marks.index(mark)]
+
+    def first(self, names: Sequence[bytes]) -> bytes | None:
+        return self.bare.replace(b"NAMES", b"|".join(map(re.escape, names))) if self.bare else None
+
+
+def opening_of(name: FormatName) -> Opening:
+    """Where a mark may be talked about, more than the mark has to be there."""
+    if name == "gpt_oss":
+        to = re.escape(TO_FUNCTIONS).encode()
+        return Opening(
+            (CHANNEL, START),
+            ((BLANKS + rb"\w{1,32}" + BLANKS + to,), (BLANKS + b"(?:assistant)?" + BLANKS + to,)),
+            bare=BLANKS + to,
+            first_bytes=b"t",
+        )
+    match tool_format(name):
+        case NamedFormat() as form:
+            return Opening((named_mark(form),), ((b"",),))
+        case TaggedFormat() as form:
+            if form.name_opener:
+                return Opening((form.name_opener,), ((b"",),))
+            return Opening((form.call_opener,), ((BLANKS + rb"[\w.\-:/]",),))
+        case ToolFormat(bare=True) as form:
+            blank = b"[ \\t\\r\\n]*"
+            name_key = blank.join((rb"\{", b'"name"', b":", b'"(?:NAMES)"'))
+            filler = b"(?:%s[%s])?" % (blank, re.escape(form.filler).encode())
+            firsts = b"{" + form.filler.encode()
+            return Opening((form.opener,), ((BLANKS + rb"\{",),), filler + blank + name_key, firsts)
+        case form:
+            group = b"(?:\\[%s)?" % BLANKS if "[" in form.filler else b""
+            return Opening((form.opener,), ((BLANKS + group + rb"\{",),))
+
+
+def named_mark(form: NamedFormat) -> str:
+    """What a call begins with: a token, where the format has one for that."""
+    tokens = (token for token in form.shown_tokens if form.call_opener.startswith(token))
+    return next(tokens, form.call_opener)

@@ -1,0 +1,122 @@
+"""The grammar, in llguidance's language, of a call in a free answer: from the token in which its opening begins to its
+end, or to that of the calls around which its format has a frame.
+
+It is no narrower than the opening (openings.py), so that of what may stand there each token that completed it fits. A
+model may put blanks where JSON has them; else it keeps to the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from serving.text.tool_calls.formats import FormatName, NamedFormat, TaggedFormat, ToolFormat, tool_format
+from serving.text.tool_calls.grammar_terms import NOTHING_FORCED, GrammarTerms
+from serving.text.tool_calls.openings import (
+    CHANNEL,
+    MOST_BLANKS,
+    START,
+    TO_FUNCTIONS,
+    named_mark,
+)
+from serving.text.tool_calls.tagged_grammar import tagged_call
+
+_COMMON = rf"""
+ANY: /(?s:.*)/
+BLANKS: /[ \t\r\n]{{1,{MOST_BLANKS}}}/
+WS: / |\n {{0,32}}/"""
+
+
+def strict_calls_grammar(
+    name: FormatName,
+    functions: Mapping[str, Mapping[str, Any]],
+    special_ids: Mapping[str, int],
+    json_options: Mapping[str, Any],
+) -> str:
+    """`functions` are the schemas of their parameters, by their names. Special tokens of the format are the
+    grammar's."""
+    return _Writer(name, GrammarTerms(special_ids, json_options)).grammar(functions)
+
+
+class _Writer:
+    def __init__(self, name: FormatName, terms: GrammarTerms) -> None:
+        self._name = name
+        self._terms = terms
+        self._rules: list[str] = []
+
+    def grammar(self, functions: Mapping[str, Mapping[str, Any]]) -> str:
+        start = self._start()
+        calls = []
+        for index, (function, parameters) in enumerate(functions.items()):
+            rule = f"call_{index}"
+            self._rules.append(f"{rule}: {self._call(rule, function, parameters)}")
+            calls.append(rule)
+        if self._name == "gpt_oss":
+            self._rules.append(f"call_to_first: {' | '.join(f'{rule}_to_first' for rule in calls)}")
+        lines = [NOTHING_FORCED, f"start: {start}", f"call: {' | '.join(calls)}", *self._rules]
+        return "\n".join(lines) + _COMMON
+
+    def _until(self, mark: str) -> str:
+        """All up to a mark, which begins the call: a token, or text of which the first token may have more before."""
+        if self._terms.is_special(mark):
+            return self._terms.literal(mark)
+        rule = f"until_{len(self._rules)}"
+        self._rules.append(f"{rule}[suffix={json.dumps(mark)}]: ANY")
+        return rule
+
+    def _start(self) -> str:
+        """What an answer has from the opening on."""
+        literal = self._terms.literal
+        if self._name == "gpt_oss":
+            self._rules.append(r"WORD: /\w{1,32}/")
+            to, channel, start = literal(TO_FUNCTIONS), literal(CHANNEL), literal(START)
+            to_first = f'({start} BLANKS? "assistant"?)? BLANKS? {to} call_to_first'
+            return f"{channel} BLANKS? WORD BLANKS? {to} call | {to_first}"
+        match tool_format(self._name):
+            case NamedFormat() as form:
+                mark = named_mark(form)
+                rest = form.call_opener.removeprefix(mark)
+                return f"{self._until(mark)} {literal(rest) if rest else ''} call"
+            case TaggedFormat() as form:
+                return f"{self._until(form.name_opener or form.call_opener)} BLANKS? call"
+            case form:
+                return self._start_of_json(form)
+
+    def _start_of_json(self, form: ToolFormat) -> str:
+        mark, closer = self._until(form.opener), self._terms.literal(form.closer) if form.closer else ""
+        if form.bare:
+            return f'({mark} BLANKS? "{{" | {self._until("{")}) call'
+        if "[" not in form.filler:
+            return f'{mark} BLANKS? "{{" call WS? {closer}'
+        more = '(WS? "," WS? "{" call)*'
+        return f'{mark} BLANKS? ("[" BLANKS? "{{" call {more} WS? {closer} | "{{" call)'
+
+    def _call(self, rule: str, function: str, parameters: Mapping[str, Any]) -> str:
+        literal, schema = self._terms.literal, self._terms.schema
+        if self._name == "gpt_oss":
+            constrain, message = literal("<|constrain|>"), literal("<|message|>")
+            kind = f'(BLANKS? {constrain} BLANKS? "json" | BLANKS "json")? BLANKS?'
+            behind_name = f"{kind} {message} BLANKS? {schema(parameters)}"
+            channel = f"BLANKS? {literal(CHANNEL)} BLANKS? WORD"
+            self._rules.append(f"{rule}_to_first: {literal(function)} {channel} {behind_name}")
+            return f"{literal(function)} {behind_name}"
+        match tool_format(self._name):
+            case NamedFormat() as form:
+                tail = literal(form.tail) if form.tail else ""
+                return f"{literal(function)} {literal(form.separator)} {schema(parameters)} {tail}"
+            case TaggedFormat() as form:
+                arguments, *further = tagged_call(form, self._terms, rule, parameters)
+                self._rules += further
+                head = literal(f"{function}{form.name_closer}{form.line_end}")
+                return f"{head} {arguments} {literal(form.function_closer or form.call_closer)}"
+            case form:
+                colon, comma = 'WS? ":" WS?', 'WS? "," WS?'
+                name, key = (_quoted(json.dumps(text)) for text in (function, form.arguments))
+                head = f"WS? {_quoted(json.dumps('name'))} {colon} {name} {comma} {key} {colon}"
+                return f'{head} {schema(parameters)} WS? "}}"'
+
+
+def _quoted(text: str) -> str:
+    """A text as these grammars write it."""
+    return json.dumps(text)
