@@ -5,8 +5,8 @@
 It serves the built-in model itself, with one replica, two and four, and with two front ends. Conversations run at the
 same time, a turn at all times each. The cached share of turns 2 and later is their cached tokens over the tokens of the
 turns before them, prompt and answer. What is missing is the last token of each answer, which never has KV, and what is
-"lost": answers that are tokenized otherwise than they were sampled, and turns at a replica that has not the KV. These
-are counts of the server's, so the machine may be busy.
+"lost": of answers that are tokenized otherwise than they were sampled, of a last page at a second turn without a name,
+and of turns at a replica that has not the KV. These are counts of the server's, so the machine may be busy.
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     load = Load(args.conversations, args.turns, args.words, args.max_tokens)
-    table = Table(
-        "", "clients send", "said before, tokens", "cached share", "without KV a turn, beside the last token"
-    )
+    table = Table("", "clients send", "said before, tokens", "cached share", "lost a turn, tokens")
     rows = []
     served = ServedCluster(ROOT / "configs" / "cluster.yaml")
     try:
