@@ -7,7 +7,7 @@ the cluster controller's clock, `idle_s` and `timeout_s` are durations. `result`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from controllers.tokens import count_tokens
 from controllers.wire_record import wire_record
@@ -103,6 +103,8 @@ class TurnRecord:
 
     `checkpoint` is where its answer begins, if it was asked with a `whole` history, or began with one. `note` tells
     what was said, for those who read the session (serving/wire/transcripts.py); empty: nothing is kept of it.
+    The last `opening_len` tokens of the input say nothing: they open the answer, and may be written otherwise when the
+    conversation goes on.
     """
 
     session_id: str
@@ -119,6 +121,7 @@ class TurnRecord:
     checkpoint: Checkpoint | None = None
     whole: bool = False
     note: bytes = b""
+    opening_len: int = 0
 
     @property
     def asked_len(self) -> int:
@@ -135,7 +138,9 @@ class TurnRecord:
 @dataclass(frozen=True, slots=True)
 class TurnNote:
     """What is kept of a committed turn beside its tokens, which are those from `start_len` to `end_len` of the history,
-    its answer those from `asked_len`. In a fork `turn_index` is negative for turns of its parent."""
+    its answer those from `asked_len`, behind `opening_len` that open it. In a fork `turn_index` is negative for turns
+    of its parent. A history that goes on from within the opening, or is cut there, has an `end_len` before
+    `asked_len`."""
 
     turn_index: int
     start_len: int
@@ -144,6 +149,21 @@ class TurnNote:
     checkpoint: Checkpoint | None = None
     whole: bool = False
     note: bytes = b""
+    opening_len: int = 0
+
+    @property
+    def said_len(self) -> int:
+        """Where what the turn was asked ends."""
+        return self.asked_len - self.opening_len
+
+    def cut(self, length: int) -> TurnNote:
+        """Of a history of which only the first `length` tokens are left, `said_len` at least."""
+        if self.end_len <= length:
+            return self
+        place = self.checkpoint
+        return replace(
+            self, end_len=length, checkpoint=None if place is None or place.length > length else place
+        )
 
 
 @wire_record

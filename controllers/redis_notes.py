@@ -45,7 +45,7 @@ class RedisNotes:
             past = [
                 note.turn_index
                 for note in self._parsed(record.session_id, fields)
-                if note.asked_len > record.start_len
+                if note.said_len > record.start_len
             ]
             commands = [("HDEL", self._key(record.session_id), at) for at in past]
         if has_note(record):

@@ -240,9 +240,10 @@ class SessionController:
         *,
         whole: bool = False,
         note: bytes = b"",
+        opening_len: int = 0,
     ) -> TurnRecord:
-        """Describes the turn for the session log; changes nothing. The turn stays in flight. `checkpoint`, `whole` and
-        `note` are those of its TurnRecord.
+        """Describes the turn for the session log; changes nothing. The turn stays in flight. `checkpoint`, `whole`,
+        `note` and `opening_len` are those of its TurnRecord.
 
         Raises TurnNotInFlight if it has ended and CapacityExceeded if it is too long to be committed.
         """
@@ -267,6 +268,7 @@ class SessionController:
             checkpoint=checkpoint,
             whole=whole,
             note=note,
+            opening_len=opening_len,
         )
 
     def commit_turn(self, turn: Turn, record: TurnRecord) -> None:

@@ -1,4 +1,4 @@
-"""The session log's notes of turns in its SQLite file."""
+"""The session log's notes of turns in its SQLite file. The column `asked_len` has their `said_len`."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class SqliteNotes:
         if row is not None:
             last = self._note(record.session_id, *row)
             if last.end_len > record.start_len:
-                self._insert(db, record.session_id, replace(last, end_len=record.start_len))
+                self._insert(db, record.session_id, last.cut(record.start_len))
 
     def _insert(self, db: sqlite3.Connection, session_id: str, note: TurnNote) -> None:
         stored = self._cipher.encrypt(encode_note(note), _place(session_id, note.turn_index))
         db.execute(
             "INSERT OR REPLACE INTO notes (session_id, turn_index, asked_len, note) VALUES (?, ?, ?, ?)",
-            (session_id, note.turn_index, note.asked_len, stored),
+            (session_id, note.turn_index, note.said_len, stored),
         )
 
     def _note(self, session_id: str, turn_index: int, stored: bytes) -> TurnNote:

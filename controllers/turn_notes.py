@@ -1,7 +1,7 @@
 """Notes of turns as the session log keeps them, whatever it is kept in: their bytes, and which of them still count.
 
-A turn's note counts as long as all of its input is part of the history. A turn that goes on from within an answer
-leaves the note of that answer's turn, whose end is there then.
+A turn's note counts as long as all of its input is part of the history, but for what opens the answer. A turn that
+goes on from within an answer leaves the note of that answer's turn, whose end is there then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def encode_note(note: TurnNote) -> bytes:
     place = note.checkpoint
     at = None if place is None else [place.num_messages, place.digest.hex(), place.length, place.template]
     return (
-        json.dumps([note.start_len, note.asked_len, note.end_len, at, note.whole]).encode()
+        json.dumps([note.start_len, note.asked_len, note.end_len, at, note.whole, note.opening_len]).encode()
         + b"\n"
         + note.note
     )
@@ -31,9 +31,9 @@ def encode_note(note: TurnNote) -> bytes:
 
 def decode_note(turn_index: int, stored: bytes) -> TurnNote:
     head, _, note = stored.partition(b"\n")
-    start_len, asked_len, end_len, at, whole = json.loads(head)
+    start_len, asked_len, end_len, at, whole, opening_len = json.loads(head)
     place = None if at is None else Checkpoint(at[0], bytes.fromhex(at[1]), at[2], at[3])
-    return TurnNote(turn_index, start_len, asked_len, end_len, place, whole, note)
+    return TurnNote(turn_index, start_len, asked_len, end_len, place, whole, note, opening_len)
 
 
 def note_of(record: TurnRecord) -> TurnNote:
@@ -45,6 +45,7 @@ def note_of(record: TurnRecord) -> TurnNote:
         record.checkpoint,
         record.whole,
         record.note,
+        record.opening_len,
     )
 
 
@@ -64,7 +65,7 @@ def counting(notes: Iterable[TurnNote], length: int) -> list[TurnNote]:
 
 
 def _cut(notes: list[TurnNote], length: int) -> None:
-    while notes and notes[-1].asked_len > length:
+    while notes and notes[-1].said_len > length:
         notes.pop()
-    if notes and notes[-1].end_len > length:
-        notes[-1] = replace(notes[-1], end_len=length)
+    if notes:
+        notes[-1] = notes[-1].cut(length)

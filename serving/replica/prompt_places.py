@@ -21,6 +21,8 @@ from serving.text.text import Continued, TextProcessor, common_len
 from serving.wire.turns import ChatPrompt, Prompt, TurnCall
 
 ASSISTANT = "assistant"
+_MOST_OPENING = 64
+"""Tokens. Where more open an answer they count as what was asked."""
 
 
 class HistoryDiffers(InvalidRequest):
@@ -41,7 +43,7 @@ class PlacedPrompt:
     begins, if the whole conversation up to there is known; `whole`: its client sends whole histories.
 
     Of the prompt's messages those behind the first `num_told` are new, and follow the first `num_kept` of the
-    conversation (None: all of them)."""
+    conversation (None: all of them). Its last `opening_len` tokens open the answer."""
 
     kept_len: int
     new_tokens: list[int]
@@ -49,6 +51,7 @@ class PlacedPrompt:
     whole: bool = False
     num_kept: int | None = None
     num_told: int = 0
+    opening_len: int = 0
 
 
 class PromptPlacer:
@@ -70,7 +73,9 @@ class PromptPlacer:
         whole = _is_whole(call, prompt, turn)
         if turn.history_len == 0:
             new_tokens = self._text.encode_prompt(prompt)
-            return PlacedPrompt(0, new_tokens, _checkpoint(prompt, len(new_tokens)), whole, num_kept=0)
+            opening_len = self._text.opening_len(prompt, new_tokens[-_MOST_OPENING:])
+            place = _checkpoint(prompt, len(new_tokens))
+            return PlacedPrompt(0, new_tokens, place, whole, num_kept=0, opening_len=opening_len)
         return self._gone_on_with(prompt, turn) if whole else self._looked_at(prompt, turn)
 
     def unknown_part(self, call: TurnCall, turn: Turn | None) -> ChatPrompt | None:
@@ -92,7 +97,7 @@ class PromptPlacer:
         assert isinstance(prompt, ChatPrompt)
         known = _known(prompt, turn)
         continued = self._behind(prompt, turn, known)
-        return None if continued is None else _placed(prompt, known, continued)
+        return None if continued is None else self._placed(prompt, turn, known, continued)
 
     def _appended(self, prompt: Prompt, turn: Turn, num_told: int = 0) -> PlacedPrompt:
         length = turn.history_len
@@ -105,7 +110,7 @@ class PromptPlacer:
         continued = self._behind(prompt, turn, known) or self._text.encode_conversation(prompt, turn.history)
         if not known:
             self._check_begins_alike(prompt, turn, continued.kept_len)
-        return _placed(prompt, known, continued)
+        return self._placed(prompt, turn, known, continued)
 
     def _behind(self, prompt: ChatPrompt, turn: Turn, known: Sequence[Checkpoint]) -> Continued | None:
         start = _rendered_from(prompt, known)
@@ -114,6 +119,33 @@ class PromptPlacer:
         return self._text.encode_answered(
             prompt, turn.history, num_asked=start.num_messages, asked_len=start.length
         )
+
+    def _placed(
+        self, prompt: ChatPrompt, turn: Turn, known: Sequence[Checkpoint], continued: Continued
+    ) -> PlacedPrompt:
+        end = continued.kept_len + len(continued.new_tokens)
+        num_kept = next(
+            (
+                each.num_messages
+                for each in known
+                if each.length - self._opening_len(prompt, turn.history, each.length) <= continued.kept_len
+            ),
+            0,
+        )
+        kept = turn.history[max(0, continued.kept_len - _MOST_OPENING) : continued.kept_len]
+        opening_len = self._text.opening_len(prompt, [*kept, *continued.new_tokens[-_MOST_OPENING:]])
+        return PlacedPrompt(
+            continued.kept_len,
+            continued.new_tokens,
+            _checkpoint(prompt, end),
+            whole=True,
+            num_kept=num_kept,
+            num_told=num_kept,
+            opening_len=min(opening_len, len(continued.new_tokens)),
+        )
+
+    def _opening_len(self, prompt: ChatPrompt, history: Sequence[int], asked_len: int) -> int:
+        return self._text.opening_len(prompt, history[max(0, asked_len - _MOST_OPENING) : asked_len])
 
     def _check_begins_alike(self, prompt: ChatPrompt, turn: Turn, kept_len: int) -> None:
         """Its first question is the session's, so that the session may go back as far as that."""
@@ -151,19 +183,6 @@ def _is_whole(call: TurnCall, prompt: ChatPrompt, turn: Turn) -> bool:
     if turn.whole or call.session is None or call.session.mode == "full":
         return True
     return any(message["role"] == ASSISTANT for message in prompt.messages)
-
-
-def _placed(prompt: ChatPrompt, known: Sequence[Checkpoint], continued: Continued) -> PlacedPrompt:
-    end = continued.kept_len + len(continued.new_tokens)
-    num_kept = next((each.num_messages for each in known if each.length <= continued.kept_len), 0)
-    return PlacedPrompt(
-        continued.kept_len,
-        continued.new_tokens,
-        _checkpoint(prompt, end),
-        whole=True,
-        num_kept=num_kept,
-        num_told=num_kept,
-    )
 
 
 def _kept(token_ids: list[int], keep_last: int | None) -> list[int]:

@@ -395,6 +395,7 @@ class TurnRunner:
             live.prompt.checkpoint,
             whole=live.prompt.whole,
             note=encode_said(said_by(live, whole_turn)),
+            opening_len=live.prompt.opening_len,
         )
 
     async def _abandon(self, live: LiveTurn) -> None:

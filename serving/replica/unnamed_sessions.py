@@ -72,7 +72,9 @@ class UnnamedSessions:
     ) -> None:
         """Raises TurnNotInFlight."""
         before = self._sessions.checkpoints(turn.session_id)
+        # Those that are cut off, and the oldest, which may have to make room for a new one.
         forgotten = {each.digest for each in before if each.length > turn.history_len}
+        forgotten.update(each.digest for each in before[:1])
         record = self._sessions.prepare_commit(turn, new_tokens, output_tokens, b"", checkpoint)
         self._sessions.commit_turn(turn, record)
         for digest in forgotten - {each.digest for each in self._sessions.checkpoints(turn.session_id)}:

@@ -91,6 +91,7 @@ class ChatTemplate:
         """Whether the template names this role: one that writes whatever role it is given does not know it."""
         self._first_system_shown = self._shows_first_system()
         self._not_incremental = self._probe()
+        self._opening = lru_cache(_HEADS_AT_ONCE)(self._probe_opening)
         self._stands_alone = lru_cache(_HEADS_AT_ONCE)(self._probe_head)
 
     @property
@@ -140,6 +141,18 @@ class ChatTemplate:
 
         messages = placed(messages, shown, developers=self._developers)
         return _after_answer(self._render((*_STAND_IN, *messages), kwargs))
+
+    def opening(self, kwargs: Mapping[str, Any]) -> str:
+        """What opens an answer to a question; empty if that cannot be told."""
+        return self._opening(_text_of(kwargs))
+
+    def _probe_opening(self, kwargs: str) -> str:
+        arguments = json.loads(kwargs)
+        try:
+            closed, opened = (self._render(_PROBE, arguments, answers=answers) for answers in (False, True))
+        except InvalidRequest:
+            return ""
+        return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
     def render_head(
         self, messages: Messages, kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()

@@ -159,6 +159,14 @@ class TextProcessor:
         first, second = (self._encode(text, "messages", cut_at=mark) for text in texts)
         return first[: common_len(first, second)]
 
+    def opening_len(self, prompt: ChatPrompt, token_ids: Sequence[int]) -> int:
+        """How many tokens at the end of a prompt do nothing but open the answer. `token_ids` are its last ones. 0 if
+        that cannot be told."""
+        template, control_tokens = self._chat()
+        guarded, mark = control_tokens.guard(replace(prompt, messages=(), tools=()))
+        opening = self._encode(template.opening(guarded.template_kwargs), "messages", cut_at=mark)
+        return len(opening) if opening and list(token_ids[-len(opening) :]) == opening else 0
+
     def tokenize(self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool) -> list[int]:
         """The tokens of a prompt that begins a sequence, which may be none. Raises InvalidRequest and
         ContextLengthExceeded, naming `prompt` or `messages`."""

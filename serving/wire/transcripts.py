@@ -36,6 +36,9 @@ def conversation_of(turns: Iterable[TurnTranscript]) -> tuple[list[Mapping[str, 
         if said.text is not None:
             messages.append({"role": "text", "content": said.text})
         if said.finish is not None:
-            messages.append({"role": "assistant" if said.messages else "text", "content": said.answer})
+            is_chat = (
+                said.messages or said.num_kept is not None
+            )  # one that is answered anew has no new messages
+            messages.append({"role": "assistant" if is_chat else "text", "content": said.answer})
         ends.append(len(messages))
     return messages, ends

@@ -123,7 +123,14 @@ class ModelSession:
             asked_len = start_len + record.input_len
             self.notes.append(
                 TurnNote(
-                    self.turns, start_len, asked_len, end_len, record.checkpoint, record.whole, record.note
+                    self.turns,
+                    start_len,
+                    asked_len,
+                    end_len,
+                    record.checkpoint,
+                    record.whole,
+                    record.note,
+                    record.opening_len,
                 )
             )
         if record.idempotency_key is not None:
@@ -140,8 +147,16 @@ class ModelSession:
 
 
 def cut(notes: list[TurnNote], length: int) -> list[TurnNote]:
-    """Those whose input is part of the first `length` tokens."""
-    return [replace(note, end_len=min(note.end_len, length)) for note in notes if note.asked_len <= length]
+    """Those whose input is part of the first `length` tokens, but for what opens the answer."""
+    return [
+        replace(
+            note,
+            end_len=min(note.end_len, length),
+            checkpoint=note.checkpoint if note.asked_len <= length else None,
+        )
+        for note in notes
+        if note.asked_len - note.opening_len <= length
+    ]
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -173,6 +188,8 @@ class StoreMachine(RuleBasedStateMachine):
         keyed=KEYED,
         note=st.binary(max_size=9),
         whole=st.booleans(),
+        input_len=st.integers(1, 3),
+        opening_len=st.integers(0, 3),
     )
     def turn(
         self,
@@ -183,6 +200,8 @@ class StoreMachine(RuleBasedStateMachine):
         keyed: str | None,
         note: bytes,
         whole: bool,
+        input_len: int,
+        opening_len: int,
     ) -> None:
         session = self.model[session_id]
         start_len = int(len(session.history) * keep) if rewinds else len(session.history)
@@ -191,8 +210,10 @@ class StoreMachine(RuleBasedStateMachine):
             session_id, session.epoch, session.turns, start_len, encode_tokens(tokens), 1, key, b"result"
         )
         if note:
+            record = replace(record, input_len=min(input_len, len(tokens)))
             place = Checkpoint(session.turns, note, record.asked_len, "template") if whole else None
-            record = replace(record, note=note, whole=whole, checkpoint=place)
+            opening_len = min(opening_len, record.input_len)
+            record = replace(record, note=note, whole=whole, checkpoint=place, opening_len=opening_len)
         append_turn(self.store, record)
         session.take(record)
 

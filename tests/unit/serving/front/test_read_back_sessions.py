@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ import httpx
 import pytest
 
 from controllers.session_keys import session_key
+from serving.front.http import create_http_app
 from serving.text.chat_template import ChatTemplate
+from serving.text.text import TextProcessor
+from serving.wire.turns import ChatPrompt
 from tests.unit.serving.front.test_whole_conversations import RULES, answer, ask, cached, sent, user
-from tests.unit.serving.local_service import LocalService, local_client
+from tests.unit.serving.local_service import MODEL, LocalService, client_of, local_client
+from tests.unit.serving.replica_rig import VOCAB_SIZE, running_rig
+from tests.unit.serving.small_tokenizer import CHATML, byte_level_tokenizer
 
 SESSION = "/v1/kedge/sessions/named"
 
@@ -189,3 +195,48 @@ async def test_an_integer_that_does_not_travel_is_refused_by_name(tmp_path: Path
         assert reply.status_code == 400, reply.text
         assert reply.json()["error"]["param"].endswith("x.maximum")
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_an_answer_that_is_opened_otherwise_later_takes_no_words_along(tmp_path: Path) -> None:
+    """Templates that begin a thought write earlier answers without it, so a history parts from the prompt within what
+    opened its last answer. That was taken for a part of the question: of stored responses all before the last were
+    gone, and later ones went on without what had been said."""
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    text = TextProcessor(
+        byte_level_tokenizer(template), vocab_size=VOCAB_SIZE, max_context_len=MODEL.max_context_len
+    )
+    async with running_rig(tmp_path, text=text) as rig, AsyncExitStack() as stack:
+        service = LocalService(rig)
+        client = await stack.enter_async_context(client_of(create_http_app(lambda: service)))
+        told: list[str] = []
+        for turn in range(4):
+            goes_on = {"previous_response_id": told[-1]} if told else {}
+            body = {"input": f"question {turn}", "max_output_tokens": 4, "temperature": 0, **goes_on}
+            reply = await client.post("/v1/responses", json=body)
+            assert reply.status_code == 200, reply.text
+            told.append(reply.json()["id"])
+        prompt = service.calls[-1].prompt
+        assert isinstance(prompt, ChatPrompt)
+        questions = [each["content"] for each in prompt.messages if each["role"] == "user"]
+        assert questions == [f"question {turn}" for turn in range(4)]
+        assert [(await client.get(f"/v1/responses/{each}")).status_code for each in told] == [200] * 4
+
+        messages: list[dict[str, Any]] = []
+        for turn in range(3):
+            messages.append(user(f"question {turn}"))
+            reply = await sent(client, messages, "named")
+            messages.append(answer(reply.json()))
+        await let_go(service)
+        said = await read(client)
+        assert said["messages"] == messages
+        assert [each["turn"] for each in said["checkpoints"]] == [0, 1, 2]
+        notes = rig.controller.cluster.notes.page("named", "")
+        assert max(len(note.note) for note in notes) < 2 * min(len(note.note) for note in notes)
+
+
+async def test_an_answer_that_is_made_anew_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    async with local_client(tmp_path) as (client, _):
+        question = [user("one")]
+        await ask(client, question, "named", mode="full")
+        again = answer(await ask(client, question, "named", mode="full"))
+        assert (await read(client))["messages"] == [*question, again]

@@ -284,3 +284,19 @@ async def test_nothing_stays_of_unnamed_conversations_that_are_forgotten(tmp_pat
         assert await service.flush()
         await service.rig.books_are_empty()
         await ask(client, messages)
+
+
+async def test_a_conversation_that_outlives_its_checkpoints_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controllers.session.MOST_CHECKPOINTS", 2)
+    async with local_client(tmp_path) as (client, service):
+        messages: list[dict[str, Any]] = []
+        for turn in range(5):
+            messages.append(user(f"question {turn}"))
+            messages.append(answer(await ask(client, messages)))
+        unnamed = service.rig.unnamed
+        assert len(unnamed) == 1
+        assert len(unnamed._by_digest) == 2
+        unnamed.forget_all()
+        assert not unnamed._by_digest
