@@ -61,16 +61,17 @@ def test_what_depends_on_what_was_said_before_is_rendered_whole(
     text = TextProcessor(byte_level_tokenizer(template), vocab_size=1000, max_context_len=512)
     known = text.encode_prompt(ChatPrompt(tuple(asked)))
     prompt = ChatPrompt((*asked, *rest))
-    continued = text.encode_conversation(prompt, known, num_asked=len(asked), asked_len=len(known))
+    behind = text.encode_answered(prompt, known, num_asked=len(asked), asked_len=len(known))
+    continued = behind or text.encode_conversation(prompt, known)
     assert [*known[: continued.kept_len], *continued.new_tokens] == text.encode_prompt(prompt)
 
 
-def test_calls_alone_are_no_cause_to_render_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_alone_are_no_cause_to_render_it_whole() -> None:
     text = TextProcessor(byte_level_tokenizer(HERMES), vocab_size=1000, max_context_len=512)
     asked = [user("one"), *CALLED, said("seven"), user("two")]
     known = text.encode_prompt(ChatPrompt(tuple(asked)))
     prompt = ChatPrompt((*asked, *CALLED))
     whole = text.encode_prompt(prompt)
-    monkeypatch.setattr(text, "encode_prompt", None)
-    continued = text.encode_conversation(prompt, known, num_asked=len(asked), asked_len=len(known))
+    continued = text.encode_answered(prompt, known, num_asked=len(asked), asked_len=len(known))
+    assert continued is not None
     assert [*known[: continued.kept_len], *continued.new_tokens] == whole
