@@ -164,8 +164,10 @@ class Cluster:
         timeout_s: float | None,
         capacity_tokens: int | None,
         open_key: str | None = None,
+        preferred: str | None = None,
     ) -> Assignment:
-        """Registers and places a session; None lets the controller pick the id.
+        """Registers and places a session, at the `preferred` replica while its load allows it; None lets the controller
+        pick the id.
 
         Repeating an open with the same `open_key` gives the same assignment.
         Raises SessionExists, NoReplica, InvalidTimeout and Overloaded.
@@ -182,7 +184,7 @@ class Cluster:
             session_id=key,
             tenant=tenant,
             epoch=FIRST_EPOCH,
-            replica_id=self._place(),
+            replica_id=self._place(preferred),
             timeout_s=timeout_s,
             capacity_tokens=capacity_tokens,
             created_s=self._clock(),
@@ -224,7 +226,7 @@ class Cluster:
         self._stats.count("sessions_forked")
         return self._ledger.add(forked).record()
 
-    def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+    def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None = None) -> Assignment:
         """The session's owner; a session whose owner is gone, or is another cluster's, is moved first, at the next
         epoch. An owner that drains hands its sessions over itself, since it alone knows of turns in flight.
 
@@ -232,9 +234,9 @@ class Cluster:
         """
         key = session_key(tenant, session_id)
         try:
-            return self._resolve(key, create, tenant)
+            return self._resolve(key, create, tenant, preferred)
         except SessionTakenOver:  # between two turns of which this is the second: it comes back
-            return self._resolve(key, create, tenant)
+            return self._resolve(key, create, tenant, preferred)
 
     def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         """The session with its committed history, for its owner. Raises SessionNotFound, StaleEpoch."""
@@ -360,13 +362,14 @@ class Cluster:
             **self._stats.figures(),
         }
 
-    def _resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+    def _resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
         claimed = self._claims.claimable(session_id)
         if claimed:
             entry = self._claims.claim(session_id, self._place())
             self._replicas.assign_tokens(entry.replica_id, entry.tokens + self._settings.placement_tokens)
         elif session_id not in self._ledger and create:
-            return self.open_session(session_id, tenant, None, None, secrets.token_urlsafe(_OPEN_KEY_BYTES))
+            open_key = secrets.token_urlsafe(_OPEN_KEY_BYTES)
+            return self.open_session(session_id, tenant, None, None, open_key, preferred)
         entry = self._ledger.get(session_id)
         with self._claims.changing(session_id):
             if self._must_move(entry):
@@ -430,8 +433,8 @@ class Cluster:
         self._stats.count("transfers")
         return _assignment(self._ledger.transfer(entry.session_id, replica_id), fresh=True)
 
-    def _place(self) -> str:
-        return choose_replica(self._replicas.candidates(self._ledger.count_of))
+    def _place(self, preferred: str | None = None) -> str:
+        return choose_replica(self._replicas.candidates(self._ledger.count_of), preferred)
 
     def _takers(self, owner_id: str) -> list[str]:
         """Replicas that may take sessions of this one. Who is late with a heartbeat may be in trouble."""

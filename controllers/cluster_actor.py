@@ -128,8 +128,10 @@ class ClusterController:
     ) -> SessionRecord:
         return self._cluster.fork_session(parent_id, epoch, replica_id, order)
 
-    async def resolve(self, session_id: str, create: bool = False, tenant: str = "") -> Assignment:
-        return self._cluster.resolve(session_id, create, tenant)
+    async def resolve(
+        self, session_id: str, create: bool = False, tenant: str = "", preferred: str | None = None
+    ) -> Assignment:
+        return self._cluster.resolve(session_id, create, tenant, preferred)
 
     async def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
         return self._cluster.load_session(session_id, epoch, replica_id)

@@ -78,6 +78,13 @@ class Conversations:
         goes_on = any(message["role"] == ASSISTANT for message in prompt.messages)
         return Affinity(holder, home, goes_on=goes_on)
 
+    def holder(self, call: TurnCall) -> str | None:
+        """Who has some of what a new session begins with; None if that is not known."""
+        session, prompt = call.session, call.prompt
+        if session is None or not session.create or not isinstance(prompt, ChatPrompt):
+            return None
+        return self._known(prompt.said)
+
     def _known(self, places: Sequence[Said]) -> str | None:
         found = (self._places.get(place.digest) for place in reversed(places))
         return next((each.replica_id for each in found if each is not None and not each.gone), None)
@@ -129,8 +136,8 @@ def _said_behind_head(prompt: ChatPrompt) -> tuple[Said, ...]:
 
 
 def _places(call: TurnCall) -> list[bytes]:
-    prompt = call.prompt
-    if call.session is not None or not isinstance(prompt, ChatPrompt):
+    session, prompt = call.session, call.prompt
+    if not isinstance(prompt, ChatPrompt) or (session is not None and session.mode != "full"):
         return []
     return [said.digest for said in prompt.said]
 

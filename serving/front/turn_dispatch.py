@@ -173,12 +173,13 @@ class TurnDispatcher:
             except StoreError as error:
                 await self._pause(deadline_s, error_info(error))
 
-    async def owner_of(self, key: str, *, create: bool = False) -> Owner:
-        """From the cache or the controller. Raises ControllerError."""
+    async def owner_of(self, key: str, *, create: bool = False, preferred: str | None = None) -> Owner:
+        """From the cache or the controller. A new session goes to the `preferred` replica while its load allows it.
+        Raises ControllerError."""
         owner = self._owners.get(key)
         if owner is None:
             self._metrics.looked_up()
-            assignment = await self._controller.resolve(key, create, tenant_in(key))
+            assignment = await self._controller.resolve(key, create, tenant_in(key), preferred)
             owner = Owner(assignment.replica_id, assignment.epoch, assignment.open_key)
             self._owners.put(key, owner)
         return owner
@@ -249,13 +250,16 @@ class TurnDispatcher:
         session = call.session
         if session is None:
             return None
-        return await self._find(session.session_id, deadline_s, create=session.create)
+        preferred = self._conversations.holder(call)
+        return await self._find(session.session_id, deadline_s, create=session.create, preferred=preferred)
 
-    async def _find(self, key: str, deadline_s: float, *, create: bool) -> Owner:
+    async def _find(
+        self, key: str, deadline_s: float, *, create: bool, preferred: str | None = None
+    ) -> Owner:
         """The session's owner; waits while no replica can take it, and for a log that is away."""
         while True:
             try:
-                return await self.owner_of(key, create=create)
+                return await self.owner_of(key, create=create, preferred=preferred)
             except (NoReplica, StoreError) as error:
                 await self._pause(deadline_s, error_info(error))
             except ControllerError as error:

@@ -131,6 +131,13 @@ def test_resolve_keeps_the_owner(world: World) -> None:
     assert (resolved.replica_id, resolved.epoch, resolved.fresh) == (opened.replica_id, 1, False)
 
 
+def test_a_new_session_goes_where_some_of_its_kv_is(world: World) -> None:
+    anywhere = world.cluster.resolve("s", True, "").replica_id
+    (other,) = {each.replica_id for each in world.cluster.replicas()} - {anywhere}
+    assert world.cluster.resolve("t", True, "", other).replica_id == other
+    assert world.cluster.resolve("t", True, "", anywhere).replica_id == other, "it is there already"
+
+
 def test_resolve_creates_on_request(world: World) -> None:
     with pytest.raises(SessionNotFound):
         world.cluster.resolve("s", False, "")

@@ -23,6 +23,14 @@ def test_a_full_replica_is_better_than_none() -> None:
     assert choose_replica([Candidate("a", 0, 500, 5)]) == "a"
 
 
+def test_who_has_some_of_its_kv_wins_unless_another_has_twice_as_much_room() -> None:
+    """A conversation that is sent whole, and stored as a session of its own each time, went to the most free KV."""
+    candidates = [Candidate("a", 100, 0, 9), Candidate("b", 200, 0, 0)]
+    assert choose_replica(candidates, "a") == "a"
+    assert choose_replica(candidates, "c") == "b", "it is gone"
+    assert choose_replica([Candidate("a", 100, 1, 9), Candidate("b", 200, 0, 0)], "a") == "b"
+
+
 def test_nobody_left() -> None:
     with pytest.raises(NoReplica):
         choose_replica([])

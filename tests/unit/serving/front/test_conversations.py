@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import SamplingParams
 from serving.front.conversations import Conversations
-from serving.wire.turns import ChatPrompt, TurnCall
+from serving.wire.turns import ChatPrompt, SessionTurn, TurnCall
 
 RULES = {"role": "system", "content": "Be short."}
 TOOL = {"type": "function", "function": {"name": "look"}}
@@ -55,6 +56,22 @@ def test_calls_of_one_key_have_one_home() -> None:
     assert one.home == other.home is not None
     assert front_end.affinity(call(front_end, "one", affinity_key="l")).home != one.home
     assert front_end.affinity(call(front_end, "one")).home is None
+
+
+def test_a_whole_conversation_that_is_stored_anew_goes_where_it_was() -> None:
+    """Each request of it is a session of its own, which was placed by free KV alone."""
+
+    def stored(session_id: str, *texts: str) -> TurnCall:
+        asked = replace(call(front_end, *texts), session=SessionTurn(session_id, create=True, mode="full"))
+        return front_end.recognized(asked)
+
+    front_end = Conversations(100)
+    assert front_end.holder(stored("s", "one")) is None
+    front_end.note(stored("s", "one"), "a")
+    on = stored("t", "one", "answer", "two")
+    assert front_end.holder(on) == "a"
+    front_end.note(replace(on, session=SessionTurn("t", create=True)), "b")
+    assert front_end.holder(on) == "a", "new messages alone are no conversation"
 
 
 def test_a_replica_that_is_gone_has_nothing_and_who_had_the_conversation_before_it_is_known() -> None:

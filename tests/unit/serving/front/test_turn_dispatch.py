@@ -53,7 +53,7 @@ class Controller:
         self.epoch = 0
         self.lost: list[str] = []
 
-    async def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+    async def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
         assert not create
         if self.failures:
             raise self.failures.pop(0)
@@ -107,7 +107,7 @@ class OneOwner(Controller):
         super().__init__()
         self.reports = 0
 
-    async def resolve(self, session_id: str, create: bool, tenant: str) -> Assignment:
+    async def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
         self.epoch = len(self.lost)
         return await super().resolve(session_id, create, tenant)
 
