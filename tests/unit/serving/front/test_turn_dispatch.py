@@ -109,7 +109,7 @@ class OneOwner(Controller):
 
     async def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
         self.epoch = len(self.lost)
-        return await super().resolve(session_id, create, tenant)
+        return await super().resolve(session_id, create, tenant, preferred)
 
     async def report_unreachable(self, replica_id: str, died: bool) -> bool:
         self.reports += 1
