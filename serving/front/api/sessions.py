@@ -20,6 +20,8 @@ from serving.wire.turns import ServiceError, TurnService, TurnTranscript
 MOST_IN_PAGE = 1000
 """Sessions, if the caller asks for no fewer: a page holds up the controller's loop and this one's for some ms."""
 MAX_CURSOR_CHARS = 1024
+LAST_TURNS = 5
+"""As many are named to whoever names one that is not there."""
 
 PageSize = Annotated[int, Query(ge=1, le=MOST_IN_PAGE)]
 Cursor = Annotated[str, Query(max_length=MAX_CURSOR_CHARS)]
@@ -148,12 +150,12 @@ async def delete_session(session_id: str, service: Service, tenant: Tenant) -> R
 async def _end_of(session_id: str, turn_index: int, service: TurnService, tenant: str) -> int:
     """How many tokens there were when the turn had ended."""
     turns = await service.transcript(session_id, tenant=tenant)
-    for turn in turns:
-        if turn.turn_index == turn_index and not turn.is_cut:
-            return turn.end_len
-    known = ", ".join(str(_number(turn)) for turn in turns[-5:] if turn.turn_index >= 0) or "none"
+    ends = {turn.turn_index: turn.end_len for turn in turns if turn.turn_index >= 0 and not turn.is_cut}
+    if turn_index in ends:
+        return ends[turn_index]
+    known = ", ".join(map(str, list(ends)[-LAST_TURNS:])) or "none"
     raise refusal(
-        f"turn: the history of this session has no whole turn {turn_index}. Its last turns: {known}.",
+        f"turn: the history of this session has no whole turn {turn_index}. Its last whole turns: {known}.",
         "turn",
         code="turn_not_found",
     )
