@@ -55,6 +55,8 @@ _THOUGHT: Messages = (
     {"role": "assistant", "content": "<think>\nHm\n</think>\n\nWords", "reasoning_content": "Hm"},
 )
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_OWN_TEMPLATE = "chat_template"
+"""The option of transformers, and the field of a request, that has another template."""
 _HEADS_AT_ONCE = 64
 """System messages with their tools, of which it is known whether what follows them depends on them."""
 
@@ -251,9 +253,9 @@ class ChatTemplate:
                 **options,
                 **kwargs,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            message = f"The model's chat template refused the messages: {error}"
-            raise TemplateRefused(message, "messages") from error
+        except Exception as error:
+            # A template is a program: it may raise anything.
+            raise _refused(error, of_request=_OWN_TEMPLATE in options) from error
         return str(text)
 
     def _shows_first_system(self) -> bool:
@@ -276,6 +278,14 @@ class ChatTemplate:
                 "session cannot be continued by messages; append text or token ids instead."
             )
         return None
+
+
+def _refused(error: Exception, *, of_request: bool) -> TemplateRefused:
+    """`of_request`: the template is the request's own."""
+    said = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    if of_request:
+        return TemplateRefused(f"{_OWN_TEMPLATE}: it failed: {said}", _OWN_TEMPLATE)
+    return TemplateRefused(f"The model's chat template refused the messages: {said}", "messages")
 
 
 def _text_of(value: Any) -> str:

@@ -61,9 +61,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("owner", overflow="fold")
     for name in ("epoch", "tokens", "KV", "turns", "idle"):
         table.add_column(name, justify="right")
-    with_tenant = any(row.get("tenant") for row in rows)
-    if with_tenant:
-        table.add_column("tenant")
+    # Few have a tenant, or requests of trees.
+    others = [name for name in ("rid", "tenant") if any(row.get(name) for row in rows)]
+    for name in others:
+        table.add_column(name, overflow="fold")
     for row in sorted(rows, key=lambda row: float(row["idle_s"])):
         cells = [
             str(row["session_id"]),
@@ -74,7 +75,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["turns"]),
             "in turn" if row["in_turn"] else _duration(float(row["idle_s"])),
         ]
-        table.add_row(*cells, *([str(row.get("tenant") or "")] if with_tenant else []))
+        table.add_row(*cells, *(str(row.get(name) or "") for name in others))
     return table
 
 

@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from pydantic_core import from_json
 from starlette.requests import HTTPConnection
 
+from engine.api import SamplingParams
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import NAME_PATTERN, refusal
 from serving.front.api.keys import Caller
@@ -153,6 +154,32 @@ def engine_temperature(temperature: float) -> float:
 def engine_top_k(top_k: int) -> int:
     """Both -1 and 0 turn it off."""
     return max(top_k, 0)
+
+
+def base_sampling(
+    model: ModelInfo,
+    *,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+) -> SamplingParams:
+    """What a request says of these (None: nothing), else what the model's makers say."""
+    own = model.sampling
+    return SamplingParams(
+        temperature=engine_temperature(own.temperature if temperature is None else temperature),
+        top_p=own.top_p if top_p is None else top_p,
+        top_k=engine_top_k(own.top_k if top_k is None else top_k),
+        min_p=own.min_p if min_p is None else min_p,
+        repetition_penalty=own.repetition_penalty if repetition_penalty is None else repetition_penalty,
+    )
+
+
+def most_tokens(model: ModelInfo, asked: int | None) -> int | None:
+    """How long an answer may be: as a request says, within what the model's makers say. None: as long as there is
+    room."""
+    return min((limit for limit in (asked, model.sampling.max_new_tokens) if limit is not None), default=None)
 
 
 def nth_seed(seed: int | None, index: int) -> int | None:

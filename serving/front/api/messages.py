@@ -17,6 +17,7 @@ from serving.front.api.fields import (
     Tenant,
     TurnHeader,
     check_model_name,
+    most_tokens,
     new_id,
 )
 from serving.front.api.messages_replies import MessageReply, blocks_of, no_edits, stop_of, usage_of
@@ -111,8 +112,8 @@ def _plan(
     call = TurnCall(
         request_id=reply_id,
         prompt=body.prompt(tools),
-        sampling=body.sampling(),
-        max_new_tokens=body.max_tokens,
+        sampling=body.sampling(model),
+        max_new_tokens=most_tokens(model, body.max_tokens),
         stop=tuple(body.stop_sequences or ()),
         shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
         constraint=constraint,

@@ -16,8 +16,7 @@ from serving.front.api.fields import (
     Temperature,
     TopK,
     TopP,
-    engine_temperature,
-    engine_top_k,
+    base_sampling,
     schema_constraint,
 )
 from serving.front.api.messages_blocks import (
@@ -33,7 +32,7 @@ from serving.front.api.messages_tools import AnthropicToolChoice, AnthropicTools
 from serving.front.api.openai_structured import HeldAnswer
 from serving.front.api.openai_tools import ToolUse
 from serving.front.api.strict_json import NotSupported, StrictBody
-from serving.wire.turns import ChatPrompt
+from serving.wire.turns import ChatPrompt, ModelInfo
 
 MAX_EDITS = 16
 
@@ -163,12 +162,8 @@ class MessagesBody(PromptBody):
                 param,
             )
 
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else engine_temperature(self.temperature),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=engine_top_k(self.top_k or 0),
-        )
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        return base_sampling(model, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
     def held_answer(self) -> HeldAnswer | None:
         """The schema that the answer is held to. Raises ServiceError, which names the field."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -27,10 +28,10 @@ from serving.front.api.fields import (
     TopK,
     TopLogprobs,
     TopP,
+    base_sampling,
     check_token_ids,
     checked_bias,
-    engine_temperature,
-    engine_top_k,
+    most_tokens,
 )
 from serving.front.api.openai_structured import GuidedFields, HeldAnswer, ResponseFormat, StructuredOutputs
 from serving.front.api.priorities import LOWER_FIRST, Priority
@@ -135,17 +136,18 @@ class OpenAiBody(GuidedFields):
         stop_ids = self.stop_token_ids or []
         check_token_ids(stop_ids, model, "stop_token_ids")
         check_token_ids(self.allowed_token_ids or [], model, "allowed_token_ids")
-        own = model.sampling
-        return SamplingParams(
-            temperature=engine_temperature(own.temperature if self.temperature is None else self.temperature),
-            top_p=own.top_p if self.top_p is None else self.top_p,
-            top_k=engine_top_k(own.top_k if self.top_k is None else self.top_k),
-            min_p=own.min_p if self.min_p is None else self.min_p,
+        base = base_sampling(
+            model,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+        return replace(
+            base,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            repetition_penalty=(
-                own.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
-            ),
             logit_bias=checked_bias(self.logit_bias, model, "logit_bias"),
             stop_token_ids=frozenset(stop_ids),
             ignore_eos=bool(self.ignore_eos),
@@ -160,8 +162,7 @@ class OpenAiBody(GuidedFields):
     def most_tokens(self, model: ModelInfo) -> tuple[int | None, str]:
         """The same, within what the model's makers say."""
         asked, field = self.asked_tokens()
-        limits = [limit for limit in (asked, model.sampling.max_new_tokens) if limit is not None]
-        return min(limits, default=None), field
+        return most_tokens(model, asked), field
 
 
 def check_stream_options(body: OpenAiBody) -> None:

@@ -106,6 +106,12 @@ def _by_others(wanted: StructuredOutputs) -> HeldAnswer | None:
     held = _held("structured_outputs.", wanted.json_schema, wanted.regex, wanted.choice, wanted.grammar)
     if wanted.json_object:
         held.append(_by_schema(ANY_OBJECT, "structured_outputs.json_object"))
+    if not held:
+        raise refusal(
+            "structured_outputs: says nothing to hold the answer to; send one of json, json_object (true), regex, "
+            "choice and grammar in it, or leave it out.",
+            "structured_outputs",
+        )
     return _only_one(held)
 
 

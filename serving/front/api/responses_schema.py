@@ -18,8 +18,8 @@ from serving.front.api.fields import (
     Temperature,
     TopK,
     TopP,
-    engine_temperature,
-    engine_top_k,
+    base_sampling,
+    most_tokens,
     schema_constraint,
 )
 from serving.front.api.openai_requests import MAX_METADATA
@@ -182,24 +182,18 @@ class ResponsesBody(StrictBody):
 
     def sampling(self, model: ModelInfo) -> SamplingParams:
         """The engine's parameters; the seed and the token limit travel beside them."""
-        own = model.sampling
-        temperature = own.temperature if self.temperature is None else self.temperature
-        return SamplingParams(
-            temperature=engine_temperature(temperature),
-            top_p=own.top_p if self.top_p is None else self.top_p,
-            top_k=engine_top_k(own.top_k if self.top_k is None else self.top_k),
-            min_p=own.min_p if self.min_p is None else self.min_p,
-            repetition_penalty=(
-                own.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
-            ),
+        return base_sampling(
+            model,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
         )
 
     def most_tokens(self, model: ModelInfo) -> int | None:
         """Of the answer, what was thought included. None: as many as the context has room for."""
-        limits = [
-            limit for limit in (self.max_output_tokens, model.sampling.max_new_tokens) if limit is not None
-        ]
-        return min(limits, default=None)
+        return most_tokens(model, self.max_output_tokens)
 
     def repeated(self) -> dict[str, Any]:
         """What a response says of its request."""

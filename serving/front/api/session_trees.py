@@ -31,13 +31,13 @@ async def begin_request(
     service: TurnService, params: SessionParams, rid: str, key: str | None, tenant: str
 ) -> SessionTurn:
     """The turn of a request of a tree, which is `rid` from then on. Raises ServiceError, which names the field."""
-    parent = params.id if not params.rid else _node(params.id, params.rid)
+    parent = params.id if not params.rid else node_id(params.id, params.rid)
     if params.rid:
         await _check_finished(service, params, tenant)
     if params.replace:
         await _drop_behind(service, params.id, params.rid or None, tenant)
     length = await _kept_len(service, params, parent, tenant)
-    node = _node(params.id, rid)
+    node = node_id(params.id, rid)
     await _fork(service, parent, node, length, tenant, may_be_there=key is not None)
     return SessionTurn(
         node, idempotency_key=key, create=False, expected_turn=0, note=(params.rid or "").encode()
@@ -83,6 +83,17 @@ class TreeRequests:
             logger.info("the session of request %s is left to its idle timeout: %r", call.request_id, error)
 
 
+def node_id(tree_id: str, rid: str) -> str:
+    """What the cluster calls the session of a tree's request."""
+    return f"{tree_id}{BEHIND_TREE}{rid}"
+
+
+def tree_and_request(session_id: str) -> tuple[str, str | None]:
+    """The session as its client knows it, and which request of that this is: None for what is no node of a tree."""
+    tree_id, behind, rid = session_id.partition(BEHIND_TREE)
+    return tree_id, rid if behind else None
+
+
 async def close_tree(service: TurnService, tree_id: str, tenant: str) -> None:
     """Closes all of its requests, if it has any. It itself is its caller's to close."""
     for node in await _nodes(service, tree_id, tenant):
@@ -91,7 +102,7 @@ async def close_tree(service: TurnService, tree_id: str, tenant: str) -> None:
 
 async def _check_finished(service: TurnService, params: SessionParams, tenant: str) -> None:
     assert params.rid is not None
-    session = await service.session(_node(params.id, params.rid), tenant=tenant)
+    session = await service.session(node_id(params.id, params.rid), tenant=tenant)
     if session is None or session.turns < FINISHED_TURNS or session.in_turn:
         raise refusal(
             f"session_params.rid: Invalid request session id: session {params.id!r} has no finished request "
@@ -148,7 +159,7 @@ async def _drop_behind(service: TurnService, tree_id: str, rid: str | None, tena
     gone = set(nodes)
     if rid is not None:
         parents = {node: await _parent_of(service, tree_id, node, tenant) for node in nodes}
-        gone = _behind(_node(tree_id, rid), parents)
+        gone = _behind(node_id(tree_id, rid), parents)
     for node in gone:
         await service.close_session(node, tenant=tenant)
 
@@ -166,7 +177,7 @@ def _behind(root: str, parents: dict[str, str | None]) -> set[str]:
 async def _parent_of(service: TurnService, tree_id: str, node: str, tenant: str) -> str | None:
     turns = await service.transcript(node, tenant=tenant)
     rid = turns[-1].said.note.decode() if turns and turns[-1].turn_index >= 0 else ""
-    return _node(tree_id, rid) if rid else None
+    return node_id(tree_id, rid) if rid else None
 
 
 async def _nodes(service: TurnService, tree_id: str, tenant: str) -> list[str]:
@@ -181,7 +192,3 @@ async def _nodes(service: TurnService, tree_id: str, tenant: str) -> list[str]:
         if len(own) < MOST_AT_ONCE:
             return nodes
         after = session_key(tenant, own[-1])
-
-
-def _node(tree_id: str, rid: str) -> str:
-    return f"{tree_id}{BEHIND_TREE}{rid}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import Response
 from msgspec.structs import asdict
 from pydantic import Field, model_validator
@@ -12,18 +12,33 @@ from pydantic import Field, model_validator
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
 from serving.front.api.fields import Client, Count, CountOrZero, Name, Service, Tenant
-from serving.front.api.session_trees import close_tree
+from serving.front.api.session_trees import close_tree, node_id, tree_and_request
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 from serving.wire.transcripts import conversation_of
-from serving.wire.turns import ServiceError, TurnService, TurnTranscript
+from serving.wire.turns import ServiceError, SessionInfo, TurnService, TurnTranscript
 
 MOST_IN_PAGE = 1000
 """Sessions, if the caller asks for no fewer: a page holds up the controller's loop and this one's for some ms."""
 MAX_CURSOR_CHARS = 1024
+LAST_TURNS = 5
+"""As many are named to whoever names one that is not there."""
 
 PageSize = Annotated[int, Query(ge=1, le=MOST_IN_PAGE)]
 Cursor = Annotated[str, Query(max_length=MAX_CURSOR_CHARS)]
 Timeout = Annotated[float, Field(gt=0, le=1e9)]
+
+
+RequestOfTree = Annotated[Name | None, Query()]
+
+
+async def _named_by_client(session_id: Annotated[str, Path()]) -> str:
+    """What a tree's request has for a session goes by the names of both."""
+    if tree_and_request(session_id)[1] is not None:
+        raise _unknown()
+    return session_id
+
+
+SessionId = Annotated[str, Depends(_named_by_client)]
 
 
 class NewSession(StrictBody):
@@ -89,7 +104,7 @@ async def list_sessions(
     found = await service.sessions(tenant=None if everybodys else tenant, after=after, limit=limit + 1)
     page = found[:limit]
     more = session_key(page[-1].tenant, page[-1].session_id) if len(found) > limit else None
-    return {"sessions": [asdict(session) for session in page], "next": more}
+    return {"sessions": [_told(session) for session in page], "next": more}
 
 
 async def create_session(body: NewSession, service: Service, tenant: Tenant) -> dict[str, str]:
@@ -100,25 +115,33 @@ async def create_session(body: NewSession, service: Service, tenant: Tenant) -> 
 
 
 async def get_session(
-    session_id: str, service: Service, tenant: Tenant, messages: bool = False
+    session_id: SessionId,
+    service: Service,
+    tenant: Tenant,
+    messages: bool = False,
+    rid: RequestOfTree = None,
 ) -> dict[str, Any]:
     """With `messages` what was said in it, too, and its checkpoints: how many messages and tokens there were when a
-    turn had ended."""
+    turn had ended. `rid`: of a tree that request."""
+    if rid is not None:
+        session_id = node_id(session_id, rid)
     session = await service.session(session_id, tenant=tenant)
     if session is None:
         raise _unknown()
     if not messages:
-        return asdict(session)
+        return _told(session)
     turns = await service.transcript(session_id, tenant=tenant)
     said, ends = conversation_of(turns)
     checkpoints = [
         {"turn": _number(turn), "messages": count, "tokens": turn.end_len}
         for turn, count in zip(turns, ends, strict=True)
     ]
-    return asdict(session) | {"messages": said, "checkpoints": checkpoints}
+    return _told(session) | {"messages": said, "checkpoints": checkpoints}
 
 
-async def fork_session(session_id: str, body: NewFork, service: Service, tenant: Tenant) -> dict[str, Any]:
+async def fork_session(
+    session_id: SessionId, body: NewFork, service: Service, tenant: Tenant
+) -> dict[str, Any]:
     length = body.length
     if body.turn is not None:
         length = await _end_of(session_id, body.turn, service, tenant)
@@ -128,7 +151,9 @@ async def fork_session(session_id: str, body: NewFork, service: Service, tenant:
     return asdict(forked)
 
 
-async def rewind_session(session_id: str, body: Rewind, service: Service, tenant: Tenant) -> dict[str, Any]:
+async def rewind_session(
+    session_id: SessionId, body: Rewind, service: Service, tenant: Tenant
+) -> dict[str, Any]:
     length = body.length
     if body.turn is not None:
         length = await _end_of(session_id, body.turn, service, tenant)
@@ -137,7 +162,7 @@ async def rewind_session(session_id: str, body: Rewind, service: Service, tenant
     return {"session_id": session_id, "tokens": length}
 
 
-async def delete_session(session_id: str, service: Service, tenant: Tenant) -> Response:
+async def delete_session(session_id: SessionId, service: Service, tenant: Tenant) -> Response:
     closed = await service.close_session(session_id, tenant=tenant)
     await close_tree(service, session_id, tenant)
     if not closed:
@@ -148,15 +173,21 @@ async def delete_session(session_id: str, service: Service, tenant: Tenant) -> R
 async def _end_of(session_id: str, turn_index: int, service: TurnService, tenant: str) -> int:
     """How many tokens there were when the turn had ended."""
     turns = await service.transcript(session_id, tenant=tenant)
-    for turn in turns:
-        if turn.turn_index == turn_index and not turn.is_cut:
-            return turn.end_len
-    known = ", ".join(str(_number(turn)) for turn in turns[-5:] if turn.turn_index >= 0) or "none"
+    ends = {turn.turn_index: turn.end_len for turn in turns if turn.turn_index >= 0 and not turn.is_cut}
+    if turn_index in ends:
+        return ends[turn_index]
+    known = ", ".join(map(str, list(ends)[-LAST_TURNS:])) or "none"
     raise refusal(
-        f"turn: the history of this session has no whole turn {turn_index}. Its last turns: {known}.",
+        f"turn: the history of this session has no whole turn {turn_index}. Its last whole turns: {known}.",
         "turn",
         code="turn_not_found",
     )
+
+
+def _told(session: SessionInfo) -> dict[str, Any]:
+    """As its client knows it. `rid` is null for what is no request of a tree."""
+    session_id, rid = tree_and_request(session.session_id)
+    return asdict(session) | {"session_id": session_id, "rid": rid}
 
 
 def _number(turn: TurnTranscript) -> int | None:

@@ -87,6 +87,14 @@ def test_tenants_are_shown_where_there_are_any():
         assert "acme" in sessions(stub).output
 
 
+def test_requests_of_trees_are_told_by_their_names():
+    with running(Stub(ledger=[LEDGER[0] | {"rid": None}, LEDGER[0] | {"rid": "branch"}])) as stub:
+        output = sessions(stub).output
+    assert "rid" in output
+    assert [line.split()[0] for line in output.splitlines() if "branch" in line] == ["late"]
+    assert "None" not in output
+
+
 def test_json_is_the_ledger_as_it_came():
     with running(Stub(ledger=LEDGER)) as stub:
         assert json.loads(sessions(stub, "--json").output) == {"sessions": LEDGER}

@@ -165,6 +165,18 @@ async def test_a_session_rewinds_to_a_token_and_not_past_its_end(tmp_path: Path)
         assert (await read(client))["messages"] == []
 
 
+async def test_only_turns_that_can_be_named_are_told_to_who_names_another(tmp_path: Path) -> None:
+    """A turn that was cut was among them, and refused."""
+    async with local_client(tmp_path) as (client, _):
+        await append(client, "one", "two")
+        last = (await read(client))["checkpoints"][-1]
+        await client.post(f"{SESSION}/rewind", json={"length": last["tokens"] - 1})
+        refused = await client.post(f"{SESSION}/fork", json={"turn": 1})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "turn_not_found")
+        assert error["message"].endswith("Its last whole turns: 0.")
+
+
 async def test_sessions_that_nobody_has_are_not_found(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, _):
         for path, body in (("rewind", {"turn": 0}), ("rewind", {"length": 0}), ("fork", {"turn": 0})):

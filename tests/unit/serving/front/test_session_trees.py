@@ -175,7 +175,7 @@ async def test_a_request_that_comes_to_nothing_leaves_nothing(tmp_path: Path) ->
     async with local_client(tmp_path) as (client, service):
         tree = Tree(client, await open_tree(client))
         await tree.ask("a", [1, 2, 3], [])
-        known = [tree.session_id, f"{tree.session_id}\x1fa"]
+        known = [(tree.session_id, None), (tree.session_id, "a")]
         params = {"id": tree.session_id, "rid": "a"}
         await refused(client, "/generate", input_ids=[1] * 600, rid="long", session_params=params)
         for rid, stream in (("aborted", False), ("streamed", True), ("left", False)):
@@ -190,8 +190,34 @@ async def test_a_request_that_comes_to_nothing_leaves_nothing(tmp_path: Path) ->
             service.rig.runner.go_on()
             await asyncio.wait([running])
         async with asyncio.timeout(5):
-            while [each["session_id"] for each in await sessions(client)] != known:
+            while [(each["session_id"], each["rid"]) for each in await sessions(client)] != known:
                 await asyncio.sleep(0.01)
+
+
+async def test_requests_are_listed_by_the_names_of_their_client(tmp_path: Path) -> None:
+    """They were listed under ids that no client has given, with a character that none may send."""
+    async with local_client(tmp_path) as (client, _):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await tree.ask("b", [4], tree.all_of("a"), rid="a")
+        pages = []
+        after: dict[str, str] = {}
+        while True:
+            page = (await client.get("/v1/kedge/sessions", params={"limit": 1, **after})).json()
+            pages += [(each["session_id"], each["rid"]) for each in page["sessions"]]
+            if page["next"] is None:
+                break
+            after = {"after": page["next"]}
+        assert pages == [(tree.session_id, rid) for rid in (None, "a", "b")]
+        path = f"/v1/kedge/sessions/{tree.session_id}"
+        assert (await client.get(path)).json()["rid"] is None
+        one = (await client.get(path, params={"rid": "b", "messages": "true"})).json()
+        assert (one["session_id"], one["rid"]) == (tree.session_id, "b")
+        assert one["tokens"] == len(tree.all_of("b"))
+        assert (await client.get(path, params={"rid": "c"})).status_code == 404
+        for raw in (client.get(f"{path}%1Fb"), client.delete(f"{path}%1Fb")):
+            assert (await raw).status_code == 404
+        await tree.ask("c", [5], tree.all_of("b"), rid="b")
 
 
 async def sessions(client: httpx.AsyncClient) -> list[dict[str, Any]]:

@@ -250,6 +250,30 @@ async def test_a_request_may_bring_its_template_where_that_is_allowed(tmp_path: 
     assert (session.status_code, session.json()["error"]["param"]) == (400, "chat_template")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // 0 }}",
+        "{{ 1 + 'a' }}",
+        "{% for i in range(10**12) %}{{ i }}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 2.0 ** 10000 }}",
+        "{{ 'x' * 2**62 }}",
+        "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+async def test_a_template_of_a_request_that_fails_is_refused_by_name(tmp_path: Path, template: str) -> None:
+    """What was not one of Jinja's own errors was answered with a 500."""
+    async with local_service(tmp_path) as service:
+        app = create_http_app(lambda: service, request_chat_template=True)
+        async with client_of(app) as client:
+            reply = await client.post(CHAT, json={"messages": [HELLO], "chat_template": template})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, "chat_template_error"), reply.text
+    assert error["param"] == "chat_template"
+
+
 async def test_a_salt_keeps_prefixes_apart(tmp_path: Path) -> None:
     prompt = [*range(20, 120)]
 

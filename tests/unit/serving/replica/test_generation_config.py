@@ -66,3 +66,27 @@ async def test_they_are_taken_where_a_request_says_nothing(tmp_path: Path) -> No
             assert service.calls[-1].max_new_tokens == 9
         await client.post("/generate", json={"text": "hi"})
         assert service.calls[-1].sampling.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "limit"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}]}, "max_tokens"),
+        ("/v1/responses", {"input": "hi", "store": False}, "max_output_tokens"),
+    ],
+)
+async def test_messages_and_responses_take_them_too(
+    tmp_path: Path, path: str, asked: dict[str, Any], limit: str
+) -> None:
+    """Messages had defaults of their own."""
+    async with local_client(tmp_path) as (client, service):
+        service.model = replace(MODEL, sampling=SamplingDefaults(0.7, 0.8, 20, 0.1, 1.05, max_new_tokens=9))
+        for said, expected in (
+            ({limit: 50}, (0.7, 0.8, 20, 0.1, 1.05, 9)),
+            ({limit: 5, "temperature": 0, "top_p": 1, "top_k": 0}, (0, 1, 0, 0.1, 1.05, 5)),
+        ):
+            assert (await client.post(path, json=asked | said)).status_code == 200
+            call = service.calls[-1]
+            got = call.sampling
+            told = (got.temperature, got.top_p, got.top_k, got.min_p, got.repetition_penalty)
+            assert (*told, call.max_new_tokens) == expected
