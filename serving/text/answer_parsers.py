@@ -9,9 +9,10 @@ from serving.text.answer_pieces import AnswerParser, Piece
 from serving.text.reasoning.formats import MARKS, ReasoningName
 from serving.text.reasoning.harmony import HarmonyParser
 from serving.text.reasoning.mark_parser import MarkParser
-from serving.text.tool_calls.formats import FormatName, NamedFormat, TaggedFormat, tool_format
+from serving.text.tool_calls.formats import FormatName, NamedFormat, PythonicFormat, TaggedFormat, tool_format
 from serving.text.tool_calls.named_parser import NamedCallParser
 from serving.text.tool_calls.parser import CallParser
+from serving.text.tool_calls.pythonic_parser import PythonicCallParser
 from serving.text.tool_calls.tagged_parser import TaggedCallParser
 
 
@@ -46,6 +47,8 @@ def call_parser(name: FormatName, schemas: Mapping[str, Mapping[str, Any]]) -> A
             return HarmonyParser(reads_calls=True) if name == "gpt_oss" else NamedCallParser(form)
         case TaggedFormat() as form:
             return TaggedCallParser(form, schemas)
+        case PythonicFormat() as form:
+            return PythonicCallParser(form)
         case form:
             return CallParser(form)
 

@@ -64,7 +64,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str] |
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(_at(root, reference), root, depth + 1)
+        return _types(referred(root, reference), root, depth + 1)
     if "const" in schema:
         return _named([schema["const"]])
     if isinstance(values := schema.get("enum"), list):
@@ -85,7 +85,7 @@ def _named(values: list[Any]) -> frozenset[str] | None:
     return frozenset(_TYPES[type(value)] for value in values if type(value) in _TYPES)
 
 
-def _at(root: Mapping[str, Any], reference: str) -> Any:
+def referred(root: Mapping[str, Any], reference: str) -> Any:
     """What a reference within the schema means; None for any other."""
     found: Any = root if reference.startswith("#") else None
     for part in reference.removeprefix("#").split("/")[1:]:

@@ -1,5 +1,5 @@
-"""The formats in which models write function calls, as data: JSON objects with a name, names before JSON objects, or
-names before tags around each argument."""
+"""The formats in which models write function calls, as data: JSON objects with a name, names before JSON objects, names
+before tags around each argument, or calls as Python has them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ FormatName = Literal[
     "glm45",
     "glm47",
     "gpt_oss",
+    "pythonic",
 ]
 ToolCallsSetting = Literal["auto", "off"] | FormatName
 
 _LINE_BEFORE_KEY = re.compile(r"(\n|\\n)\s*<arg_key>")
+_LIST_OF_PYTHON_CALLS = re.compile(r"\[\w+\(\w+=\w")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,29 @@ class TaggedFormat:
         return f"{self.value_frame}{self.value_closer}{self.line_end}"
 
 
+@dataclass(frozen=True, slots=True)
+class PythonicFormat:
+    """Calls that are Python's, with literals as keyword arguments, in a list. What a model that keeps to the format
+    writes is `prefix`, calls with `between` between them, and `suffix`. An answer begins with it, or it stands behind
+    `opener` and before `closer`."""
+
+    opener: str
+    closer: str
+    prefix: str = "["
+    between: str = ", "
+    suffix: str = "]"
+    tail: str = ")"
+
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        """Those that may be special tokens."""
+        return (self.opener, self.closer)
+
+    def head(self, function: str) -> str:
+        """What a call has before its arguments."""
+        return f"{function}("
+
+
 _DEEPSEEK_TOKENS = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -176,6 +201,8 @@ _GPT_OSS = NamedFormat(
     shown_tokens=HARMONY_TOKENS,
 )
 """As it is written; it is read with all else that is in channels (serving/text/reasoning/harmony.py)."""
+
+PYTHONIC = PythonicFormat(opener="<|python_start|>", closer="<|python_end|>")
 
 _GLM = TaggedFormat(
     call_opener="<tool_call>",
@@ -237,8 +264,10 @@ FORMATS: Mapping[FormatName, ToolFormat] = MappingProxyType(
 )
 
 
-def tool_format(name: FormatName) -> ToolFormat | NamedFormat | TaggedFormat:
+def tool_format(name: FormatName) -> ToolFormat | NamedFormat | TaggedFormat | PythonicFormat:
     """The format of that name."""
+    if name == "pythonic":
+        return PYTHONIC
     if name == "gpt_oss":
         return _GPT_OSS
     if name in TAGGED_FORMATS:
@@ -258,6 +287,9 @@ def format_of(template: str) -> FormatName | None:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<｜tool▁calls▁begin｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    in_json = "<|python_tag|>" in template and '"parameters"' in template
+    if not in_json and _LIST_OF_PYTHON_CALLS.search(template):
+        return "pythonic"
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
         return "llama3"
     return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from serving.text.tool_calls.formats import NamedFormat, TaggedFormat, tool_format
+from serving.text.tool_calls.formats import NamedFormat, PythonicFormat, TaggedFormat, tool_format
 from serving.text.tool_calls.grammar_terms import NOTHING_FORCED, GrammarTerms
+from serving.text.tool_calls.pythonic_grammar import pythonic_call
 from serving.text.tool_calls.tagged_grammar import tagged_call
 
 
@@ -20,8 +21,11 @@ def calls_grammar(
     for index, function in enumerate(wanted["functions"]):
         name, parameters = f"call_{index}", function["parameters"]
         head, tail = terms.literal(form.head(function["name"])), terms.literal(form.tail)
-        if isinstance(form, TaggedFormat):
-            arguments, *further = tagged_call(form, terms, name, parameters)
+        if isinstance(form, TaggedFormat | PythonicFormat):
+            if isinstance(form, TaggedFormat):
+                arguments, *further = tagged_call(form, terms, name, parameters)
+            else:
+                arguments, *further = pythonic_call(terms, name, parameters)
             rules += [f"{name}: {head} {arguments} {tail}", *further]
         else:
             rules.append(f"{name}: {head} {terms.schema(parameters)} {tail}")

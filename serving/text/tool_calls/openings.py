@@ -6,7 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serving.text.tool_calls.formats import FormatName, NamedFormat, TaggedFormat, ToolFormat, tool_format
+from serving.text.tool_calls.formats import (
+    FormatName,
+    NamedFormat,
+    PythonicFormat,
+    TaggedFormat,
+    ToolFormat,
+    tool_format,
+)
 
 MOST_BLANKS = 16
 """As many may stand where white space may."""
@@ -50,6 +57,9 @@ def opening_of(name: FormatName) -> Opening:
             if form.name_opener:
                 return Opening((form.name_opener,), ((b"",),))
             return Opening((form.call_opener,), ((BLANKS + rb"[\w.\-:/]",),))
+        case PythonicFormat() as form:
+            first = b"[ \\t\\r\\n]*\\[" + BLANKS + rb"(?:NAMES)\("
+            return Opening((form.opener,), ((BLANKS + rb"\[" + BLANKS + rb"[\w.\-:/]",),), first, b"[")
         case ToolFormat(bare=True) as form:
             blank = b"[ \\t\\r\\n]*"
             name_key = blank.join((rb"\{", b'"name"', b":", b'"(?:NAMES)"'))

@@ -11,7 +11,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from serving.text.tool_calls.formats import FormatName, NamedFormat, TaggedFormat, ToolFormat, tool_format
+from serving.text.tool_calls.formats import (
+    FormatName,
+    NamedFormat,
+    PythonicFormat,
+    TaggedFormat,
+    ToolFormat,
+    tool_format,
+)
 from serving.text.tool_calls.grammar_terms import NOTHING_FORCED, GrammarTerms
 from serving.text.tool_calls.openings import (
     CHANNEL,
@@ -20,6 +27,7 @@ from serving.text.tool_calls.openings import (
     TO_FUNCTIONS,
     named_mark,
 )
+from serving.text.tool_calls.pythonic_grammar import pythonic_call
 from serving.text.tool_calls.tagged_grammar import tagged_call
 
 _COMMON = rf"""
@@ -80,6 +88,10 @@ class _Writer:
                 return f"{self._until(mark)} {literal(rest) if rest else ''} call"
             case TaggedFormat() as form:
                 return f"{self._until(form.name_opener or form.call_opener)} BLANKS? call"
+            case PythonicFormat() as form:
+                calls = 'BLANKS? call ("," BLANKS? call)* "]"'
+                marked = f'{self._until(form.opener)} BLANKS? "[" {calls} WS? {literal(form.closer)}'
+                return f"{marked} | {self._until('[')} {calls}"
             case form:
                 return self._start_of_json(form)
 
@@ -110,6 +122,10 @@ class _Writer:
                 self._rules += further
                 head = literal(f"{function}{form.name_closer}{form.line_end}")
                 return f"{head} {arguments} {literal(form.function_closer or form.call_closer)}"
+            case PythonicFormat() as form:
+                arguments, *further = pythonic_call(self._terms, rule, parameters)
+                self._rules += further
+                return f"{literal(form.head(function))} {arguments} {literal(form.tail)}"
             case form:
                 colon, comma = 'WS? ":" WS?', 'WS? "," WS?'
                 name, key = (_quoted(json.dumps(text)) for text in (function, form.arguments))

@@ -58,3 +58,17 @@ MISTRAL = r"""{{ bos_token }}
 
 TAGS = HERMES.replace('{"name": <name>, "arguments": <object>}', "<function=name>...</function>")
 ARGS = MISTRAL.replace("[TOOL_CALLS] [", "[TOOL_CALLS]name[ARGS]")
+
+PYTHONIC = r"""{{ bos_token }}
+{%- for m in messages %}
+{{- '<|header_start|>' + ('ipython' if m.role == 'tool' else m.role) + '<|header_end|>\n\n' }}
+{%- if m.role == 'user' and loop.first and tools %}
+{{- 'Answer with calls: [name1(key1=value1, key2=value2), name2()]\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{% endif %}
+{%- if m.tool_calls %}{{ '<|python_start|>[' }}
+{%- for call in m.tool_calls %}{{ call.function.name + '(' }}
+{%- for key, value in call.function.arguments.items() %}{{ key + '=' }}{{ value | tojson }}
+{%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ')' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}
+{{- ']<|python_end|>' }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|header_start|>assistant<|header_end|>\n\n' }}{% endif %}"""

@@ -184,7 +184,7 @@ async def test_a_model_without_a_format_takes_no_tools(tmp_path: Path) -> None:
             await ask(client, {"messages": [ASKED, called(), RESULT], "max_tokens": 2, **asks_nothing})
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *NAMED_FORMATS])
+@pytest.mark.parametrize("name", [*FORMATS, *NAMED_FORMATS, "pythonic"])
 async def test_required_calls_are_valid_in_every_format(tmp_path: Path, name: FormatName) -> None:
     async with tool_client(tmp_path, name) as (client, _):
         for prompt in numbered(8):

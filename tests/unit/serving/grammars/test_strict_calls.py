@@ -45,6 +45,7 @@ HEADS: dict[FormatName, str] = {
     "glm45": "<tool_call>g",
     "glm47": "<tool_call>g",
     "gpt_oss": "<|channel|>commentary to=functions.",
+    "pythonic": "<|python_start|>[g",
 }
 """What begins a call, for certain."""
 TALK: dict[FormatName, list[str]] = {
@@ -57,6 +58,7 @@ TALK: dict[FormatName, list[str]] = {
     "qwen3_coder": ["<tool_call>", "<function", "<parameter=a>"],
     "glm45": ["`<tool_call>` tag", "<tool_call><", "<arg_key>"],
     "glm47": ["`<tool_call>` tag", "<tool_call><", "<arg_key>"],
+    "pythonic": ["`<|python_start|>`", "<|python_start|>print(1)", "[get_weather(", "<|python_start|>[1]"],
     "gpt_oss": ["to=functions.get_weather", "<|channel|>final<|message|>to=functions.get_weather", "<|end|>"],
 }
 """What begins none."""
@@ -215,6 +217,24 @@ def test_a_bare_call_is_one_only_where_the_answer_begins() -> None:
     say(constraint, ids_of(made, BARE))
     any_call(constraint, random.Random(3))
     assert say(constraint, ids_of(made, "; " + BARE))[-1], "nor does a second one need a mark"
+
+
+def test_a_list_of_calls_needs_no_mark_where_the_answer_begins() -> None:
+    made, free = tokenizer("pythonic", special=True), "[x for x in get_weather(days=1)]"
+    for seed in range(4):
+        constraint = begun(made, "pythonic")
+        head = ids_of(made, "\n[ get_weather(")
+        assert say(constraint, head)[-1]
+        ids = [*head, *any_call(constraint, random.Random(seed))]
+        again = ids_of(made, "\n[other(")
+        assert say(constraint, again)[-1], "nor does a second one"
+        ids += [*again, *any_call(constraint, random.Random(seed))]
+        calls = calls_of(told(made, "pythonic", ids))
+        assert [calls[0][0], len(calls) >= 2] == ["get_weather", True]
+        for function, arguments in calls:
+            jsonschema.validate(arguments, FUNCTIONS[function])
+    for text in ("So [get_weather(days=1)]", free, "[1, get_weather(days=1)]", "[unknown(a=1), get_weather("):
+        assert not any(say(begun(made, "pythonic"), ids_of(made, text))), text
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "hermes", "qwen3_coder"])

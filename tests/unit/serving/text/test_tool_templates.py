@@ -12,7 +12,7 @@ from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.text.tool_calls.parser import CallPiece
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.small_tokenizer import BOS_ID, END_ID, START_ID, byte_level_tokenizer
-from tests.unit.serving.tool_templates import ARGS, HERMES, LLAMA, MISTRAL, TAGS
+from tests.unit.serving.tool_templates import ARGS, HERMES, LLAMA, MISTRAL, PYTHONIC, TAGS
 from tests.unit.serving.tool_texts import read
 
 EMBEDDED_MODEL = Path(__file__).parents[4] / "assets/models/kedge-chat"
@@ -62,7 +62,7 @@ def test_the_format_is_read_off_the_template(name: FormatName) -> None:
     assert text.tool_format("mistral") == "mistral"
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}", TAGS])
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", TAGS, "{{ tools }}<|python_start|>"])
 def test_other_templates_have_none_that_is_known(template: str) -> None:
     assert processor(template).tool_format("auto") is None
 
@@ -78,6 +78,10 @@ def test_other_templates_have_none_that_is_known(template: str) -> None:
         ("{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>", "glm45"),
         ("{{ tools }}{{ '<tool_call>' + name + '\\n<arg_key>' }}", "glm45"),
         ("{{ tools }}<tool_call>{name}<arg_key>{key}</arg_key><arg_value>", "glm47"),
+        (PYTHONIC, "pythonic"),
+        (f"<|start_header_id|>{PYTHONIC}", "pythonic"),
+        (f"<|python_tag|>{PYTHONIC}", "pythonic"),
+        (f'<|python_tag|>{{"name": x, "parameters": y}}{PYTHONIC}', "llama3"),
     ],
 )
 def test_a_format_that_is_no_json_object_is_read_off_the_template(template: str, name: FormatName) -> None:
