@@ -54,7 +54,8 @@ class Controller:
         self.lost: list[str] = []
 
     async def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
-        assert not create and preferred is None
+        assert not create
+        assert preferred is None
         if self.failures:
             raise self.failures.pop(0)
         self.epoch += 1
