@@ -33,6 +33,7 @@ from serving.front.api.responses_store import (
 )
 from serving.front.api.responses_stream import CharacterNumbers, EventNumbers, ResponseEncoder
 from serving.front.api.responses_tools import OfferedTools, offered_tools
+from serving.front.api.responses_turns import ResponseTurns
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.thoughts import reads_thoughts, telling_tokens
@@ -67,26 +68,27 @@ async def create_response(
     priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
     asked = await asked_response(body, service, tenant, priority)
     if body.is_background:
-        turn = await background.start(service, asked.plan)
+        turn = await asked.turns.start(background, asked.plan)
         if body.stream:
             encoder = ResponseEncoder(asked.head, asked.reader, CharacterNumbers())
             return TurnEventStream(turn, asked.plan, encoder)
         return JSONResponse(asked.head.response("queued"))
     if body.stream:
         encoder = ResponseEncoder(asked.head, asked.reader, EventNumbers())
-        return TurnEventStream(service, asked.plan, encoder)
-    (result,) = results = await until_disconnect(request.receive, collect(service, asked.plan))
+        return TurnEventStream(asked.turns, asked.plan, encoder)
+    (result,) = results = await until_disconnect(request.receive, collect(asked.turns, asked.plan))
     asked.reader.read(result)
     return json_reply(encoded(asked.reader.response(result)), results)
 
 
 @dataclass(frozen=True, slots=True)
 class AskedResponse:
-    """A response to be: its turn, and what reads that. `items` is all that was said before it."""
+    """A response to be: its turn, what runs and what reads that. `items` is all that was said before it."""
 
     head: ResponseHead
     items: list[Json]
     plan: TurnPlan
+    turns: ResponseTurns
     reader: ResponseReader
 
 
@@ -104,7 +106,7 @@ async def asked_response(
         response_id = new_response_id(before.session_id)
     head = ResponseHead(response_id, model.model_id, body.repeated())
     items = canonical_items(body.input, response_id)
-    session = await before.turn(service, head, items, body, tenant)
+    session = before.turn(head, items, body)
     said = [*before.items, *items]
     make = (body, tools, model, response_id, said, session, tenant, priority)
     plan = _plan(*make) if len(items) <= FEW_ITEMS else await asyncio.to_thread(_plan, *make)
@@ -114,7 +116,7 @@ async def asked_response(
         tools,
         encrypts_reasoning=body.encrypts_reasoning,
     )
-    return AskedResponse(head, said, plan, reader)
+    return AskedResponse(head, said, plan, ResponseTurns(service, before), reader)
 
 
 def _plan(

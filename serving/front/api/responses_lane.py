@@ -135,7 +135,7 @@ class Lane:
         response: Json | None = None
         size_bytes = 0
         try:
-            async with open_turns(self._service, asked.plan) as turn:
+            async with open_turns(asked.turns, asked.plan) as turn:
                 async for _, event in turn:
                     if not generates and event.finish is None:
                         continue

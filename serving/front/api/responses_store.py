@@ -164,22 +164,23 @@ class Continued:
     next_turn: int = 0
     has_more: bool = False
 
-    async def turn(
-        self,
-        service: TurnService,
-        head: ResponseHead,
-        items: Sequence[Json],
-        body: ResponsesBody,
-        tenant: str,
-    ) -> SessionTurn | None:
-        """The turn to be, with the new items; a fork is made now. Raises ServiceError."""
-        if self.session_id is None:
-            return None
-        begins = self.fork_of is None and self.next_turn == 0
-        if self.fork_of is not None:
+    @property
+    def begins_session(self) -> bool:
+        """Whether the response is the first of its session."""
+        return self.session_id is not None and self.next_turn == 0
+
+    async def make_fork(self, service: TurnService, tenant: str) -> None:
+        """What the turn's session begins with, if it is a fork. Raises ServiceError."""
+        if self.session_id is not None and self.fork_of is not None:
             await service.fork_session(
                 self.fork_of, self.session_id, length=self.fork_len, timeout_s=None, tenant=tenant
             )
+
+    def turn(self, head: ResponseHead, items: Sequence[Json], body: ResponsesBody) -> SessionTurn | None:
+        """The turn to be, with the new items. A fork is to be made before it runs."""
+        if self.session_id is None:
+            return None
+        begins = self.fork_of is None and self.next_turn == 0
         return SessionTurn(
             self.session_id,
             idempotency_key=head.id,

@@ -8,23 +8,18 @@ went on from it.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
+from serving.front.api.first_turns import FINISHED_TURNS, run_first_turn
 from serving.front.api.session_schema import SessionParams
 from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
-
-logger = logging.getLogger(__name__)
 
 BEHIND_TREE = "\x1f"
 """Between a tree's name and a request's: no client's name has it."""
 MOST_AT_ONCE = 256
-FINISHED_TURNS = 1
-_CLOSE_TIMEOUT_S = 5.0
 
 
 async def begin_request(
@@ -45,42 +40,19 @@ async def begin_request(
 
 
 class TreeRequests:
-    """Runs requests of a tree: one that comes to nothing leaves nothing, neither a session nor the KV that it holds."""
+    """Runs requests of a tree. What has a key is left to whoever asks again under it, and to its idle timeout: it may
+    have been committed, or run for an earlier try."""
 
     def __init__(self, service: TurnService) -> None:
         self._service = service
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        finished = False
-
-        async def watched(events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
-            nonlocal finished
-            async for event in events:
-                finished = event.finish is not None and event.finish.reason != "abort"
-                yield event
-
-        try:
-            async with self._service.run(call) as events:
-                yield watched(events)
-        finally:
-            if not finished:
-                await self._close(call)
-
-    async def _close(self, call: TurnCall) -> None:
-        """What has a key is left to whoever asks again under it, and to its idle timeout: it may have been committed,
-        or run for an earlier try."""
         assert call.session is not None
-        if call.session.idempotency_key is not None:
-            return
-        node = call.session.session_id
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                session = await self._service.session(node, tenant=call.tenant)
-                if session is not None and session.turns < FINISHED_TURNS:
-                    await self._service.close_session(node, tenant=call.tenant)
-        except (ServiceError, TimeoutError) as error:
-            logger.info("the session of request %s is left to its idle timeout: %r", call.request_id, error)
+        has_key = call.session.idempotency_key is not None
+        turn = self._service.run(call) if has_key else run_first_turn(self._service, call)
+        async with turn as events:
+            yield events
 
 
 def node_id(tree_id: str, rid: str) -> str:

@@ -1,0 +1,47 @@
+"""A session's first turn: one that comes to nothing leaves nothing, neither a session nor the KV that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from serving.wire.turns import ServiceError, TurnCall, TurnEvent, TurnService
+
+FINISHED_TURNS = 1
+_CLOSE_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def run_first_turn(service: TurnService, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+    """Runs the turn; its session is closed when it is refused, aborted or left."""
+    finished = False
+
+    async def watched(events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
+        nonlocal finished
+        async for event in events:
+            finished = event.finish is not None and event.finish.reason != "abort"
+            yield event
+
+    try:
+        async with service.run(call) as events:
+            yield watched(events)
+    finally:
+        if not finished:
+            await close_unused(service, call)
+
+
+async def close_unused(service: TurnService, call: TurnCall) -> None:
+    """Closes the call's session, if that is there and has no turn."""
+    assert call.session is not None
+    session_id = call.session.session_id
+    try:
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            session = await service.session(session_id, tenant=call.tenant)
+            if session is not None and session.turns < FINISHED_TURNS:
+                await service.close_session(session_id, tenant=call.tenant)
+    except (ServiceError, TimeoutError) as error:
+        logger.info("the session of request %s is left to its idle timeout: %r", call.request_id, error)
