@@ -33,6 +33,7 @@ from serving.background import BackgroundTasks
 from serving.replica.live_turn import NOTHING, EventMaker, LiveTurn, said_by
 from serving.replica.mailbox import Mailbox
 from serving.replica.overlaps import OVERLAP_PATIENCE_S, Overlaps
+from serving.replica.prompt_places import PlacedPrompt
 from serving.replica.replay import decode_result, encode_result
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
@@ -207,7 +208,10 @@ class TurnRunner:
                 await self._host.offer(session.session_id, epoch)
             elif not _is_same(begun, call.resumed):
                 raise ServiceError(OVERTAKEN)
-            return await self._submit(call, begun, emit, started_s, constraint)
+            prompt = await self._builder.place(call, begun)
+            if prompt.kept_len < begun.history_len:
+                begun = self._sessions.cut_turn(begun, prompt.kept_len)
+            return self._submit(call, begun, prompt, emit, started_s, constraint)
         except SessionMoved:
             await self._tasks.outcome(self._tasks.start(self._host.let_go(begun)))
             raise
@@ -221,7 +225,10 @@ class TurnRunner:
     ) -> LiveTurn:
         turn = self._unnamed.begin(call)
         try:
-            return await self._submit(call, turn, emit, started_s, constraint)
+            prompt = await self._builder.place(call, turn)
+            if turn is not None and prompt.kept_len < turn.history_len:
+                turn = self._unnamed.cut(turn, prompt.kept_len)
+            return self._submit(call, turn, prompt, emit, started_s, constraint)
         except BaseException:
             if turn is not None:
                 self._unnamed.abort(turn)
@@ -251,20 +258,17 @@ class TurnRunner:
                 if not await self._overlaps.left(session.session_id, until_s):
                     raise
 
-    async def _submit(
+    def _submit(
         self,
         call: TurnCall,
         turn: Turn | None,
+        prompt: PlacedPrompt,
         emit: Emit,
         started_s: float,
         constraint: TokenConstraint | None,
     ) -> LiveTurn:
         engine_id = f"{call.request_id}#{next(self._numbers)}"
         output = self._builder.output_text(call)
-        prompt = await self._builder.place(call, turn)
-        if turn is not None and prompt.kept_len < turn.history_len:
-            cut = self._unnamed.cut if call.session is None else self._sessions.cut_turn
-            turn = cut(turn, prompt.kept_len)
         in_thought = self._builder.opens_thought(turn, prompt)
         request = self._builder.build(
             call, turn, engine_id, prompt.new_tokens, output, constraint, in_thought=in_thought

@@ -11,6 +11,8 @@ from serving.wire.turns import ServiceError, TurnCall, TurnEvent, TurnService
 
 FINISHED_TURNS = 1
 _CLOSE_TIMEOUT_S = 5.0
+_ANOTHERS = frozenset({"turn_in_flight", "turn_differs"})
+"""Whoever hears so asked for a session in which another's turn is, or has been, the first."""
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +20,7 @@ logger = logging.getLogger(__name__)
 @asynccontextmanager
 async def run_first_turn(service: TurnService, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
     """Runs the turn; its session is closed when it is refused, aborted or left."""
-    finished = False
+    finished = is_anothers = False
 
     async def watched(events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
         nonlocal finished
@@ -29,8 +31,11 @@ async def run_first_turn(service: TurnService, call: TurnCall) -> AsyncIterator[
     try:
         async with service.run(call) as events:
             yield watched(events)
+    except ServiceError as error:
+        is_anothers = error.info.code in _ANOTHERS
+        raise
     finally:
-        if not finished:
+        if not (finished or is_anothers):
             await close_unused(service, call)
 
 

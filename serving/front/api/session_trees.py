@@ -20,6 +20,8 @@ from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, T
 BEHIND_TREE = "\x1f"
 """Between a tree's name and a request's: no client's name has it."""
 MOST_AT_ONCE = 256
+_ANOTHERS = frozenset({"turn_in_flight", "turn_differs", "session_closing", "session_not_found"})
+"""A request hears so of a node that is not there for it: another of its name has it, or had."""
 
 
 async def begin_request(
@@ -120,9 +122,18 @@ async def _fork(
 
 
 async def _left_over(service: TurnService, node: str, tenant: str) -> bool:
-    """What an aborted request has left."""
+    """Whether it is what a request has left that came to nothing. The node is its caller's then: no turn of another can
+    be the first any more. Its owner says so, for the ledger hears of turns in flight only later."""
     session = await service.session(node, tenant=tenant)
-    return session is not None and session.turns < FINISHED_TURNS and not session.in_turn
+    if session is None or session.turns >= FINISHED_TURNS or session.in_turn:
+        return False
+    try:
+        await service.keep_note(node, b"", expected_turn=0, tenant=tenant)
+    except ServiceError as error:
+        if error.info.code not in _ANOTHERS:
+            raise
+        return error.info.code == "session_not_found"
+    return True
 
 
 async def _drop_behind(service: TurnService, tree_id: str, rid: str | None, tenant: str) -> None:

@@ -115,6 +115,9 @@ async def test_one_that_goes_on_leaves_its_session(tmp_path: Path) -> None:
         known = await sessions(client)
         refused = {"input": TOO_LONG, "previous_response_id": first}
         reply = await client.post(PATH, json=SHORT | refused)
-        assert reply.is_client_error, reply.text
+        assert reply.status_code == 400, reply.text
         assert await sessions(client) == known
         assert (await client.get(f"{PATH}/{first}")).status_code == 200
+        # It had gone back within its history: its turn was in flight for good.
+        await asked(client, input="two", previous_response_id=first)
+        assert await sessions(client) == known

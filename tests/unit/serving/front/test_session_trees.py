@@ -8,8 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from engine.runner.null import null_generate
+from serving.front.api.session_trees import node_id
+from serving.wire.turns import SessionInfo
 from tests.unit.serving.front.test_session_api import GREEDY, generate, refused
 from tests.unit.serving.local_service import local_client
 from tests.unit.serving.replica_rig import VOCAB_SIZE
@@ -223,3 +226,39 @@ async def test_requests_are_listed_by_the_names_of_their_client(tmp_path: Path) 
 async def sessions(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = (await client.get("/v1/kedge/sessions")).json()["sessions"]
     return listed
+
+
+async def test_a_request_that_the_ledger_knows_nothing_of_yet_keeps_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns in flight come to the ledger with a heartbeat. Until then another request of the same name closed it."""
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        session = service.session
+
+        async def not_yet_told(session_id: str, *, tenant: str) -> SessionInfo | None:
+            found = await session(session_id, tenant=tenant)
+            return None if found is None else replace(found, in_turn=False)
+
+        monkeypatch.setattr(service, "session", not_yet_told)
+        service.rig.runner.hold()
+        running = asyncio.create_task(tree.ask("a", [1, 2, 3], []))
+        await service.rig.runner.held()
+        again = {"input_ids": [1], "rid": "a", "session_params": {"id": tree.session_id}}
+        async with asyncio.timeout(5):
+            assert (await refused(client, "/generate", **again))["param"] == "rid"
+        service.rig.runner.go_on()
+        await running
+        await tree.ask("b", [4], tree.all_of("a"), rid="a")
+
+
+async def test_what_a_front_end_has_left_is_free(tmp_path: Path) -> None:
+    """It ended before the request did, which had been forked."""
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await service.fork_session(
+            node_id(tree.session_id, "a"), node_id(tree.session_id, "b"), length=2, timeout_s=None, tenant=""
+        )
+        await tree.ask("b", [4], tree.all_of("a"), rid="a")
+        await tree.ask("c", [5], tree.all_of("b"), rid="b")
