@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from engine.api import InvalidRequest
+from serving.text.answer_parsers import answer_parser
 from serving.text.text import TextProcessor
 from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.text.tool_calls.parser import CallPiece
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.small_tokenizer import BOS_ID, END_ID, START_ID, byte_level_tokenizer
+from tests.unit.serving.text.test_thoughts import read
 from tests.unit.serving.tool_templates import ARGS, HERMES, LLAMA, MISTRAL, PYTHONIC, TAGS
-from tests.unit.serving.tool_texts import read
 
 EMBEDDED_MODEL = Path(__file__).parents[4] / "assets/models/kedge-chat"
 TOKENIZER = byte_level_tokenizer()
@@ -101,7 +102,9 @@ def test_the_embedded_model_and_one_without_a_template() -> None:
     assert TextProcessor(None, vocab_size=9, max_context_len=9).tool_format("auto") is None
 
 
-@pytest.mark.parametrize("template", [*TEMPLATES.values(), EMBEDDED], ids=[*TEMPLATES, "embedded"])
+@pytest.mark.parametrize(
+    "template", [*TEMPLATES.values(), PYTHONIC, EMBEDDED], ids=[*TEMPLATES, "pythonic", "embedded"]
+)
 def test_a_session_reads_as_the_whole_conversation(template: str) -> None:
     """Tools in the first turn, a call, its result alone in the second turn, then words."""
     text = processor(template)
@@ -114,7 +117,7 @@ def test_a_session_reads_as_the_whole_conversation(template: str) -> None:
     assert "get_weather" not in text_of(said), "the tools have been told"
     said = text.encode_prompt(ChatPrompt((THANKS,), tools=(WEATHER,)), history_len=9, last_token=END_ID)
     assert "get_weather" not in text_of(said)
-    (call,) = read(text.tool_format("auto"), answer)
+    (call,) = read(answer_parser(text.tool_format("auto"), {}, None, inside=False), answer)
     assert call == CallPiece(0, "get_weather", '{"city": "Bern"}')
 
 
