@@ -36,9 +36,8 @@ async def begin_request(
     length = await _kept_len(service, params, parent, tenant)
     node = node_id(params.id, rid)
     await _fork(service, parent, node, length, tenant, may_be_there=key is not None)
-    return SessionTurn(
-        node, idempotency_key=key, create=False, expected_turn=0, note=(params.rid or "").encode()
-    )
+    note = f"{params.rid or ''}{BEHIND_TREE}{rid}".encode()
+    return SessionTurn(node, idempotency_key=key, create=False, expected_turn=0, note=note)
 
 
 class TreeRequests:
@@ -158,8 +157,13 @@ def _behind(root: str, parents: dict[str, str | None]) -> set[str]:
 
 
 async def _parent_of(service: TurnService, tree_id: str, node: str, tenant: str) -> str | None:
+    """A turn's note names the request that it went on from, and its own. One in flight has only the turns of those
+    before it."""
     turns = await service.transcript(node, tenant=tenant)
-    rid = turns[-1].said.note.decode() if turns and turns[-1].turn_index >= 0 else ""
+    if not turns:
+        return None
+    gone_on_from, _, own = turns[-1].said.note.decode().partition(BEHIND_TREE)
+    rid = gone_on_from if turns[-1].turn_index >= 0 else own
     return node_id(tree_id, rid) if rid else None
 
 

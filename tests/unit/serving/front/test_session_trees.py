@@ -262,3 +262,25 @@ async def test_what_a_front_end_has_left_is_free(tmp_path: Path) -> None:
         )
         await tree.ask("b", [4], tree.all_of("a"), rid="a")
         await tree.ask("c", [5], tree.all_of("b"), rid="b")
+
+
+@pytest.mark.parametrize("kept", [{}, {"drop_previous_output": True}])
+async def test_replacing_drops_what_is_still_going_on(tmp_path: Path, kept: dict[str, Any]) -> None:
+    """What a request went on from was told by its turn, which one in flight has not."""
+    async with local_client(tmp_path) as (client, service):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [])
+        await tree.ask("other", [5], [])
+        service.rig.runner.hold()
+        known = tree.inputs["a"] if kept else tree.all_of("a")
+        running = asyncio.create_task(tree.ask("b", [4], known, rid="a", **kept))
+        await service.rig.runner.held()
+        replacing = asyncio.create_task(tree.ask("c", [6], tree.all_of("a"), rid="a", replace=True))
+        async with asyncio.timeout(5):
+            while len(await sessions(client)) < 5:
+                await asyncio.sleep(0.01)
+        service.rig.runner.go_on()
+        await asyncio.gather(running, replacing)
+        await tree.refuse("rid", rid="b")
+        await tree.ask("d", [7], tree.all_of("c"), rid="c")
+        await tree.ask("e", [7], tree.all_of("other"), rid="other")
