@@ -33,7 +33,7 @@ from starlette.types import Message
 from engine.api import SamplingParams
 from serving.cli.load.prompts import PromptSource
 from serving.front.api.body_limits import BodyLimits
-from serving.front.api.openai_chat_schema import ChatBody
+from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.strict_json import StrictJsonRequest
 from serving.front.conversations import DIGEST_BYTES, Conversations
 from serving.wire.turns import ChatPrompt, Said, TurnCall

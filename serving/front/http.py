@@ -7,26 +7,20 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from serving.front.api import (
-    admin,
-    conversations,
-    messages,
-    openai_chat,
-    openai_completions,
-    openai_models,
-    responses,
-    responses_socket,
-    session_protocol,
-    sessions,
-    tokenization,
-)
+from serving.front.api import admin, tokenization
 from serving.front.api.access import CallersKnown
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
 from serving.front.api.errors import install_error_handlers
 from serving.front.api.ignored_fields import IGNORED_FIELDS
 from serving.front.api.keys import KeyRing
-from serving.front.api.responses_background import BackgroundResponses
+from serving.front.api.messages import routes as messages
+from serving.front.api.openai import chat, completions, models
+from serving.front.api.responses import conversations, websocket
+from serving.front.api.responses import routes as responses
+from serving.front.api.responses.background import BackgroundResponses
+from serving.front.api.sessions import protocol as session_protocol
+from serving.front.api.sessions import routes as sessions
 from serving.front.api.sockets import MOST_SOCKETS, Sockets
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
 from serving.wire.turns import TurnService
@@ -69,11 +63,11 @@ def create_http_app(
     app.state.request_priority = request_priority
     install_error_handlers(app)
     for protocol in (
-        openai_chat,
-        openai_completions,
-        openai_models,
+        chat,
+        completions,
+        models,
         responses,
-        responses_socket,
+        websocket,
         conversations,
         messages,
         session_protocol,

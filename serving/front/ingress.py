@@ -21,7 +21,7 @@ from serving.background import BackgroundTasks
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import KeyRing
-from serving.front.api.responses_background import BackgroundResponses
+from serving.front.api.responses.background import BackgroundResponses
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.conversations import Conversations
 from serving.front.http import create_http_app

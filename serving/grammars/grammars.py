@@ -96,7 +96,7 @@ class Grammars:
         return matcher
 
     def _strict_calls(self, wanted: Mapping[str, Any]) -> StrictCalls:
-        """`wanted` is what serving/front/api/openai_tools.py writes. A schema that cannot be enforced, and need not be,
+        """`wanted` is what serving/front/api/openai/tools.py writes. A schema that cannot be enforced, and need not be,
         leaves its function's arguments free."""
         name: FormatName = wanted["format"]
         functions = {each["name"]: each["parameters"] for each in wanted["functions"]}

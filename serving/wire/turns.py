@@ -141,7 +141,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     Outside a session calls with the same `affinity_key` go to the same replica while its load allows it. Of those that
     wait there the one with the highest `priority` goes first.
 
-    `strict_calls` are the functions that calls in a free answer are held to (serving/front/api/openai_tools.py; None:
+    `strict_calls` are the functions that calls in a free answer are held to (serving/front/api/openai/tools.py; None:
     such calls are free, too). It goes with no `constraint`.
 
     `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.

@@ -17,8 +17,8 @@ from serving.front.api.fields import (
     one_or_many,
     one_or_many_lists,
 )
-from serving.front.api.openai_chat_schema import MAX_MESSAGES, Message, TemplateKwargs
-from serving.front.api.openai_tools_schema import Tools
+from serving.front.api.openai.chat_schema import MAX_MESSAGES, Message, TemplateKwargs
+from serving.front.api.openai.tools_schema import Tools
 from serving.front.api.strict_json import NotSupported, StrictBody, StrictJsonRoute
 from serving.wire.turns import ChatPrompt, TextPrompt
 

@@ -14,7 +14,7 @@ from serving.text.tool_calls.tagged_grammar import tagged_call
 def calls_grammar(
     wanted: Mapping[str, Any], special_ids: Mapping[str, int], json_options: Mapping[str, Any]
 ) -> str:
-    """`wanted` is what serving/front/api/openai_tools.py writes. Special tokens of the format are the grammar's."""
+    """`wanted` is what serving/front/api/openai/tools.py writes. Special tokens of the format are the grammar's."""
     form = tool_format(wanted["format"])
     terms = GrammarTerms(special_ids, json_options)
     rules = []

@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from serving.front.api import responses_background
 from serving.front.api.keys import KeyRing
-from serving.front.api.responses_background import BackgroundResponses
+from serving.front.api.responses import background as responses_background
+from serving.front.api.responses.background import BackgroundResponses
 from serving.front.http import create_http_app
 from tests.unit.serving.front.test_responses_api import GREEDY, expected, said, user
 from tests.unit.serving.local_service import LocalService, http_server, local_service

@@ -8,11 +8,11 @@ import pytest
 
 from engine.api import SamplingParams, TokenLogprob
 from serving.front.api import reply_json
-from serving.front.api.openai_answers import AnswerReader
-from serving.front.api.openai_chat import ChatEncoder
-from serving.front.api.openai_chat_schema import ChatBody
-from serving.front.api.openai_completions import CompletionEncoder
-from serving.front.api.openai_completions_schema import CompletionBody
+from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.chat import ChatEncoder
+from serving.front.api.openai.chat_schema import ChatBody
+from serving.front.api.openai.completions import CompletionEncoder
+from serving.front.api.openai.completions_schema import CompletionBody
 from serving.front.api.sse import StreamEncoder
 from serving.wire.turns import TextLogprob, TextPrompt, TokenPrompt, TurnCall, TurnEvent, TurnFinish
 

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from serving.front.api import conversation_log
+from serving.front.api.responses import conversation_log
 from serving.front.http import create_http_app
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnd, front_ends
 from tests.unit.serving.front.test_responses_api import (

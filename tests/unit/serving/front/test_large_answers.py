@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.front.api import reply_json, session_replies
+from serving.front.api import reply_json
 from serving.front.api.reply_json import filled, joined_items, list_items
+from serving.front.api.sessions import replies as session_replies
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import client_of, local_service
 

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from serving.front.api import body_limits
 from serving.front.api.body_limits import MIB, PIECE_BYTES, BodyLimits
-from serving.front.api.openai_chat_schema import MAX_MESSAGES, ChatBody
-from serving.front.api.openai_completions_schema import CompletionBody
-from serving.front.api.session_schema import GenerateBody
+from serving.front.api.openai.chat_schema import MAX_MESSAGES, ChatBody
+from serving.front.api.openai.completions_schema import CompletionBody
+from serving.front.api.sessions.schema import GenerateBody
 from serving.front.api.strict_json import SMALL_BODY_BYTES, StrictBody
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import MODEL, client_of, local_service

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from engine.runner.null import null_generate
-from serving.front.api.responses_history import template_messages
+from serving.front.api.responses.history import template_messages
 from serving.front.http import create_http_app
 from serving.wire.turns import ChatPrompt, TurnFinish
 from tests.unit.serving.front.test_tool_answers import TellingService

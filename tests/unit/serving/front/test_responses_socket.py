@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from serving.front.api import responses_socket
 from serving.front.api.body_limits import BodyLimits
+from serving.front.api.responses import websocket as responses_socket
 from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnTranscript
 from tests.unit.serving.front.socket_client import RawSocket, opened

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.front.api import responses_background
+from serving.front.api.responses import background as responses_background
 from serving.wire.turns import ErrorInfo, ServiceError
 from tests.unit.serving.local_service import local_client
 

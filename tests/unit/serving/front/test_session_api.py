@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from engine.api import SamplingParams
 from engine.runner.null import null_generate
-from serving.front.api.session_replies import GenerateEncoder
-from serving.front.api.session_schema import GenerateBody
+from serving.front.api.sessions.replies import GenerateEncoder
+from serving.front.api.sessions.schema import GenerateBody
 from serving.front.api.turn_streams import TurnPlan
 from serving.front.http import create_http_app
 from serving.wire.turns import TokenPrompt, TurnCall, TurnEvent, TurnFinish

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
-from serving.front.api.sessions import MOST_IN_PAGE
+from serving.front.api.sessions.routes import MOST_IN_PAGE
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import LocalService, client_of, local_service
 

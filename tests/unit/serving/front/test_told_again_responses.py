@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from serving.front.api import responses_background
 from serving.front.api.recorded_turns import ending
-from serving.front.api.responses_stream import CharacterNumbers, EventNumbers
+from serving.front.api.responses import background as responses_background
+from serving.front.api.responses.stream import CharacterNumbers, EventNumbers
 from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo, TurnCall, TurnEvent
 from tests.unit.serving.front.test_background_responses import SLOW_S, FrontEnds, front_ends

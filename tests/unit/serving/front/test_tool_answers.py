@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from openai.lib.streaming._deltas import accumulate_delta
 
-from serving.front.api.openai_answers import AnswerPart, AnswerReader
-from serving.front.api.openai_tools import ToolUse
+from serving.front.api.openai.answers import AnswerPart, AnswerReader
+from serving.front.api.openai.tools import ToolUse
 from serving.front.http import create_http_app
 from serving.text.tool_calls.formats import FORMATS, FormatName
 from serving.wire.turns import SessionTurn, TurnCall, TurnEvent, TurnFinish

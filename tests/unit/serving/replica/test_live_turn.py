@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from engine.api import Finish, FinishReason, TokenDelta, TokenLogprob
 from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
-from serving.front.api.openai_replies import UsageCounter
+from serving.front.api.openai.replies import UsageCounter
 from serving.front.api.reply_json import reply_json
 from serving.front.http import create_http_app
 from serving.replica.live_turn import EventMaker, LiveTurn

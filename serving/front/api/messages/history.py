@@ -1,0 +1,104 @@
+"""Messages of /v1/messages as chat templates expect them.
+
+A result of a tool is a message of its own there, and what belongs to one role in a row is one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from serving.front.api.messages.blocks import (
+    Message,
+    RedactedThinkingBlock,
+    SystemMessage,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserMessage,
+    text_of,
+)
+
+TemplateMessage = dict[str, Any]
+_JOINED = ("reasoning_content", "content")
+"""Texts of a message, to which those of the next of the same role are added."""
+
+
+def for_template(
+    system: str | list[TextBlock] | None, messages: Sequence[Message]
+) -> tuple[TemplateMessage, ...]:
+    """The whole conversation; an empty system prompt is none."""
+    result: list[TemplateMessage] = []
+    instruction = "" if system is None else text_of(system)
+    if instruction:
+        result.append({"role": "system", "content": instruction})
+    last_user = max((i for i, each in enumerate(messages) if isinstance(each, UserMessage)), default=-1)
+    for index, message in enumerate(messages):
+        cleared = isinstance(message, SystemMessage) and message.clear_at == "next_user_message"
+        if not (cleared and index < last_user):
+            for each in _messages_of(message):
+                _add(result, each)
+    return tuple(result)
+
+
+def _messages_of(message: Message) -> Iterable[TemplateMessage]:
+    content = message.content
+    if isinstance(content, str):
+        yield {"role": message.role, "content": content}
+    elif isinstance(message, SystemMessage):
+        yield {"role": "system", "content": text_of(message.content)}
+    elif isinstance(message, UserMessage):
+        for block in message.content:
+            assert not isinstance(block, str)
+            yield _told(block) if isinstance(block, ToolResultBlock) else _said(block)
+    else:
+        assert not isinstance(message.content, str)
+        yield _answered(message.content)
+
+
+def _said(block: TextBlock) -> TemplateMessage:
+    return {"role": "user", "content": block.text}
+
+
+def _told(block: ToolResultBlock) -> TemplateMessage:
+    """Templates know no errors of tools, so the text says that it is one."""
+    text = "" if block.content is None else text_of(block.content)
+    if block.is_error:
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+def _answered(
+    blocks: Sequence[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock],
+) -> TemplateMessage:
+    message: TemplateMessage = {
+        "role": "assistant",
+        "content": "\n".join(block.text for block in blocks if isinstance(block, TextBlock)),
+    }
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    calls = [_called(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _called(block: ToolUseBlock) -> dict[str, Any]:
+    """Templates write the arguments as JSON themselves."""
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+
+
+def _add(messages: list[TemplateMessage], new: TemplateMessage) -> None:
+    """Adds to what the same role has just said; each tool result and each instruction stays by itself."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != new["role"] or new["role"] not in ("user", "assistant"):
+        messages.append(new)
+        return
+    for name in _JOINED:
+        texts = [text for text in (last.get(name), new.get(name)) if text]
+        if texts:
+            last[name] = "\n".join(texts)
+    if calls := [*last.get("tool_calls", ()), *new.get("tool_calls", ())]:
+        last["tool_calls"] = calls

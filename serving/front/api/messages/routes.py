@@ -1,0 +1,142 @@
+"""Anthropic's Messages API: /v1/messages, whole or streamed, and how many tokens a prompt has."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from serving.front.api.documented_replies import STREAMED
+from serving.front.api.fields import (
+    IdempotencyHeader,
+    ModeHeader,
+    RetriesHeader,
+    Service,
+    SessionHeader,
+    Tenant,
+    TurnHeader,
+    check_model_name,
+    most_tokens,
+    new_id,
+)
+from serving.front.api.messages.replies import MessageReply, blocks_of, no_edits, stop_of, usage_of
+from serving.front.api.messages.schema import CountTokensBody, MessagesBody
+from serving.front.api.messages.stream import MessageEncoder
+from serving.front.api.messages.tools import tools_in_use
+from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.requests import field_names, session_turn
+from serving.front.api.openai.thoughts import reads_thoughts, telling_tokens
+from serving.front.api.openai.tools import ToolUse
+from serving.front.api.reply_json import json_reply, reply_json
+from serving.front.api.sse import TurnEventStream
+from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.wire.turns import ModelInfo, SessionTurn, TurnCall, TurnFinish
+
+FEW_MESSAGES = 256
+"""More are brought into shape on a thread: streams go on meanwhile."""
+
+REQUEST_ID = "request-id"
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["Anthropic"])
+    router.add_api_route("/v1/messages", create_message, methods=["POST"], responses=STREAMED)
+    router.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
+    return router
+
+
+async def create_message(
+    body: MessagesBody,
+    request: Request,
+    service: Service,
+    tenant: Tenant,
+    x_session_id: SessionHeader = None,
+    x_session_mode: ModeHeader = None,
+    x_session_turn: TurnHeader = None,
+    idempotency_key: IdempotencyHeader = None,
+    x_stainless_retry_count: RetriesHeader = None,
+) -> Response:
+    check_model_name(body.model, service.model)
+    body.check()
+    session = session_turn(
+        x_session_id,
+        idempotency_key,
+        x_stainless_retry_count,
+        1,
+        "messages",
+        mode=x_session_mode or "auto",
+        expected_turn=x_session_turn,
+    )
+    tools = tools_in_use(body.tools, body.tool_choice, service.model)
+    reply_id = new_id("msg_")
+    if len(body.messages) <= FEW_MESSAGES:
+        plan = _plan(body, tools, service.model, reply_id, session, tenant)
+    else:
+        plan = await asyncio.to_thread(_plan, body, tools, service.model, reply_id, session, tenant)
+    (call,) = plan.calls
+    reader = AnswerReader(call, tools, reads_thoughts(service.model, call.constraint))
+    model_id = service.model.model_id
+    response: Response
+    if body.stream:
+        encoder = MessageEncoder(reader, reply_id, model_id, edits_asked=body.context_management is not None)
+        response = TurnEventStream(service, plan, encoder)
+    else:
+        results = await until_disconnect(request.receive, collect(service, plan))
+        response = json_reply(_reply(body, reader, reply_id, model_id, results[0]), results)
+    response.headers[REQUEST_ID] = reply_id
+    return response
+
+
+async def count_tokens(body: CountTokensBody, service: Service) -> dict[str, int]:
+    """As the chat template renders the prompt, up to where the answer begins."""
+    check_model_name(body.model, service.model)
+    prompt = body.prompt(tools_in_use(body.tools, body.tool_choice, service.model))
+    tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)
+    return {"input_tokens": len(tokenized.token_ids)}
+
+
+def _plan(
+    body: MessagesBody,
+    tools: ToolUse | None,
+    model: ModelInfo,
+    reply_id: str,
+    session: SessionTurn | None,
+    tenant: str,
+) -> TurnPlan:
+    held = body.held_answer()
+    constraint = None if held is None else held.constraint
+    if tools is not None:
+        constraint = tools.constraint(held)
+    call = TurnCall(
+        request_id=reply_id,
+        prompt=body.prompt(tools),
+        sampling=body.sampling(model),
+        max_new_tokens=most_tokens(model, body.max_tokens),
+        stop=tuple(body.stop_sequences or ()),
+        shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
+        constraint=constraint,
+        strict_calls=None if tools is None else tools.strict_calls(model, constraint),
+        session=session,
+        tenant=tenant,
+    )
+    return TurnPlan([call], field_names("messages", held))
+
+
+def _reply(
+    body: MessagesBody, reader: AnswerReader, reply_id: str, model_id: str, result: TurnResult
+) -> bytes:
+    content = blocks_of(reader.read(result))
+    reason, sequence = stop_of(reader.finish(result) or TurnFinish("abort"))
+    return reply_json(
+        MessageReply(
+            id=reply_id,
+            model=model_id,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=usage_of(result),
+            context_management=no_edits(body.context_management is not None),
+        )
+    )

@@ -1,0 +1,146 @@
+"""The answers of a chat request: their text as content and, where it has tools, calls.
+
+The text alone tells the calls, so a turn that goes on at another replica, or is told again from the log, has the same
+ones. Their ids follow from the turn, for the same reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b32encode
+from dataclasses import dataclass, field
+from typing import Literal
+
+from msgspec.structs import replace
+
+from serving.front.api.openai.chat_schema import AnswerMessage, Delta
+from serving.front.api.openai.tools import ToolUse
+from serving.front.api.openai.tools_schema import CallDelta, CalledFunction, CalledTool, FunctionDelta
+from serving.front.api.reply_json import or_unset
+from serving.front.api.turn_streams import TurnResult
+from serving.text.answer_parsers import answer_parser
+from serving.text.answer_pieces import AnswerParser, Piece, Thought
+from serving.text.reasoning.formats import ReasoningName
+from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
+
+_ID_CHARS = 9
+"""Mistral's templates take ids of nine letters and digits, and no others."""
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """What an event adds to a choice, or all of it. A call has one delta at most: clients put those of a chunk together
+    by their places in it, too."""
+
+    content: str | None = None
+    calls: list[CallDelta] = field(default_factory=list)
+    reasoning: str | None = None
+    """What the model thought before its answer, where its format parts the two."""
+
+    places: list[int] = field(default_factory=list)
+    """Of each call, how much of the content came before it."""
+
+    @property
+    def content_alone(self) -> str | None:
+        """The content, if there is nothing else."""
+        return None if self.calls or self.reasoning is not None else self.content
+
+    def in_order(self) -> list[str | CallDelta]:
+        """Content and calls as they came."""
+        content, said = self.content or "", 0
+        pieces: list[str | CallDelta] = []
+        for call, place in zip(self.calls, self.places, strict=True):
+            pieces += [content[said:place], call]
+            said = place
+        return [piece for piece in (*pieces, content[said:]) if piece]
+
+    def add(self, piece: Piece, scope: str) -> None:
+        if isinstance(piece, str):
+            self.content = f"{self.content or ''}{piece}"
+        elif isinstance(piece, Thought):
+            self.reasoning = f"{self.reasoning or ''}{piece.text}"
+        elif piece.name is not None:
+            function = FunctionDelta(name=piece.name, arguments=piece.arguments)
+            call_id = _call_id(scope, piece.index)
+            self._begin(CallDelta(index=piece.index, id=call_id, type="function", function=function))
+        elif self.calls and self.calls[-1].index == piece.index:
+            self.calls[-1].function.arguments += piece.arguments
+        else:
+            self._begin(CallDelta(index=piece.index, function=FunctionDelta(arguments=piece.arguments)))
+
+    def _begin(self, call: CallDelta) -> None:
+        self.calls.append(call)
+        self.places.append(len(self.content or ""))
+
+    def delta(self, role: Literal["assistant"] | None) -> Delta:
+        return Delta(
+            role=or_unset(role),
+            content=or_unset(self.content),
+            reasoning_content=or_unset(self.reasoning),
+            tool_calls=or_unset(self.calls or None),
+        )
+
+    def message(self) -> AnswerMessage:
+        """Of a whole answer."""
+        called = [
+            CalledTool(
+                id=call.id or "",
+                function=CalledFunction(name=call.function.name or "", arguments=call.function.arguments),
+            )
+            for call in self.calls
+        ]
+        content = self.content if called else self.content or ""
+        return AnswerMessage(
+            content=content,
+            reasoning_content=or_unset(self.reasoning),
+            tool_calls=or_unset(called or None),
+        )
+
+
+class AnswerReader:
+    """Follows one choice. `reasoning` is the format of the model's thoughts (None: they are not looked for). Without
+    tools to read for, what is no thought is its content."""
+
+    def __init__(self, call: TurnCall, tools: ToolUse | None, reasoning: ReasoningName | None = None) -> None:
+        self._call = call
+        self._tools = tools if tools is not None and tools.reads else None
+        self._reasoning = reasoning
+        self._parser: AnswerParser | None = None
+        self._has_calls = False
+
+    def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
+        """Of the choice's next event, or of all of it."""
+        if self._tools is None and self._reasoning is None:
+            return AnswerPart(output.text)
+        if self._parser is None:
+            self._parser = self._parser_of(output)
+        pieces = self._parser.push(output.text)
+        if output.finish is not None:
+            pieces += self._parser.flush()
+        part, scope = AnswerPart(), _scope(self._call, output.turn_index)
+        for piece in pieces:
+            part.add(piece, scope)
+        self._has_calls = self._has_calls or bool(part.calls)
+        return part
+
+    def _parser_of(self, output: TurnEvent | TurnResult) -> AnswerParser:
+        calls, schemas = (None, {}) if self._tools is None else (self._tools.format_name, self._tools.schemas)
+        return answer_parser(calls, schemas, self._reasoning, inside=output.in_thought)
+
+    def finish(self, output: TurnEvent | TurnResult) -> TurnFinish | None:
+        """How the choice ended, once that has been read."""
+        finish = output.finish
+        if finish is None or finish.reason != "stop" or not self._has_calls:
+            return finish
+        return replace(finish, reason="tool_calls")
+
+
+def _scope(call: TurnCall, turn_index: int | None) -> str:
+    """What a choice's ids follow from: no other choice has the same. In a session it outlives the request."""
+    session = call.session
+    return call.request_id if session is None else repr((call.tenant, session.session_id, turn_index))
+
+
+def _call_id(scope: str, index: int) -> str:
+    digest = hashlib.sha256(f"{scope}/{index}".encode()).digest()
+    return b32encode(digest).decode().lower()[:_ID_CHARS]

@@ -1,0 +1,286 @@
+"""OpenAI's /v1/chat/completions. With `x-session-id` only the new messages are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from msgspec import UNSET
+
+from engine.api import LogprobParams
+from serving.front.api.documented_replies import STREAMED
+from serving.front.api.errors import openai_error, refusal
+from serving.front.api.fields import (
+    IdempotencyHeader,
+    ModeHeader,
+    RetriesHeader,
+    Service,
+    SessionHeader,
+    Tenant,
+    TurnHeader,
+    check_model_name,
+    new_id,
+    nth_seed,
+    stop_strings,
+)
+from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.chat_schema import (
+    ChatBody,
+    ChatChoice,
+    ChatChunk,
+    ChatLogprobs,
+    ChatReply,
+    ChunkChoice,
+    Delta,
+)
+from serving.front.api.openai.extras import call_fields, chat_prompt_fields
+from serving.front.api.openai.logprobs import prompt_logprob_items, token_name
+from serving.front.api.openai.replies import (
+    UsageCounter,
+    finite,
+    stop_fields,
+    top_choices,
+    usage_of,
+)
+from serving.front.api.openai.requests import (
+    check_stream_options,
+    field_names,
+    session_turn,
+)
+from serving.front.api.openai.structured import held_answer
+from serving.front.api.openai.thoughts import reads_thoughts, telling_tokens
+from serving.front.api.openai.tools import ToolUse, tool_use
+from serving.front.api.priorities import engine_priority
+from serving.front.api.reply_json import (
+    TextTemplate,
+    filled,
+    joined_items,
+    json_reply,
+    list_items,
+    reply_json,
+)
+from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
+from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.wire.turns import ChatPrompt, ErrorInfo, ModelInfo, TextLogprob, TurnCall, TurnEvent
+
+FEW_MESSAGES = 256
+"""More are brought into shape on a thread: streams go on meanwhile."""
+
+NO_LOGPROBS = ChatLogprobs(content=[])
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
+    router.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], responses=STREAMED)
+    return router
+
+
+async def chat_completions(
+    body: ChatBody,
+    request: Request,
+    service: Service,
+    tenant: Tenant,
+    x_session_id: SessionHeader = None,
+    x_session_mode: ModeHeader = None,
+    x_session_turn: TurnHeader = None,
+    idempotency_key: IdempotencyHeader = None,
+    x_stainless_retry_count: RetriesHeader = None,
+) -> Response:
+    check_model_name(body.model, service.model)
+    check_stream_options(body)
+    session = session_turn(
+        x_session_id,
+        idempotency_key,
+        x_stainless_retry_count,
+        body.n or 1,
+        "n",
+        mode=x_session_mode or "auto",
+        expected_turn=x_session_turn,
+    )
+    reply_id = f"chatcmpl-{body.request_id or new_id('')}"
+    tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
+    own_template: bool = request.app.state.request_chat_template
+    prompt_fields = chat_prompt_fields(body, own_template=own_template)
+    fields = call_fields(body, session, service.model) | {
+        "session": session,
+        "tenant": tenant,
+        "priority": engine_priority(request.app.state.request_priority, lower_first=body.priority),
+    }
+    make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
+    plan = make_plan() if len(body.messages) <= FEW_MESSAGES else await asyncio.to_thread(make_plan)
+    readers = [
+        AnswerReader(call, tools, reads_thoughts(service.model, call.constraint)) for call in plan.calls
+    ]
+    if body.stream:
+        return TurnEventStream(service, plan, ChatEncoder(body, readers, reply_id, service.model.model_id))
+    results = await until_disconnect(request.receive, collect(service, plan))
+    return json_reply(await _reply(body, readers, reply_id, service.model.model_id, results), results)
+
+
+def _plan(
+    body: ChatBody,
+    tools: ToolUse | None,
+    reply_id: str,
+    model: ModelInfo,
+    prompt_fields: dict[str, Any],
+    turn_fields: dict[str, Any],
+) -> TurnPlan:
+    """`prompt_fields` and `turn_fields` are those that need no work."""
+    prompt = ChatPrompt(
+        tuple(message.for_template() for message in body.messages),
+        body.template_kwargs,
+        () if tools is None else tools.for_template(),
+        **prompt_fields,
+    )
+    sampling = body.sampling(model)
+    logprobs = _logprobs(body)
+    held = held_answer(body.response_format, body.structured_outputs, body)
+    constraint = None if held is None else held.constraint
+    if tools is not None:
+        constraint = tools.constraint(held)
+    count = body.n or 1
+    calls = [
+        TurnCall(
+            request_id=reply_id if count == 1 else f"{reply_id}-{index}",
+            prompt=prompt,
+            sampling=sampling,
+            seed=nth_seed(body.seed, index),
+            stop=stop_strings(body.stop),
+            trim_stop=not body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
+            logprobs=logprobs,
+            constraint=constraint,
+            strict_calls=None if tools is None else tools.strict_calls(model, constraint),
+            **turn_fields,
+        )
+        for index in range(count)
+    ]
+    return TurnPlan(calls, field_names("messages", held))
+
+
+def _logprobs(body: ChatBody) -> LogprobParams | None:
+    if body.top_logprobs and not body.logprobs:
+        raise refusal("top_logprobs: needs logprobs to be true.", "top_logprobs")
+    of_prompt = body.prompt_logprobs
+    if not body.logprobs and of_prompt is None:
+        return None
+    top = max(body.top_logprobs or 0, of_prompt or 0)
+    return LogprobParams(bool(body.logprobs), top, None if of_prompt is None else 0)
+
+
+def _chat_logprob(body: ChatBody, entry: TextLogprob) -> dict[str, Any]:
+    token, by_id = entry.token, bool(body.return_tokens_as_token_ids)
+
+    def told(text: bytes, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_name(text, token_id, by_id=by_id),
+            "logprob": logprob,
+            "bytes": list(text),
+        }
+
+    likely = [told(*choice) for choice in top_choices(entry, body.top_logprobs or 0)]
+    return {**told(entry.text, token.token_id, finite(token.logprob or 0.0)), "top_logprobs": likely}
+
+
+def _stop_fields(body: ChatBody, reader: AnswerReader, output: TurnEvent | TurnResult) -> dict[str, Any]:
+    return stop_fields(
+        reader.finish(output),
+        output.token_ids,
+        stop_token_ids=body.stop_token_ids,
+        with_token_ids=bool(body.return_token_ids),
+    )
+
+
+async def _reply(
+    body: ChatBody,
+    readers: Sequence[AnswerReader],
+    reply_id: str,
+    model_id: str,
+    results: Sequence[TurnResult],
+) -> bytes:
+    choices = []
+    for index, (reader, result) in enumerate(zip(readers, results, strict=True)):
+        choice = ChatChoice(
+            index=index,
+            message=reader.read(result).message(),
+            logprobs=NO_LOGPROBS if body.logprobs else None,
+            **_stop_fields(body, reader, result),
+        )
+        choices.append(await _with_logprobs(body, reply_json(choice), result.logprobs))
+    reply = ChatReply(
+        id=reply_id,
+        created=int(time.time()),
+        model=model_id,
+        choices=[],
+        usage=usage_of(results, len(results)),
+        prompt_logprobs=UNSET if body.prompt_logprobs is None else [],
+    )
+    text = reply_json(reply)
+    if body.prompt_logprobs is not None:
+        items = await prompt_logprob_items(results[0].input_logprobs, body.prompt_logprobs)
+        text = filled(text, "prompt_logprobs", items)
+    return filled(text, "choices", joined_items(choices))
+
+
+async def _with_logprobs(body: ChatBody, text: bytes, entries: Sequence[TextLogprob]) -> bytes:
+    """JSON of a choice that has NO_LOGPROBS if there are entries."""
+    if not entries:
+        return text
+    return filled(text, "content", await list_items(entries, partial(_chat_logprob, body)))
+
+
+class ChatEncoder:
+    """Writes the chunks of one request; the first of each choice names the role."""
+
+    keep_alive = KEEP_ALIVE_COMMENT
+
+    def __init__(self, body: ChatBody, readers: Sequence[AnswerReader], reply_id: str, model_id: str) -> None:
+        self._body = body
+        self._readers = readers
+        self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
+        self._started: set[int] = set()
+        self._usage = UsageCounter(body.n or 1)
+        self._differs = bool(body.wants_usage_everywhere or body.return_token_ids)
+        """Whether chunks that bring content differ in more than that."""
+        self._templates: dict[int, TextTemplate] = {}
+
+    async def chunk(self, index: int, event: TurnEvent) -> bytes:
+        self._usage.note(index, event)
+        reader = self._readers[index]
+        part = reader.read(event)
+        role: Literal["assistant"] | None = None if index in self._started else "assistant"
+        plain = role is None and event.finish is None and not event.logprobs and not self._differs
+        if plain and (content := part.content_alone) is not None:
+            return server_event(self._template(index).with_text(content))
+        self._started.add(index)
+        choice = ChunkChoice(
+            index=index,
+            delta=part.delta(role),
+            logprobs=NO_LOGPROBS if event.logprobs else None,
+            **_stop_fields(self._body, reader, event),
+        )
+        usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
+        chunk = ChatChunk(**self._head, choices=[choice], usage=usage)
+        return server_event(await _with_logprobs(self._body, reply_json(chunk), event.logprobs))
+
+    def _template(self, index: int) -> TextTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = ChunkChoice(index=index, delta=Delta(content=TextTemplate.TEXT))
+            template = self._templates[index] = TextTemplate(ChatChunk(**self._head, choices=[choice]))
+        return template
+
+    def closing(self) -> bytes:
+        if not self._body.wants_usage_chunk:
+            return DONE
+        return server_event(reply_json(ChatChunk(**self._head, choices=[], usage=self._usage.usage()))) + DONE
+
+    def error(self, info: ErrorInfo) -> bytes:
+        return error_then_done(openai_error(info))

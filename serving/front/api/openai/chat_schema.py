@@ -1,0 +1,211 @@
+"""Bodies of /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, UnsetType
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
+
+from serving.front.api.fields import Count, NonEmptyText, TopLogprobs
+from serving.front.api.openai.replies import StopDetails, Usage
+from serving.front.api.openai.requests import OpenAiBody
+from serving.front.api.openai.tools_schema import CallDelta, CalledTool, ToolCalls, ToolChoice, Tools
+from serving.front.api.reply_json import Reply
+from serving.front.api.strict_json import NotSupported, StrictBody
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_KWARGS_CHARS = 65_536
+MAX_TEMPLATE_CHARS = 65_536
+
+
+class TextPart(StrictBody):
+    type: Literal["text"]
+    text: str
+
+
+def _kind_of_content(value: Any) -> str:
+    if value is None:
+        return "<none>"
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")]
+    | Annotated[None, Tag("<none>")],
+    Discriminator(_kind_of_content),
+]
+
+
+class Message(StrictBody):
+    """A message as clients send it, or send back what they were answered."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Annotated[NonEmptyText | None, Field(validate_default=True)] = None
+    content: Annotated[Content, Field(validate_default=True)] = None
+    name: str | None = None
+    parsed: Any = Field(None, description="What a client made of the content. Without effect.")
+
+    annotations: NotSupported = None
+    audio: NotSupported = None
+    function_call: NotSupported = None
+    reasoning_content: str | None = Field(None, description="What the assistant thought, as it was told.")
+    reasoning: str | None = Field(None, description="The same, by another name.")
+    refusal: str | None = Field(None, description="What the assistant said in place of a content.")
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _by_the_assistant(cls, calls: Any, info: ValidationInfo) -> Any:
+        if calls and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("Only the assistant's messages have tool calls.")
+        return calls
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_a_result(cls, call_id: str | None, info: ValidationInfo) -> str | None:
+        role = info.data.get("role")
+        if role == "tool" and call_id is None:
+            raise ValueError("A message of role tool needs the id of the call that it answers.")
+        if role != "tool" and call_id is not None and role is not None:
+            raise ValueError("Only messages of role tool answer a call.")
+        return call_id
+
+    @field_validator("content")
+    @classmethod
+    def _says_something(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("Give a text; only an assistant's message does without.")
+        return content
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: text parts are joined, one per line; no content is an empty one, or
+        what was said in its place."""
+        parts = self.refusal or [] if self.content is None else self.content
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        message: dict[str, Any] = {"role": str(self.role), "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if thought := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thought
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+def _not_too_long(kwargs: dict[str, Any]) -> dict[str, Any]:
+    length = len(json.dumps(kwargs, ensure_ascii=False))
+    if length > MAX_KWARGS_CHARS:
+        raise ValueError(f"{length} characters; at most {MAX_KWARGS_CHARS} are allowed.")
+    return kwargs
+
+
+ChatTemplateText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_not_too_long)]
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class ChatBody(OpenAiBody):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="The answer goes on with the last message.")
+    add_special_tokens: bool | None = Field(None, description="Beside those that the chat template writes.")
+    chat_template: ChatTemplateText | None = None
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="For the chat template, if it knows it."
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Without effect.")
+
+    audio: NotSupported = None
+    documents: NotSupported = None
+    echo: NotSupported = None
+    function_call: NotSupported = None
+    functions: NotSupported = None
+    mm_processor_kwargs: NotSupported = None
+    prediction: NotSupported = None
+    web_search_options: NotSupported = None
+
+    def asked_tokens(self) -> tuple[int | None, str]:
+        if self.max_completion_tokens is None:
+            return self.max_tokens, "max_tokens"
+        return self.max_completion_tokens, "max_completion_tokens"
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages; its own fields win."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
+
+
+class ChatLogprobs(Reply, kw_only=True):
+    """Its entries are written by themselves (reply_json.py)."""
+
+    content: list[dict[str, Any]]
+
+
+class AnswerMessage(Reply, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class ChatChoice(StopDetails, kw_only=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatReply(Reply, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+
+
+class Delta(Reply, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChunkChoice(StopDetails, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(Reply, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType = UNSET

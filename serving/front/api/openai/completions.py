@@ -1,0 +1,301 @@
+"""OpenAI's /v1/completions: one or many prompts, as text or token ids."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from msgspec import UNSET
+
+from engine.api import LogprobParams
+from serving.front.api.documented_replies import STREAMED
+from serving.front.api.errors import openai_error, refusal
+from serving.front.api.fields import (
+    IdempotencyHeader,
+    RetriesHeader,
+    Service,
+    SessionHeader,
+    Tenant,
+    check_model_name,
+    check_num_calls,
+    check_token_ids,
+    new_id,
+    nth_seed,
+    stop_strings,
+)
+from serving.front.api.openai.completions_schema import (
+    CompletionBody,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+)
+from serving.front.api.openai.extras import call_fields
+from serving.front.api.openai.logprobs import prompt_logprob_items, token_name
+from serving.front.api.openai.replies import (
+    UsageCounter,
+    finite,
+    stop_fields,
+    top_choices,
+)
+from serving.front.api.openai.requests import (
+    check_stream_options,
+    field_names,
+    session_turn,
+)
+from serving.front.api.openai.structured import held_answer
+from serving.front.api.priorities import engine_priority
+from serving.front.api.reply_json import (
+    TextTemplate,
+    filled,
+    joined_items,
+    json_reply,
+    list_items,
+    reply_json,
+)
+from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
+from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.wire.turns import (
+    ErrorInfo,
+    ModelInfo,
+    SessionTurn,
+    TextLogprob,
+    TextPrompt,
+    TokenPrompt,
+    TurnCall,
+    TurnEvent,
+)
+
+NO_LOGPROBS = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+Prompts = Sequence[TextPrompt | TokenPrompt]
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
+    router.add_api_route("/v1/completions", completions, methods=["POST"], responses=STREAMED)
+    return router
+
+
+async def completions(
+    body: CompletionBody,
+    request: Request,
+    service: Service,
+    tenant: Tenant,
+    x_session_id: SessionHeader = None,
+    idempotency_key: IdempotencyHeader = None,
+    x_stainless_retry_count: RetriesHeader = None,
+) -> Response:
+    prompts = body.prompts()
+    _check(body, prompts, service.model)
+    num_calls = len(prompts) * (body.n or 1)
+    session = session_turn(
+        x_session_id, idempotency_key, x_stainless_retry_count, num_calls, "n" if body.n else "prompt"
+    )
+    if session is not None and body.echo:
+        raise refusal("echo: not possible in a session, which holds more than this prompt.", "echo")
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise refusal("echo: not possible with truncate_prompt_tokens.", "echo")
+    reply_id = f"cmpl-{body.request_id or new_id('')}"
+    priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
+    plan = _plan(body, prompts, reply_id, session, service.model, tenant, priority)
+    encoder = CompletionEncoder(body, prompts, reply_id, service.model.model_id)
+    if body.stream:
+        return TurnEventStream(service, plan, encoder)
+    results = await until_disconnect(request.receive, collect(service, plan))
+    return json_reply(await encoder.whole(results), results)
+
+
+def _check(body: CompletionBody, prompts: Prompts, model: ModelInfo) -> None:
+    check_model_name(body.model, model)
+    check_stream_options(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise refusal("best_of: only the value of n is supported.", "best_of")
+    check_num_calls(len(prompts) * (body.n or 1), "prompt" if len(prompts) > 1 else "n")
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, TokenPrompt):
+            check_token_ids(prompt.token_ids, model, "prompt" if len(prompts) == 1 else f"prompt[{index}]")
+
+
+def _plan(
+    body: CompletionBody,
+    prompts: Prompts,
+    reply_id: str,
+    session: SessionTurn | None,
+    model: ModelInfo,
+    tenant: str,
+    priority: int,
+) -> TurnPlan:
+    sampling = body.sampling(model)
+    held = held_answer(body.response_format, body.structured_outputs, body)
+    fields = call_fields(body, session, model)
+    choices = range(body.n or 1)
+    calls = [
+        TurnCall(
+            request_id=f"{reply_id}-{index}" if len(prompts) * len(choices) > 1 else reply_id,
+            prompt=prompt,
+            sampling=sampling,
+            seed=nth_seed(body.seed, choice),
+            stop=stop_strings(body.stop),
+            trim_stop=not body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            logprobs=_logprobs(body, prompt),
+            constraint=None if held is None else held.constraint,
+            session=session,
+            tenant=tenant,
+            priority=priority,
+            **fields,
+        )
+        for index, (prompt, choice) in enumerate(product(prompts, choices))
+    ]
+    return TurnPlan(calls, field_names("prompt", held))
+
+
+def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> LogprobParams | None:
+    """Echoed token ids become text only where the tokenizer is: they come back as input log-probabilities."""
+    scored = body.logprobs is not None
+    of_prompt = body.prompt_logprobs is not None
+    echoed = bool(body.echo) and (scored or isinstance(prompt, TokenPrompt))
+    if not (scored or of_prompt or echoed):
+        return None
+    top = max(body.logprobs or 0, body.prompt_logprobs or 0)
+    return LogprobParams(scored, top, 0 if of_prompt or echoed else None)
+
+
+def _text_of(entries: Iterable[TextLogprob]) -> str:
+    return b"".join(entry.text for entry in entries).decode("utf-8", "replace")
+
+
+class TextPlace:
+    """Where in a choice's text a token begins, in characters: its bytes may be a part of one only."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def pass_by(self, token_text: bytes) -> int:
+        """The token's offset; the next one begins behind it."""
+        begin = self._offset
+        self._offset += len(self._decoder.decode(token_text))
+        return begin
+
+
+class CompletionEncoder:
+    """Writes the reply of one request, in chunks or whole; knows where in each choice's text it stands."""
+
+    keep_alive = KEEP_ALIVE_COMMENT
+
+    def __init__(self, body: CompletionBody, prompts: Prompts, reply_id: str, model_id: str) -> None:
+        self._body = body
+        self._prompts = prompts
+        self._num_choices = body.n or 1
+        self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
+        self._usage = UsageCounter(self._num_choices)
+        self._started: set[int] = set()
+        self._differs = bool(
+            body.wants_usage_everywhere
+            or body.return_token_ids
+            or body.logprobs is not None
+            or body.prompt_logprobs is not None
+        )
+        """Whether a choice's chunks differ in more than their texts."""
+        self._templates: dict[int, TextTemplate] = {}
+        self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
+
+    async def chunk(self, index: int, event: TurnEvent) -> bytes:
+        if index in self._started and event.finish is None and not self._differs:
+            self._usage.note(index, event)
+            return server_event(self._template(index).with_text(event.text))
+        choice = self._choice(index, event)
+        usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
+        reply = CompletionReply(**self._head, choices=[choice], usage=usage)
+        return server_event(await self._with_logprobs(reply_json(reply), index, event))
+
+    def _template(self, index: int) -> TextTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = CompletionChoice(index=index, text=TextTemplate.TEXT)
+            template = self._templates[index] = TextTemplate(CompletionReply(**self._head, choices=[choice]))
+        return template
+
+    def closing(self) -> bytes:
+        if not self._body.wants_usage_chunk:
+            return DONE
+        usage = CompletionReply(**self._head, choices=[], usage=self._usage.usage())
+        return server_event(reply_json(usage)) + DONE
+
+    def error(self, info: ErrorInfo) -> bytes:
+        return error_then_done(openai_error(info))
+
+    async def whole(self, results: Sequence[TurnResult]) -> bytes:
+        """The reply to a request that is not streamed."""
+        choices = [
+            await self._with_logprobs(reply_json(self._choice(index, result)), index, result)
+            for index, result in enumerate(results)
+        ]
+        reply = CompletionReply(**self._head, choices=[], usage=self._usage.usage())
+        return filled(reply_json(reply), "choices", joined_items(choices))
+
+    def _choice(self, index: int, output: TurnEvent | TurnResult) -> CompletionChoice:
+        self._usage.note(index, output)
+        text = output.text
+        if self._body.echo and index not in self._started:
+            text = self._echoed(index, output) + text
+        self._started.add(index)
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=NO_LOGPROBS if self._logprobs(output) else None,
+            prompt_logprobs=UNSET if self._body.prompt_logprobs is None else [],
+            **stop_fields(
+                output.finish,
+                output.token_ids,
+                stop_token_ids=self._body.stop_token_ids,
+                with_token_ids=bool(self._body.return_token_ids),
+            ),
+        )
+
+    def _echoed(self, index: int, output: TurnEvent | TurnResult) -> str:
+        prompt = self._prompts[index // self._num_choices]
+        return prompt.text if isinstance(prompt, TextPrompt) else _text_of(output.input_logprobs)
+
+    def _logprobs(self, output: TurnEvent | TurnResult) -> Sequence[TextLogprob]:
+        """Of the choice's text, with what it echoes."""
+        if self._body.logprobs is None:
+            return ()
+        return (*(output.input_logprobs if self._body.echo else ()), *output.logprobs)
+
+    async def _with_logprobs(self, text: bytes, index: int, output: TurnEvent | TurnResult) -> bytes:
+        """JSON of a choice that has NO_LOGPROBS if there are some."""
+        if self._body.prompt_logprobs is not None:
+            of_prompt = await prompt_logprob_items(output.input_logprobs, self._body.prompt_logprobs)
+            text = filled(text, "prompt_logprobs", of_prompt)
+        entries, place = self._logprobs(output), self._places[index]
+        if not entries:
+            return text
+        by_id = bool(self._body.return_tokens_as_token_ids)
+        lists: dict[str, Callable[[TextLogprob], Any]] = {
+            "tokens": lambda entry: token_name(entry.text, entry.token.token_id, by_id=by_id),
+            "token_logprobs": _token_logprob,
+            "top_logprobs": partial(_top_logprobs, self._body),
+            "text_offset": lambda entry: place.pass_by(entry.text),
+        }
+        for name, shape in lists.items():
+            text = filled(text, name, await list_items(entries, shape))
+        return text
+
+
+def _token_logprob(entry: TextLogprob) -> float | None:
+    return None if entry.token.logprob is None else finite(entry.token.logprob)
+
+
+def _top_logprobs(body: CompletionBody, entry: TextLogprob) -> dict[str, float] | None:
+    by_id = bool(body.return_tokens_as_token_ids)
+    likely = top_choices(entry, body.logprobs or 0)
+    return {token_name(text, token_id, by_id=by_id): logprob for text, token_id, logprob in likely} or None

@@ -1,0 +1,77 @@
+"""What the rarer fields mean to a call, most of them vLLM's, in chat and text completions; which exclude each other.
+
+A session has its history already: what would cut, salt or render the whole of it in another way is refused in one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from serving.front.api.errors import refusal
+from serving.front.api.fields import check_min_tokens
+from serving.front.api.openai.chat_schema import ChatBody
+from serving.front.api.openai.requests import OpenAiBody
+from serving.wire.turns import ModelInfo, SessionTurn
+
+WHOLE_CONTEXT = -1
+_NOT_IN_SESSIONS = (
+    "truncate_prompt_tokens",
+    "cache_salt",
+    "chat_template",
+    "continue_final_message",
+    "add_special_tokens",
+)
+
+
+def call_fields(body: OpenAiBody, session: SessionTurn | None, model: ModelInfo) -> dict[str, Any]:
+    """Fields of a TurnCall. Raises ServiceError, which names the field."""
+    most, most_field = body.most_tokens(model)
+    check_min_tokens(body.min_tokens or 0, most, "min_tokens", most_field)
+    if body.stream and body.prompt_logprobs is not None:
+        raise refusal("prompt_logprobs: not told in streams.", "prompt_logprobs")
+    if session is not None:
+        _check_session(body)
+    return {
+        "max_new_tokens": most,
+        "bad_words": tuple(body.bad_words or ()),
+        "keep_last": _kept(body.truncate_prompt_tokens, most, model),
+        "cache_salt": body.cache_salt or "",
+        "affinity_key": body.prompt_cache_key or "",
+    }
+
+
+def chat_prompt_fields(body: ChatBody, *, own_template: bool) -> dict[str, Any]:
+    """Fields of a ChatPrompt. `own_template`: a request may bring one. Raises ServiceError, which names the field."""
+    if body.continue_final_message and body.add_generation_prompt:
+        param = "continue_final_message"
+        raise refusal(f"{param}: an answer cannot be opened (add_generation_prompt) then.", param)
+    if body.chat_template is not None and not own_template:
+        raise refusal(
+            "chat_template: not taken here; the setting api.request_chat_template allows it.",
+            "chat_template",
+            code="unsupported_field",
+        )
+    return {
+        "opens_answer": body.add_generation_prompt is not False,
+        "continues_final": bool(body.continue_final_message),
+        "template": body.chat_template,
+        "add_special_tokens": bool(body.add_special_tokens),
+    }
+
+
+def _check_session(body: OpenAiBody) -> None:
+    for param in _NOT_IN_SESSIONS:
+        # Text completions say in add_special_tokens only what a fresh sequence has.
+        if getattr(body, param, None) and (isinstance(body, ChatBody) or param != "add_special_tokens"):
+            raise refusal(f"{param}: not possible in a session.", param)
+    if isinstance(body, ChatBody) and body.add_generation_prompt is False:
+        param = "add_generation_prompt"
+        raise refusal(f"{param}: a session's turn opens an answer.", param)
+
+
+def _kept(count: int | None, most_tokens: int | None, model: ModelInfo) -> int | None:
+    if count == 0:
+        raise refusal("truncate_prompt_tokens: a prompt keeps at least one token.", "truncate_prompt_tokens")
+    if count == WHOLE_CONTEXT:
+        return max(1, model.max_context_len - max(1, most_tokens or 1))
+    return count

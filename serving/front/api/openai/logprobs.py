@@ -1,0 +1,36 @@
+"""Log-probabilities as vLLM tells them beside OpenAI's: of the prompt, and by token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from serving.front.api.openai.replies import finite
+from serving.front.api.reply_json import list_items, shown
+from serving.wire.turns import TextLogprob
+
+
+def token_name(text: bytes, token_id: int, *, by_id: bool) -> str:
+    return f"token_id:{token_id}" if by_id else shown(text)
+
+
+async def prompt_logprob_items(entries: Sequence[TextLogprob], most: int) -> bytes:
+    """JSON of the entries of `prompt_logprobs`: for each token, by id, itself and the `most` likely ones in its place.
+    The first has nothing before it, and is null."""
+
+    def entry_of(entry: TextLogprob) -> dict[str, Any] | None:
+        token = entry.token
+        if token.logprob is None:
+            return None
+        told = {str(token.token_id): _told(token.logprob, None, entry.text)}
+        likely = zip(token.top[:most], entry.top_texts, strict=False)
+        for rank, ((token_id, logprob), text) in enumerate(likely, 1):
+            told[str(token_id)] = _told(logprob, rank, text)
+        return told
+
+    return await list_items(entries, entry_of)
+
+
+def _told(logprob: float, rank: int | None, text: bytes) -> dict[str, Any]:
+    """`rank` among all tokens, 1 for the likeliest; None if it is not among those told."""
+    return {"logprob": finite(logprob), "rank": rank, "decoded_token": shown(text)}

@@ -1,0 +1,195 @@
+"""What chat and text completions have in common on the way in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from engine.api import SamplingParams
+from serving.front.api.errors import refusal
+from serving.front.api.fields import (
+    AdditivePenalty,
+    AllowedTokenIds,
+    BadWords,
+    CacheSalt,
+    Count,
+    CountOrZero,
+    LogitBias,
+    MinP,
+    Name,
+    NumChoices,
+    RepetitionPenalty,
+    Seed,
+    StopStrings,
+    StopTokenIds,
+    Temperature,
+    TopK,
+    TopLogprobs,
+    TopP,
+    base_sampling,
+    check_token_ids,
+    checked_bias,
+    most_tokens,
+)
+from serving.front.api.openai.structured import GuidedFields, HeldAnswer, ResponseFormat, StructuredOutputs
+from serving.front.api.priorities import LOWER_FIRST, Priority
+from serving.front.api.strict_json import NotSupported, StrictBody
+from serving.wire.turns import HistoryMode, ModelInfo, SessionTurn
+
+MAX_METADATA = 64
+
+
+def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
+    """What these protocols call the fields that the engine and the replica name in their errors."""
+    return {
+        "prompt": prompt_field,
+        "input_ids": prompt_field,
+        "max_new_tokens": "max_tokens",
+        "session_id": "x-session-id",
+        "idempotency_key": "idempotency-key",
+        "tool_calls": "tools",
+        "strict_calls": "tools",
+        **({} if held is None else {held.constraint.kind: held.field}),
+    }
+
+
+class StreamOptions(StrictBody):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: in every chunk.")
+    include_obfuscation: bool | None = Field(None, description="Taken, and without effect.")
+
+
+class OpenAiBody(GuidedFields):
+    """Sampling as OpenAI and vLLM name it. None means the default; vLLM's own fields follow OpenAI's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: NumChoices | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    seed: Seed | None = None
+    stop: StopStrings | None = None
+    frequency_penalty: AdditivePenalty | None = None
+    presence_penalty: AdditivePenalty | None = None
+    logit_bias: LogitBias | None = None
+    response_format: ResponseFormat | None = None
+
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    min_tokens: CountOrZero | None = Field(
+        None, description="Before so many the answer does not end by itself."
+    )
+    allowed_token_ids: AllowedTokenIds | None = None
+    bad_words: BadWords | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="Only the last so many count. -1: as many as there is room for."
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="Cached prefixes are shared with requests of the same salt only."
+    )
+    request_id: Name | None = Field(None, description="The end of the reply's id.")
+    priority: Priority | None = Field(None, description=LOWER_FIRST)
+
+    # About the caller, or hints: without effect on the answer.
+    prompt_cache_key: str | None = Field(
+        None, description="Requests of one key go to one replica while its load allows it."
+    )
+    user: str | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    store: bool | None = None
+
+    kv_transfer_params: NotSupported = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    logits_processors: NotSupported = None
+    spaces_between_special_tokens: Literal[True, None] = None
+    use_beam_search: NotSupported = None
+    vllm_xargs: NotSupported = None
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_everywhere(self) -> bool:
+        return self.wants_usage_chunk and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        """The engine's parameters; the seed and the token limit travel beside them."""
+        stop_ids = self.stop_token_ids or []
+        check_token_ids(stop_ids, model, "stop_token_ids")
+        check_token_ids(self.allowed_token_ids or [], model, "allowed_token_ids")
+        base = base_sampling(
+            model,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+        return replace(
+            base,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            logit_bias=checked_bias(self.logit_bias, model, "logit_bias"),
+            stop_token_ids=frozenset(stop_ids),
+            ignore_eos=bool(self.ignore_eos),
+            min_new_tokens=self.min_tokens or 0,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+        )
+
+    def asked_tokens(self) -> tuple[int | None, str]:
+        """How long an answer may be as the client says, and the field that says so."""
+        return self.max_tokens, "max_tokens"
+
+    def most_tokens(self, model: ModelInfo) -> tuple[int | None, str]:
+        """The same, within what the model's makers say."""
+        asked, field = self.asked_tokens()
+        return most_tokens(model, asked), field
+
+
+def check_stream_options(body: OpenAiBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise refusal("stream_options: only allowed when stream is true.", "stream_options")
+
+
+def session_turn(
+    session_id: str | None,
+    key: str | None,
+    retries: int | None,
+    num_calls: int,
+    param: str,
+    *,
+    mode: HistoryMode = "append",
+    expected_turn: int | None = None,
+) -> SessionTurn | None:
+    """The session named by the headers. Outside one a retry repeats nothing, so the key has no use; nor has the count
+    of retries beside a key."""
+    if session_id is None:
+        return None
+    if num_calls > 1:
+        raise refusal(f"{param}: a session takes one generation at a time.", param)
+    return SessionTurn(
+        session_id,
+        idempotency_key=key,
+        retries=retries if key is None else None,
+        expected_turn=expected_turn,
+        mode=mode,
+    )

@@ -1,0 +1,306 @@
+"""Responses that are made behind their requests: those that run in this front end, and what is known of all others.
+
+The log has that a response has begun before its request is answered, and its end in the place of its turn; so it takes
+one end of each, whoever writes it. Between the two some front end runs it, and tells the others how far it is. One that
+nobody runs has been lost with its front end: who is asked for it gives it its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+from fastapi import Depends, Request
+from msgspec.structs import replace
+
+from serving.front.api.errors import refusal
+from serving.front.api.recorded_turns import NOTHING_YET, RecordedTurn, ending
+from serving.front.api.responses.store import StoredResponse, find_response, note_begun, note_ended
+from serving.front.api.turn_streams import TurnPlan, open_turns
+from serving.wire.errors import error_info, unavailable
+from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnFinish, TurnService
+
+MOST_IN_BACKGROUND = 256
+CANCEL_TIMEOUT_S = 2.0
+"""Less than siblings have to answer in."""
+END_TIMEOUT_S = 5.0
+NEWCOMER_GRACE_S = 10.0
+"""So long a front end that has just started may be unknown to the others, with what it runs."""
+PAUSE_S = 0.05
+LOOK_INTERVAL_S = 0.5
+"""How often a front end asks after what another one runs, for those who listen here."""
+
+LOST = ErrorInfo(500, "front_end_lost", "The front end that ran this response has ended.")
+CANCELLED = TurnEvent(finish=TurnFinish("abort"))
+_TURN_IN_FLIGHT = "turn_in_flight"
+_ENDED_OTHERWISE = frozenset({"turn_differs", "session_not_found", "session_closing"})
+
+Status = Literal["queued", "in_progress"]
+
+logger = logging.getLogger(__name__)
+
+
+class FrontEnds(Protocol):
+    """All front ends of the cluster, this one among them."""
+
+    async def ask(self, method: str, *args: Any) -> list[Any]:
+        """What those that live answer; nothing while one of them does not."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """`work` runs the turn, `task` waits for that and brings its end into the log. To break off is to cancel `work`."""
+
+    call: TurnCall
+    turn: RecordedTurn
+    work: asyncio.Task[None]
+    task: asyncio.Task[None]
+    broken_off: TurnEvent | None = None
+
+    def break_off(self, end: TurnEvent) -> None:
+        """It is to end so, unless it just does otherwise."""
+        self.broken_off = self.broken_off or end
+        self.work.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a response is whose end the log does not have: what it has said behind what the asker has seen."""
+
+    status: Status
+    text: str = ""
+    in_thought: bool = False
+
+
+class BackgroundResponses:
+    """Those that run in this front end, `most` at a time. `front_ends` None: there are no others."""
+
+    def __init__(self, front_ends: FrontEnds | None = None, *, most: int = MOST_IN_BACKGROUND) -> None:
+        self._front_ends = front_ends
+        self._most = most
+        self._running: dict[tuple[str, str], _Running] = {}
+        self._num_beginning = 0
+
+    async def start(self, service: TurnService, plan: TurnPlan) -> RecordedTurn:
+        """Runs the plan's one turn behind the request, once the log has that it has begun. Raises ServiceError: (429,
+        "overloaded") where too many run."""
+        if len(self._running) + self._num_beginning >= self._most:
+            message = f"background: {self._most} responses run in the background already."
+            raise ServiceError(ErrorInfo(429, "overloaded", message, "background", retry_after_s=1.0))
+        (call,) = plan.calls
+        assert call.session is not None
+        self._num_beginning += 1
+        try:
+            session = await note_begun(service, call.session, call.tenant)
+        finally:
+            self._num_beginning -= 1
+        call, turn = replace(call, session=session), RecordedTurn()
+        work = asyncio.create_task(_record(service, TurnPlan([call], plan.field_names), turn))
+        task = asyncio.create_task(self._see_to_end(service, call))
+        self._running[call.tenant, call.request_id] = _Running(call, turn, work, task)
+        return turn
+
+    def recorded(self, response_id: str, tenant: str) -> RecordedTurn | None:
+        """None: it does not run here."""
+        running = self._running.get((tenant, response_id))
+        return None if running is None else running.turn
+
+    async def here(
+        self, response_id: str, tenant: str, num_seen: int, *, cancel: bool
+    ) -> tuple[Status, str, bool] | None:
+        """What another front end asks: the Progress, in plain data; None if it does not run here. One that is to be
+        cancelled has its end in the log by then, if that answers in time."""
+        running = self._running.get((tenant, response_id))
+        if running is None:
+            return None
+        if cancel:
+            running.break_off(CANCELLED)
+            await asyncio.wait([running.task], timeout=CANCEL_TIMEOUT_S)
+        turn = running.turn
+        return ("in_progress" if turn.has_begun else "queued"), turn.text(num_seen), turn.in_thought
+
+    async def progress(
+        self, stored: StoredResponse, tenant: str, num_seen: int = 0, *, cancel: bool = False
+    ) -> Progress | None:
+        """None: no front end runs it, as far as is known."""
+        asked = (stored.head.id, tenant, num_seen)
+        found = await self.here(*asked, cancel=cancel)
+        if found is None and self._front_ends is not None:
+            answers = await self._front_ends.ask("background_response", *asked, cancel)
+            if not answers:
+                return Progress("in_progress")
+            found = next(filter(None, answers), None)
+            is_new = time.time() - stored.head.created_at < NEWCOMER_GRACE_S
+            if found is None and is_new and not cancel:
+                return Progress("queued")
+        return None if found is None else Progress(*found)
+
+    async def stop(self, *, patience_s: float, timeout_s: float) -> None:
+        """What runs may come to its end for `patience_s`, and is broken off then."""
+        running = list(self._running.values())
+        if not running:
+            return
+        tasks = [each.task for each in running]
+        await asyncio.wait(tasks, timeout=patience_s)
+        for each in running:
+            each.break_off(TurnEvent(error=LOST))
+        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+
+    async def _see_to_end(self, service: TurnService, call: TurnCall) -> None:
+        running = self._running[call.tenant, call.request_id]
+        try:
+            await asyncio.wait([running.work])
+            end = _unfinished(running)
+            if end is not None:
+                end = await _told_to_log(service, call, running.turn.broken_off(end))
+            running.turn.finish(end)
+        finally:
+            running.work.cancel()
+            del self._running[call.tenant, call.request_id]
+
+
+async def _record(service: TurnService, plan: TurnPlan, turn: RecordedTurn) -> None:
+    async with open_turns(service, plan) as events:
+        async for _, event in events:
+            turn.add(event)
+
+
+def _unfinished(running: _Running) -> TurnEvent | None:
+    """How a turn ended that is not in the log. None: it is."""
+    if running.work.cancelled():
+        return running.broken_off or TurnEvent(error=LOST)
+    error = running.work.exception()
+    if error is None:
+        finish = running.turn.finished_by
+        return TurnEvent(finish=finish) if finish is not None and finish.reason == "abort" else None
+    if not isinstance(error, ServiceError):
+        logger.error("response %s broke off", running.call.request_id, exc_info=error)
+    return TurnEvent(error=error_info(error))
+
+
+async def _told_to_log(service: TurnService, call: TurnCall, end: TurnEvent) -> TurnEvent:
+    """The end that the log has now: it may have been another one already."""
+    assert call.session is not None
+    turn_index = call.session.expected_turn
+    assert turn_index is not None
+    try:
+        await end_response(service, call.request_id, turn_index, end, call.tenant)
+        return (await find_response(service, call.request_id, call.tenant)).end or end
+    except ServiceError as error:  # Who is next asked for the response gives it an end.
+        logger.warning("response %s: its end may not be in the log: %s", call.request_id, error)
+        return end
+
+
+async def end_response(
+    service: TurnService, response_id: str, turn_index: int, end: TurnEvent, tenant: str
+) -> None:
+    """Gives the response this end, unless it has one. Waits a while for a turn that is just being left. Raises
+    ServiceError."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + END_TIMEOUT_S
+    while True:
+        try:
+            await note_ended(service, response_id, turn_index, end, tenant)
+        except ServiceError as error:
+            if error.info.code in _ENDED_OTHERWISE:
+                return
+            if error.info.code != _TURN_IN_FLIGHT or loop.time() > deadline_s:
+                raise
+            await asyncio.sleep(PAUSE_S)
+        else:
+            return
+
+
+async def look_up(
+    service: TurnService,
+    background: BackgroundResponses,
+    response_id: str,
+    tenant: str,
+    num_seen: int = 0,
+) -> tuple[StoredResponse, Progress | None]:
+    """The response; and how far it is, unless it has ended. One that was lost has failed then. Raises ServiceError."""
+    stored = await find_response(service, response_id, tenant)
+    if stored.end is not None:
+        return stored, None
+    progress = await background.progress(stored, tenant, num_seen)
+    if progress is not None:
+        return stored, progress
+    try:
+        await note_ended(service, response_id, stored.turn_index, TurnEvent(error=LOST), tenant)
+    except ServiceError as error:
+        if error.info.code == _TURN_IN_FLIGHT:  # Its front end has just gone; its replica will hear of that.
+            return stored, Progress("in_progress")
+        if error.info.code not in _ENDED_OTHERWISE:
+            raise
+    stored = await find_response(service, response_id, tenant)
+    return stored, None if stored.end is not None else Progress("in_progress")
+
+
+async def cancel(
+    service: TurnService, background: BackgroundResponses, response_id: str, tenant: str
+) -> StoredResponse:
+    """The response, which has ended: so, unless it had another end before. Raises ServiceError."""
+    stored = await find_response(service, response_id, tenant)
+    if not stored.head.is_background:
+        raise refusal("Only a response that is made in the background can be cancelled.", "response_id")
+    if stored.end is None:
+        await background.progress(stored, tenant, cancel=True)
+        stored = await find_response(service, response_id, tenant)
+    if stored.end is None:
+        # Who ran it is gone, or does not answer.
+        await service.abort(response_id, tenant=tenant)
+        with suppress(ServiceError):
+            await end_response(service, response_id, stored.turn_index, CANCELLED, tenant)
+        stored = await find_response(service, response_id, tenant)
+    if stored.end is None:
+        raise ServiceError(unavailable(f"response {response_id!r} could not be cancelled yet"))
+    return stored
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedTurn:
+    """The turn of a response as whoever runs it has it, or the log (RunsTurns)."""
+
+    service: TurnService
+    background: BackgroundResponses
+
+    @asynccontextmanager
+    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        turn = self.background.recorded(call.request_id, call.tenant)
+        if turn is None:
+            yield self._told(call)
+            return
+        async with turn.run(call) as events:
+            yield events
+
+    async def _told(self, call: TurnCall) -> AsyncIterator[TurnEvent]:
+        yield NOTHING_YET
+        num_seen = 0
+        while True:
+            stored, progress = await look_up(
+                self.service, self.background, call.request_id, call.tenant, num_seen
+            )
+            if progress is None:
+                assert stored.end is not None
+                for event in ending(stored.end, stored.end.text[num_seen:]):
+                    yield event
+                return
+            if progress.text:
+                num_seen += len(progress.text)
+                yield TurnEvent(text=progress.text, in_thought=progress.in_thought)
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+
+async def get_background(request: Request) -> BackgroundResponses:
+    background: BackgroundResponses = request.app.state.background
+    return background
+
+
+Background = Annotated[BackgroundResponses, Depends(get_background)]

@@ -1,0 +1,265 @@
+"""Conversations of OpenAI's API, in the session log.
+
+A conversation is a session that its id names, and whose turns say nothing to a model: their notes tell what becomes of
+it. Its responses are turns of hidden sessions like all others (store.py), so each may have instructions and
+tools of its own, and items may be taken out of the middle. A response is named in the conversation before it is made;
+it is part of it once its turn is committed, and needs no other commit for that. Whoever next changes the conversation
+writes down what such responses said: from then on the conversation does not need their sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from serving.front.api.errors import refusal
+from serving.front.api.responses.items import Json
+from serving.front.api.responses.schema import ResponsesBody
+from serving.front.api.responses.store import (
+    NO_RESPONSE,
+    NO_SESSION,
+    Continued,
+    continued,
+    continued_with,
+    find_response,
+    new_response_id,
+    session_of,
+)
+from serving.wire.turns import ServiceError, TurnService
+
+_ID = "conv_"
+_SESSION = "conv-"
+TRIES = 20
+PAUSE_S = 0.05
+"""Between tries of changes that come at once."""
+GIVEN_UP_AFTER_S = 600.0
+"""A response that has neither a turn in flight nor a committed one by then came to nothing."""
+_NO_CONVERSATION = "conversation_not_found"
+_CHANGED_MEANWHILE = frozenset({"turn_differs", "turn_in_flight"})
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Items that came together, from a client or of a response. None: it is not known yet what that says."""
+
+    items: list[Json] | None
+    response_id: str | None = None
+    begun_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Conversation:
+    """`num_turns` of its session made it what it is. `learned`: by response, items that its notes do not have yet."""
+
+    id: str
+    created_at: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    num_turns: int = 0
+    learned: dict[str, list[Json]] = field(default_factory=dict)
+    entries: list[_Entry] = field(default_factory=list)
+
+    @property
+    def items(self) -> list[Json]:
+        """All that is known to have been said, in its order."""
+        return [item for entry in self.entries for item in entry.items or ()]
+
+    @property
+    def last_response_id(self) -> str | None:
+        """Of those that said something."""
+        said = [entry.response_id for entry in self.entries if entry.response_id is not None and entry.items]
+        return said[-1] if said else None
+
+    def shown(self) -> Json:
+        return {
+            "id": self.id,
+            "object": "conversation",
+            "created_at": self.created_at,
+            "metadata": dict(self.metadata),
+        }
+
+    def take(self, change: Json) -> None:
+        """The next of its notes, see `change_conversation`."""
+        self.created_at = change.get("created_at", self.created_at)
+        self.metadata = change.get("metadata", self.metadata)
+        for response_id, items in change.get("learned", {}).items():
+            self._learn(response_id, items)
+        if "items" in change:
+            self.entries.append(_Entry(change["items"]))
+        if "response" in change:
+            self.entries.append(_Entry(None, change["response"], change["begun_s"]))
+        if "deleted" in change:
+            for entry in self.entries:
+                if entry.items is not None:
+                    entry.items = [item for item in entry.items if item["id"] != change["deleted"]]
+        self.entries = [entry for entry in self.entries if entry.items != []]
+
+    def unknown(self) -> list[_Entry]:
+        """Responses of which it is not known what they said."""
+        return [entry for entry in self.entries if entry.items is None]
+
+    def _learn(self, response_id: str, items: list[Json]) -> None:
+        for entry in self.unknown():
+            if entry.response_id == response_id:
+                entry.items = items
+
+
+async def open_conversation(
+    service: TurnService, items: Sequence[Json], metadata: Mapping[str, str], tenant: str
+) -> Conversation:
+    """Raises ServiceError."""
+    scope = uuid4().hex
+    conversation = Conversation(f"{_ID}{scope}")
+    change = {"created_at": int(time.time()), "metadata": metadata, "items": items}
+    session_id = f"{_SESSION}{scope}"
+    await service.open_session(session_id, timeout_s=None, capacity_tokens=None, tenant=tenant)
+    await service.keep_note(session_id, json.dumps(change).encode(), expected_turn=0, tenant=tenant)
+    conversation.take(change)
+    return conversation
+
+
+async def read_conversation(
+    service: TurnService, conversation_id: str, tenant: str, param: str = "conversation_id"
+) -> Conversation:
+    """`param` is the field that names it. Raises ServiceError (404)."""
+    try:
+        turns = await service.transcript(_session_of(conversation_id, param), tenant=tenant)
+    except ServiceError as error:
+        if error.info.code != NO_SESSION:
+            raise
+        turns = []
+    if not turns or not all(turn.said.note for turn in turns):
+        raise _not_there(conversation_id, param)
+    conversation = Conversation(conversation_id, num_turns=turns[-1].turn_index + 1)
+    for turn in turns:
+        conversation.take(json.loads(turn.said.note))
+    entries = conversation.unknown()
+    for entry, items in zip(
+        entries, await asyncio.gather(*(_said_in(service, each, tenant) for each in entries)), strict=True
+    ):
+        if items is not None:
+            assert entry.response_id is not None
+            conversation.learned[entry.response_id] = items
+    conversation.take({"learned": conversation.learned})
+    return conversation
+
+
+async def change_conversation(
+    service: TurnService,
+    conversation_id: str,
+    tenant: str,
+    change_of: Callable[[Conversation], Awaitable[Json]],
+    param: str = "conversation_id",
+) -> Conversation:
+    """The conversation after a change that `change_of` makes of what it is: `items` that are added, the item that is
+    `deleted`, other `metadata`, or a `response` that begins. Raises ServiceError, and what `change_of` raises."""
+    for _ in range(TRIES):
+        conversation = await read_conversation(service, conversation_id, tenant, param)
+        change = await change_of(conversation)
+        if not change and not conversation.learned:
+            return conversation
+        note = json.dumps(change | {"learned": conversation.learned}).encode()
+        try:
+            await service.keep_note(
+                _session_of(conversation_id, param), note, expected_turn=conversation.num_turns, tenant=tenant
+            )
+        except ServiceError as error:
+            if error.info.code not in _CHANGED_MEANWHILE:
+                raise
+            await asyncio.sleep(PAUSE_S)
+        else:
+            conversation.take(change)
+            return conversation
+    raise refusal(
+        f"{param}: others change conversation {conversation_id!r} all the time.",
+        param,
+        status=409,
+        code="conversation_locked",
+    )
+
+
+async def begin_response(service: TurnService, body: ResponsesBody, tenant: str) -> tuple[Continued, str]:
+    """What a new response goes on from, and its id: in a conversation, if it names one. Raises ServiceError."""
+    if body.conversation_id is None:
+        before = await continued(service, body, tenant)
+        return before, new_response_id(before.session_id)
+    begun: list[tuple[Continued, str]] = []
+
+    async def named(conversation: Conversation) -> Json:
+        last_id = conversation.last_response_id
+        before = await continued_with(service, conversation.items, last_id, body, tenant)
+        response_id = new_response_id(before.session_id)
+        begun[:] = [(before, response_id)]
+        return {"response": response_id, "begun_s": time.time()}
+
+    await change_conversation(service, body.conversation_id, tenant, named, "conversation")
+    return begun[0]
+
+
+async def keep_items(service: TurnService, conversation_id: str, tenant: str) -> None:
+    """Has the conversation, if it is still there, know by itself what its responses said."""
+
+    async def nothing(_conversation: Conversation) -> Json:
+        return {}
+
+    try:
+        await change_conversation(service, conversation_id, tenant, nothing)
+    except ServiceError as error:
+        if error.info.code != _NO_CONVERSATION:
+            raise
+
+
+async def close_conversation(service: TurnService, conversation_id: str, tenant: str) -> None:
+    """Its responses stay. Raises ServiceError (404)."""
+    if not await service.close_session(_session_of(conversation_id), tenant=tenant):
+        raise _not_there(conversation_id)
+
+
+async def _said_in(service: TurnService, entry: _Entry, tenant: str) -> list[Json] | None:
+    """None: it is not known yet."""
+    assert entry.response_id is not None
+    try:
+        stored = await find_response(service, entry.response_id, tenant)
+    except ServiceError as error:
+        if error.info.code != NO_RESPONSE:
+            raise
+        return None if await _may_come(service, entry, tenant) else []
+    if stored.end is None:
+        return None
+    return [*stored.input, *stored.response(service.model)["output"]] if stored.is_completed else []
+
+
+async def _may_come(service: TurnService, entry: _Entry, tenant: str) -> bool:
+    if time.time() - entry.begun_s < GIVEN_UP_AFTER_S:
+        return True
+    session = await service.session(session_of(entry.response_id or ""), tenant=tenant)
+    return session is not None and session.in_turn
+
+
+def _session_of(conversation_id: str, param: str = "conversation_id") -> str:
+    if not conversation_id.startswith(_ID):
+        raise _not_there(conversation_id, param)
+    return f"{_SESSION}{conversation_id.removeprefix(_ID)}"
+
+
+def _not_there(conversation_id: str, param: str = "conversation_id") -> ServiceError:
+    return refusal(
+        f"{param}: no conversation {conversation_id[:120]!r}. Conversations are kept until they have been idle for the "
+        "timeout of sessions.",
+        param,
+        status=404,
+        code=_NO_CONVERSATION,
+    )
+
+
+def item_of(conversation: Conversation, item_id: str) -> Json:
+    """Raises ServiceError (404)."""
+    found: Any = next((item for item in conversation.items if item["id"] == item_id), None)
+    if found is None:
+        raise refusal(f"item_id: no item {item_id[:120]!r}.", "item_id", status=404, code="item_not_found")
+    shown: Json = found
+    return shown

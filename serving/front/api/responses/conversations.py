@@ -1,0 +1,131 @@
+"""OpenAI's Conversations API: made, had again, changed, deleted; and their items."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+from uuid import uuid4
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from serving.front.api.fields import Service, Tenant
+from serving.front.api.openai.requests import MAX_METADATA
+from serving.front.api.responses.conversation_log import (
+    Conversation,
+    change_conversation,
+    close_conversation,
+    item_of,
+    open_conversation,
+    read_conversation,
+)
+from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
+from serving.front.api.responses.items import MAX_ITEMS, Item, Items, Json, canonical_items
+from serving.front.api.strict_json import StrictBody, StrictJsonRoute
+
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
+
+
+class NewConversation(StrictBody):
+    items: Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationChange(StrictBody):
+    """`metadata` takes the place of what was there."""
+
+    metadata: Metadata
+
+
+class NewItems(StrictBody):
+    items: Items
+
+
+def routes() -> APIRouter:
+    router = APIRouter(prefix="/v1/conversations", route_class=StrictJsonRoute, tags=["OpenAI"])
+    router.add_api_route("", create_conversation, methods=["POST"])
+    router.add_api_route("/{conversation_id}", get_conversation, methods=["GET"])
+    router.add_api_route("/{conversation_id}", update_conversation, methods=["POST"])
+    router.add_api_route("/{conversation_id}", delete_conversation, methods=["DELETE"])
+    router.add_api_route("/{conversation_id}/items", list_items, methods=["GET"])
+    router.add_api_route("/{conversation_id}/items", create_items, methods=["POST"])
+    router.add_api_route("/{conversation_id}/items/{item_id}", get_item, methods=["GET"])
+    router.add_api_route("/{conversation_id}/items/{item_id}", delete_item, methods=["DELETE"])
+    return router
+
+
+async def create_conversation(body: NewConversation, service: Service, tenant: Tenant) -> Json:
+    items = _canonical(body.items or [])
+    return (await open_conversation(service, items, body.metadata or {}, tenant)).shown()
+
+
+async def get_conversation(conversation_id: str, service: Service, tenant: Tenant) -> Json:
+    return (await read_conversation(service, conversation_id, tenant)).shown()
+
+
+async def update_conversation(
+    conversation_id: str, body: ConversationChange, service: Service, tenant: Tenant
+) -> Json:
+    async def change(_conversation: Conversation) -> Json:
+        return {"metadata": body.metadata}
+
+    return (await change_conversation(service, conversation_id, tenant, change)).shown()
+
+
+async def delete_conversation(conversation_id: str, service: Service, tenant: Tenant) -> Json:
+    """What was said in its responses can still be had by their ids."""
+    await close_conversation(service, conversation_id, tenant)
+    return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+
+async def list_items(
+    conversation_id: str,
+    service: Service,
+    tenant: Tenant,
+    limit: PageSize = 20,
+    order: ItemOrder = "desc",
+    after: PreviousItem = None,
+    include: Included = None,  # noqa: ARG001
+) -> Json:
+    conversation = await read_conversation(service, conversation_id, tenant)
+    return item_page(conversation.items, limit, order, after)
+
+
+async def create_items(
+    conversation_id: str,
+    body: NewItems,
+    service: Service,
+    tenant: Tenant,
+    include: Included = None,  # noqa: ARG001
+) -> Json:
+    """Behind all that was said."""
+    items = _canonical(body.items)
+
+    async def change(_conversation: Conversation) -> Json:
+        return {"items": items}
+
+    await change_conversation(service, conversation_id, tenant, change)
+    return item_page(items, len(items), "asc", None)
+
+
+async def get_item(
+    conversation_id: str,
+    item_id: str,
+    service: Service,
+    tenant: Tenant,
+    include: Included = None,  # noqa: ARG001
+) -> Json:
+    return item_of(await read_conversation(service, conversation_id, tenant), item_id)
+
+
+async def delete_item(conversation_id: str, item_id: str, service: Service, tenant: Tenant) -> Json:
+    """The conversation's next response begins a history without it. Answers with the conversation."""
+
+    async def change(conversation: Conversation) -> Json:
+        item_of(conversation, item_id)
+        return {"deleted": item_id}
+
+    return (await change_conversation(service, conversation_id, tenant, change)).shown()
+
+
+def _canonical(items: list[Any]) -> list[Json]:
+    return canonical_items(items, f"_{uuid4().hex}")

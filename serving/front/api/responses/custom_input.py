@@ -1,0 +1,107 @@
+"""The text that a call of a custom tool gives, out of the JSON in which the model writes it, piece by piece."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from pydantic_core import from_json
+
+from serving.front.api.responses.tools import CUSTOM_ARGUMENT
+
+_SPACE = r"[ \t\r\n]*"
+_HEAD = re.compile(rf'{_SPACE}\{{{_SPACE}"{CUSTOM_ARGUMENT}"{_SPACE}:{_SPACE}"')
+_MAX_HEAD_CHARS = 64
+_STOPS = re.compile(r'["\\]')
+_ESCAPE_CHARS = 6
+"""Of `\\u0041`; a character beyond the first plane is two of those."""
+_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_FIRST_HALF = re.compile(_HIGH)
+_ESCAPE = re.compile(rf'{_HIGH}{_LOW}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]')
+
+
+class CustomInput:
+    """Reads one call's arguments. What comes out depends on the text alone, never on how it was cut.
+
+    Arguments that do not begin with the one that was asked for are told at the end: as what that argument has in them,
+    or, where it is no text there, as they are.
+    """
+
+    def __init__(self) -> None:
+        self._unread = ""
+        self._inside = False
+        self._ended = False
+
+    def push(self, arguments: str) -> str:
+        """What can be told by now."""
+        if self._ended:
+            return ""
+        self._unread += arguments
+        if not self._inside:
+            head = _HEAD.match(self._unread, 0, _MAX_HEAD_CHARS)
+            if head is None:
+                return ""
+            self._inside = True
+            self._unread = self._unread[head.end() :]
+        return self._text()
+
+    def flush(self) -> str:
+        """The call has ended."""
+        rest, self._unread = self._unread, ""
+        if self._ended:
+            return ""
+        self._ended = True
+        return _unescaped(rest) if self._inside else _as_whole(rest)
+
+    def _text(self) -> str:
+        """Up to the quote that ends it, or to an escape that is not whole."""
+        unread, end = self._unread, 0
+        while stop := _STOPS.search(unread, end):
+            if stop[0] == '"':
+                self._ended = True
+                self._unread = ""
+                return _unescaped(unread[: stop.start()])
+            length = _escape_chars(unread, stop.start())
+            if length is None:
+                self._unread = unread[stop.start() :]
+                return _unescaped(unread[: stop.start()])
+            end = stop.start() + length
+        self._unread = ""
+        return _unescaped(unread)
+
+
+def _escape_chars(text: str, start: int) -> int | None:
+    """Of the escape that begins there, with its second half if it has one; None if it may go on behind the text."""
+    if len(text) == start + 1:
+        return None
+    if text[start + 1] != "u":
+        return 2
+    if len(text) < start + _ESCAPE_CHARS:
+        return None
+    if not _FIRST_HALF.match(text, start):
+        return _ESCAPE_CHARS
+    second = text[start + _ESCAPE_CHARS : start + 2 * _ESCAPE_CHARS]
+    if not "\\u".startswith(second[:2]):
+        return _ESCAPE_CHARS
+    if len(second) < _ESCAPE_CHARS:
+        return None
+    return 2 * _ESCAPE_CHARS if re.match(_LOW, second) else _ESCAPE_CHARS
+
+
+def _unescaped(text: str) -> str:
+    """Of the inside of a JSON string. What is no valid escape stays as it is; a half of a character is U+FFFD."""
+    return _ESCAPE.sub(_character, text)
+
+
+def _character(escape: re.Match[str]) -> str:
+    value: str = json.loads(f'"{escape[0]}"')
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _as_whole(arguments: str) -> str:
+    try:
+        value = from_json(arguments)
+    except ValueError:
+        return arguments
+    text = value.get(CUSTOM_ARGUMENT) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments

@@ -1,0 +1,36 @@
+"""Lists of items, a page at a time, as OpenAI's calls answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from fastapi import Query
+
+from serving.front.api.errors import refusal
+from serving.front.api.responses.items import Json
+
+PageSize = Annotated[int, Query(ge=1, le=100)]
+ItemOrder = Literal["asc", "desc"]
+PreviousItem = Annotated[str | None, Query(max_length=512)]
+Included = Annotated[list[str] | None, Query(max_length=32)]
+"""What more an item is to have: nothing here has more."""
+
+
+def item_page(items: Sequence[Json], limit: int, order: ItemOrder, after: str | None) -> Json:
+    """Those behind the item `after`. Raises ServiceError if that is not among them."""
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        names = [item["id"] for item in items]
+        if after not in names:
+            raise refusal(f"after: no item {after[:120]!r}.", "after")
+        items = items[names.index(after) + 1 :]
+    page = list(items[:limit])
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }

@@ -1,0 +1,202 @@
+"""The items of an answer of /v1/responses: whole, and as the events that a stream tells them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+from serving.front.api.openai.answers import AnswerPart
+from serving.front.api.openai.tools_schema import CallDelta
+from serving.front.api.responses.custom_input import CustomInput
+from serving.front.api.responses.items import Json
+from serving.front.api.responses.reasoning import encoded_thought
+from serving.front.api.responses.tools import OfferedTool, OfferedTools
+
+Event = dict[str, Any]
+Status = Literal["completed", "incomplete"]
+
+
+class _OpenItem(Protocol):
+    """An item that is being told. `index`: of its output."""
+
+    item: Json
+
+    def begin(self) -> Iterator[Event]: ...
+
+    def push(self, piece: str) -> Iterator[Event]: ...
+
+    def end(self, status: Status) -> Iterator[Event]: ...
+
+
+class OutputItems:
+    """Follows one answer. One item is open at a time; what is of another kind, or another call, ends it.
+
+    `items` are those that have ended. Their ids follow from the response's, so that it has the same ones whenever it is
+    read again.
+    """
+
+    def __init__(self, response_id: str, tools: OfferedTools, *, encrypts_reasoning: bool) -> None:
+        self.items: list[Json] = []
+        self._scope = response_id.partition("_")[2]
+        self._tools = tools
+        self._encrypts_reasoning = encrypts_reasoning
+        self._open: _OpenItem | None = None
+        self._told: tuple[str, int | None] | None = None
+
+    def add(self, part: AnswerPart) -> Iterator[Event]:
+        if part.reasoning:
+            yield from self._in("reasoning", None, None)
+            yield from self._push(part.reasoning)
+        for piece in part.in_order():
+            if isinstance(piece, CallDelta):
+                yield from self._in("call", piece.index, piece)
+                if piece.function.arguments:
+                    yield from self._push(piece.function.arguments)
+            else:
+                yield from self._in("message", None, None)
+                yield from self._push(piece)
+
+    def end(self, status: Status) -> Iterator[Event]:
+        """Ends the item that is open, if one is."""
+        if self._open is None:
+            return
+        item, self._open, self._told = self._open, None, None
+        yield from item.end(status)
+        index = len(self.items)
+        self.items.append(item.item)
+        yield {"type": "response.output_item.done", "output_index": index, "item": item.item}
+
+    def _in(self, kind: str, call: int | None, delta: CallDelta | None) -> Iterator[Event]:
+        if self._told == (kind, call):
+            return
+        yield from self.end("completed")
+        index = len(self.items)
+        self._open, self._told = self._new_item(kind, index, delta), (kind, call)
+        yield {"type": "response.output_item.added", "output_index": index, "item": dict(self._open.item)}
+        yield from self._open.begin()
+
+    def _push(self, piece: str) -> Iterator[Event]:
+        assert self._open is not None
+        yield from self._open.push(piece)
+
+    def _new_item(self, kind: str, index: int, delta: CallDelta | None) -> _OpenItem:
+        item_id = f"{self._scope}o{index}"
+        if delta is None:
+            if kind == "message":
+                return _TextItem(_message(f"msg_{item_id}"), index, _MESSAGE)
+            return _TextItem(_thought(f"rs_{item_id}"), index, _REASONING, encrypts=self._encrypts_reasoning)
+        name = delta.function.name or ""
+        offered = self._tools.called(name)
+        if offered is not None and offered.kind == "custom":
+            return _CustomCall(f"ctc_{item_id}", index, delta, offered)
+        return _FunctionCall(f"fc_{item_id}", index, delta, offered)
+
+
+@dataclass(frozen=True, slots=True)
+class _TextKind:
+    """`deltas` is how the events of its text begin; `beside` is what they have beside it."""
+
+    deltas: str
+    part: Callable[[str], Json]
+    beside: Mapping[str, Any]
+
+
+_MESSAGE = _TextKind(
+    "response.output_text",
+    lambda text: {"type": "output_text", "text": text, "annotations": [], "logprobs": []},
+    MappingProxyType({"logprobs": ()}),
+)
+_REASONING = _TextKind(
+    "response.reasoning_text", lambda text: {"type": "reasoning_text", "text": text}, MappingProxyType({})
+)
+
+
+class _TextItem:
+    """An item with one part of text."""
+
+    def __init__(self, item: Json, index: int, kind: _TextKind, *, encrypts: bool = False) -> None:
+        self.item = item
+        self._kind = kind
+        self._encrypts = encrypts
+        self._place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        self._texts: list[str] = []
+
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "response.content_part.added", **self._place, "part": self._kind.part("")}
+
+    def push(self, piece: str) -> Iterator[Event]:
+        self._texts.append(piece)
+        yield {"type": f"{self._kind.deltas}.delta", **self._place, "delta": piece, **self._kind.beside}
+
+    def end(self, status: Status) -> Iterator[Event]:
+        text = "".join(self._texts)
+        part = self._kind.part(text)
+        self.item |= {"content": [part], "status": status}
+        if self._encrypts:
+            self.item["encrypted_content"] = encoded_thought(text)
+        yield {"type": f"{self._kind.deltas}.done", **self._place, "text": text, **self._kind.beside}
+        yield {"type": "response.content_part.done", **self._place, "part": part}
+
+
+class _FunctionCall:
+    def __init__(self, item_id: str, index: int, delta: CallDelta, offered: OfferedTool | None) -> None:
+        self.item: Json = _call("function_call", item_id, delta, offered) | {"arguments": ""}
+        self._place = {"item_id": item_id, "output_index": index}
+
+    def begin(self) -> Iterator[Event]:
+        return iter(())
+
+    def push(self, piece: str) -> Iterator[Event]:
+        self.item["arguments"] += piece
+        yield {"type": "response.function_call_arguments.delta", **self._place, "delta": piece}
+
+    def end(self, status: Status) -> Iterator[Event]:
+        self.item["status"] = status
+        yield {
+            "type": "response.function_call_arguments.done",
+            **self._place,
+            "name": self.item["name"],
+            "arguments": self.item["arguments"],
+        }
+
+
+class _CustomCall:
+    def __init__(self, item_id: str, index: int, delta: CallDelta, offered: OfferedTool) -> None:
+        self.item: Json = _call("custom_tool_call", item_id, delta, offered) | {"input": ""}
+        self._place = {"item_id": item_id, "output_index": index}
+        self._input = CustomInput()
+
+    def begin(self) -> Iterator[Event]:
+        return iter(())
+
+    def push(self, piece: str) -> Iterator[Event]:
+        yield from self._tell(self._input.push(piece))
+
+    def end(self, status: Status) -> Iterator[Event]:
+        yield from self._tell(self._input.flush())
+        self.item["status"] = status
+        yield {"type": "response.custom_tool_call_input.done", **self._place, "input": self.item["input"]}
+
+    def _tell(self, text: str) -> Iterator[Event]:
+        if text:
+            self.item["input"] += text
+            yield {"type": "response.custom_tool_call_input.delta", **self._place, "delta": text}
+
+
+def _message(item_id: str) -> Json:
+    return {"id": item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+
+
+def _thought(item_id: str) -> Json:
+    said: Json = {"summary": [], "content": [], "encrypted_content": None}
+    return {"id": item_id, "type": "reasoning", "status": "in_progress", **said}
+
+
+def _call(kind: str, item_id: str, delta: CallDelta, offered: OfferedTool | None) -> Json:
+    """A name that was not offered is told as the model made it up."""
+    name = (delta.function.name or "") if offered is None else offered.name
+    namespace = {} if offered is None or offered.namespace is None else {"namespace": offered.namespace}
+    said = {"call_id": delta.id or "", "name": name, **namespace}
+    return {"id": item_id, "type": kind, "status": "in_progress", **said}

@@ -1,0 +1,97 @@
+"""A response of /v1/responses, as JSON: while it is made, and when it has ended."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.responses.items import Json
+from serving.front.api.responses.output import Event, OutputItems, Status
+from serving.front.api.responses.tools import OfferedTools
+from serving.front.api.turn_streams import TurnResult
+from serving.wire.turns import ErrorInfo, TurnEvent, TurnFinish
+
+_SERVER_ERROR = "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What a response is from its beginning on. `repeated` is what it says of its request."""
+
+    id: str
+    model_id: str
+    repeated: Json
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_background(self) -> bool:
+        return bool(self.repeated["background"])
+
+    def response(self, status: str, **more: Any) -> Json:
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model_id,
+            "output": [],
+            "usage": None,
+            **self.repeated,
+            **more,
+        }
+
+    def failed(self, info: ErrorInfo, output: list[Json]) -> Json:
+        code = info.code if info.status < 500 else _SERVER_ERROR
+        return self.response("failed", output=output, error={"code": code, "message": info.message})
+
+
+class ResponseReader:
+    """Follows the one turn of a response."""
+
+    def __init__(
+        self, head: ResponseHead, reader: AnswerReader, tools: OfferedTools, *, encrypts_reasoning: bool
+    ) -> None:
+        self._head = head
+        self._reader = reader
+        self._items = OutputItems(head.id, tools, encrypts_reasoning=encrypts_reasoning)
+
+    @property
+    def items(self) -> list[Json]:
+        """Of the output, those that have ended."""
+        return self._items.items
+
+    def read(self, output: TurnEvent | TurnResult) -> list[Event]:
+        """What the turn's next event, or all of it, adds."""
+        events = list(self._items.add(self._reader.read(output)))
+        finish = self._reader.finish(output)
+        return events if finish is None else [*events, *self._items.end(_status_of(finish))]
+
+    def response(self, output: TurnEvent | TurnResult) -> Json | None:
+        """The whole response, once its turn has ended and been read."""
+        finish = self._reader.finish(output)
+        if finish is None:
+            return None
+        said = {"output": self.items, "usage": usage_of(output)}
+        if finish.reason == "abort":
+            return self._head.response("cancelled", **said)
+        status = _status_of(finish)
+        why = None if status == "completed" else {"reason": "max_output_tokens"}
+        return self._head.response(status, incomplete_details=why, completed_at=int(time.time()), **said)
+
+
+def usage_of(output: TurnEvent | TurnResult) -> Json:
+    return {
+        "input_tokens": output.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": output.cached_tokens},
+        "output_tokens": output.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": output.prompt_tokens + output.completion_tokens,
+    }
+
+
+def _status_of(finish: TurnFinish) -> Status:
+    return "incomplete" if finish.reason in ("length", "abort") else "completed"

@@ -1,0 +1,230 @@
+"""OpenAI's Responses API: made, whole or streamed; had again; gone on from; deleted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+from msgspec.structs import replace
+
+from serving.front.api.documented_replies import STREAMED
+from serving.front.api.errors import refusal
+from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
+from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.requests import field_names
+from serving.front.api.openai.thoughts import reads_thoughts, telling_tokens
+from serving.front.api.priorities import engine_priority
+from serving.front.api.reply_json import encoded, json_reply
+from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
+from serving.front.api.responses.conversation_log import begin_response, keep_items
+from serving.front.api.responses.history import template_messages
+from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
+from serving.front.api.responses.items import Json, canonical_items
+from serving.front.api.responses.replies import ResponseHead, ResponseReader
+from serving.front.api.responses.schema import ResponsesBody, check_state, check_stream_options
+from serving.front.api.responses.store import (
+    Continued,
+    calls_named_by,
+    find_response,
+    forget_response,
+    new_response_id,
+)
+from serving.front.api.responses.stream import CharacterNumbers, EventNumbers, ResponseEncoder
+from serving.front.api.responses.tools import OfferedTools, offered_tools
+from serving.front.api.responses.turns import ResponseTurns
+from serving.front.api.sse import TurnEventStream
+from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
+from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall, TurnService
+
+FEW_ITEMS = 256
+"""More are brought into shape on a thread: streams go on meanwhile."""
+MOST_NUMBER = 2**53
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
+    router.add_api_route("/v1/responses", create_response, methods=["POST"], responses=STREAMED)
+    router.add_api_route("/v1/responses/{response_id}", get_response, methods=["GET"])
+    router.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"])
+    router.add_api_route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"])
+    router.add_api_route("/v1/responses/{response_id}/input_items", list_input_items, methods=["GET"])
+    router.add_api_route("/v1/embeddings", refuse_embeddings, methods=["POST"], include_in_schema=False)
+    return router
+
+
+async def create_response(
+    body: ResponsesBody,
+    request: Request,
+    service: Service,
+    background: Background,
+    tenant: Tenant,
+    x_stainless_retry_count: RetriesHeader = None,  # noqa: ARG001
+) -> Response:
+    check_stream_options(body)
+    priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
+    asked = await asked_response(body, service, tenant, priority)
+    if body.is_background:
+        turn = await asked.turns.start(background, asked.plan)
+        if body.stream:
+            encoder = ResponseEncoder(asked.head, asked.reader, CharacterNumbers())
+            return TurnEventStream(turn, asked.plan, encoder)
+        return JSONResponse(asked.head.response("queued"))
+    if body.stream:
+        encoder = ResponseEncoder(asked.head, asked.reader, EventNumbers())
+        return TurnEventStream(asked.turns, asked.plan, encoder)
+    (result,) = results = await until_disconnect(request.receive, collect(asked.turns, asked.plan))
+    asked.reader.read(result)
+    return json_reply(encoded(asked.reader.response(result)), results)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedResponse:
+    """A response to be: its turn, what runs and what reads that. `items` is all that was said before it."""
+
+    head: ResponseHead
+    items: list[Json]
+    plan: TurnPlan
+    turns: ResponseTurns
+    reader: ResponseReader
+
+
+async def asked_response(
+    body: ResponsesBody, service: TurnService, tenant: str, priority: int, before: Continued | None = None
+) -> AskedResponse:
+    """`before` is what it goes on from, if its caller knows. Raises ServiceError."""
+    model = service.model
+    check_model_name(body.model, model)
+    check_state(body)
+    tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
+    if before is None:
+        before, response_id = await begin_response(service, body, tenant)
+    else:
+        response_id = new_response_id(before.session_id)
+    head = ResponseHead(response_id, model.model_id, body.repeated())
+    items = canonical_items(body.input, response_id)
+    session = before.turn(head, items, body)
+    said = [*before.items, *items]
+    make = (body, tools, model, response_id, said, session, tenant, priority)
+    plan = _plan(*make) if len(items) <= FEW_ITEMS else await asyncio.to_thread(_plan, *make)
+    reader = ResponseReader(
+        head,
+        AnswerReader(calls_named_by(response_id), tools.use, reads_thoughts(model, plan.calls[0].constraint)),
+        tools,
+        encrypts_reasoning=body.encrypts_reasoning,
+    )
+    return AskedResponse(head, said, plan, ResponseTurns(service, before), reader)
+
+
+def _plan(
+    body: ResponsesBody,
+    tools: OfferedTools,
+    model: ModelInfo,
+    response_id: str,
+    items: list[Json],
+    session: SessionTurn | None,
+    tenant: str,
+    priority: int,
+) -> TurnPlan:
+    held, use = body.held(), tools.use
+    constraint = None if held is None else held.constraint
+    if use is not None:
+        constraint = use.constraint(held)
+    call = TurnCall(
+        request_id=response_id,
+        prompt=ChatPrompt(
+            template_messages(body.instructions, items),
+            body.template_kwargs,
+            () if use is None else use.for_template(),
+        ),
+        sampling=body.sampling(model),
+        seed=nth_seed(body.seed, 0),
+        max_new_tokens=body.most_tokens(model),
+        shown_tokens=telling_tokens(use, reads_thoughts(model, constraint)),
+        constraint=constraint,
+        strict_calls=None if use is None else use.strict_calls(model, constraint),
+        session=session,
+        tenant=tenant,
+        affinity_key=body.prompt_cache_key or "",
+        priority=priority,
+    )
+    names = field_names("input", held) | {
+        "max_new_tokens": "max_output_tokens",
+        "messages": "input",
+        "session_id": "previous_response_id",
+    }
+    return TurnPlan([call], names)
+
+
+async def get_response(
+    response_id: str,
+    service: Service,
+    background: Background,
+    tenant: Tenant,
+    stream: bool | None = None,
+    starting_after: Annotated[int | None, Query(ge=0, le=MOST_NUMBER)] = None,
+    include_obfuscation: bool | None = None,  # noqa: ARG001
+    include: Included = None,  # noqa: ARG001
+) -> Response:
+    """As it is now; or as a stream, from its beginning or behind an event."""
+    stored, progress = await look_up(service, background, response_id, tenant)
+    if not stream:
+        if starting_after is not None:
+            raise refusal("starting_after: only allowed when stream is true.", "starting_after")
+        now = stored.response(service.model) if progress is None else stored.head.response(progress.status)
+        return JSONResponse(now)
+    numbers: EventNumbers = CharacterNumbers(starting_after)
+    if not stored.head.is_background:
+        if starting_after is not None:
+            raise refusal(
+                "starting_after: only the events of a response that is made in the background can be told from "
+                "within.",
+                "starting_after",
+            )
+        numbers = EventNumbers()
+    call = replace(calls_named_by(response_id), tenant=tenant)
+    encoder = ResponseEncoder(stored.head, stored.reader(service.model), numbers)
+    return TurnEventStream(FollowedTurn(service, background), TurnPlan([call]), encoder)
+
+
+async def delete_response(
+    response_id: str, service: Service, background: Background, tenant: Tenant
+) -> dict[str, Any]:
+    """One that is still being made is cancelled first. Its conversation keeps what it said."""
+    stored, progress = await look_up(service, background, response_id, tenant)
+    if progress is not None:
+        await cancel(service, background, response_id, tenant)
+    if stored.body.conversation_id is not None:
+        await keep_items(service, stored.body.conversation_id, tenant)
+    await forget_response(service, response_id, tenant)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+async def cancel_response(
+    response_id: str, service: Service, background: Background, tenant: Tenant
+) -> Response:
+    """One that has ended is as it was."""
+    stored = await cancel(service, background, response_id, tenant)
+    return JSONResponse(stored.response(service.model))
+
+
+async def list_input_items(
+    response_id: str,
+    service: Service,
+    tenant: Tenant,
+    limit: PageSize = 20,
+    order: ItemOrder = "desc",
+    after: PreviousItem = None,
+    include: Included = None,  # noqa: ARG001
+) -> dict[str, Any]:
+    """Those that its request sent."""
+    return item_page((await find_response(service, response_id, tenant)).input, limit, order, after)
+
+
+async def refuse_embeddings() -> None:
+    raise refusal(
+        "Embeddings are not served: Kedge serves models that write.", None, status=404, code="not_supported"
+    )

@@ -1,0 +1,243 @@
+"""The body of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+
+from engine.api import SamplingParams
+from serving.front.api.errors import refusal
+from serving.front.api.fields import (
+    Count,
+    JsonSchema,
+    MinP,
+    Name,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    base_sampling,
+    most_tokens,
+    schema_constraint,
+)
+from serving.front.api.openai.requests import MAX_METADATA
+from serving.front.api.openai.structured import ANY_OBJECT, HeldAnswer
+from serving.front.api.priorities import LOWER_FIRST, Priority
+from serving.front.api.responses.items import Input, Json
+from serving.front.api.responses.tools import ResponsesToolChoice, ResponsesTools
+from serving.front.api.strict_json import NotSupported, StrictBody
+from serving.wire.turns import ModelInfo
+
+MAX_INCLUDED = 32
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class PlainText(StrictBody):
+    type: Literal["text"]
+
+
+class JsonObject(StrictBody):
+    type: Literal["json_object"]
+
+
+class JsonFormat(StrictBody):
+    """`strict` has no effect: a schema is enforced, or the request is refused."""
+
+    type: Literal["json_schema"]
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    json_schema: JsonSchema = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(StrictBody):
+    format: Annotated[PlainText | JsonObject | JsonFormat, Discriminator("type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Without effect.")
+
+    def held(self) -> HeldAnswer | None:
+        """What the answer is held to."""
+        match self.format:
+            case JsonFormat():
+                field = "text.format.schema"
+                return HeldAnswer(schema_constraint(self.format.json_schema, field), field)
+            case JsonObject():
+                return HeldAnswer(schema_constraint(ANY_OBJECT, "text.format"), "text.format")
+        return None
+
+
+class ReasoningConfig(StrictBody):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For the chat template, if it knows `reasoning_effort`."
+    )
+    summary: Literal["auto", "concise", "detailed", "none"] | None = Field(
+        None, description="Without effect: what was thought is told itself."
+    )
+    generate_summary: str | None = Field(None, description="Without effect.")
+    context: str | None = Field(None, description="Without effect.")
+
+
+class ResponseStreamOptions(StrictBody):
+    include_obfuscation: bool | None = Field(None, description="Without effect.")
+
+
+class ConversationId(StrictBody):
+    id: Name
+
+
+def _id_or_object(value: Any) -> str:
+    return "<object>" if isinstance(value, dict) else "<id>"
+
+
+NamedConversation = Annotated[
+    Annotated[Name, Tag("<id>")] | Annotated[ConversationId, Tag("<object>")], Discriminator(_id_or_object)
+]
+
+
+class ResponsesBody(StrictBody):
+    """Items in `input`, or text. `top_k`, `min_p`, `repetition_penalty` and `seed` are vLLM's."""
+
+    model: str | None = None
+    input: Input
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    conversation: NamedConversation | None = None
+    store: bool | None = Field(
+        None, description="Unless false, the response can be had again, and gone on from."
+    )
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    tools: ResponsesTools | None = None
+    tool_choice: ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
+    chat_template_kwargs: Json | None = None
+    priority: Priority | None = Field(None, description=LOWER_FIRST)
+    prompt_cache_key: str | None = Field(
+        None, description="Requests of one key go to one replica while its load allows it."
+    )
+
+    # About the caller, or hints: without effect on the answer.
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    client_metadata: Json | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    max_tool_calls: Count | None = Field(None, description="Of tools that run here, of which there are none.")
+    truncation: Literal["disabled"] | None = None
+
+    background: bool | None = Field(
+        None, description="The answer is made behind the request, and had by its id. It must be stored."
+    )
+    context_management: NotSupported = None
+    prompt: NotSupported = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def is_background(self) -> bool:
+        return self.background is True
+
+    @property
+    def conversation_id(self) -> str | None:
+        named = self.conversation
+        return named.id if isinstance(named, ConversationId) else named
+
+    @property
+    def encrypts_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in (self.include or ())
+
+    @property
+    def template_kwargs(self) -> Json:
+        kwargs: Json = {}
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning.effort
+        return kwargs | (self.chat_template_kwargs or {})
+
+    def held(self) -> HeldAnswer | None:
+        return None if self.text is None else self.text.held()
+
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        """The engine's parameters; the seed and the token limit travel beside them."""
+        return base_sampling(
+            model,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+    def most_tokens(self, model: ModelInfo) -> int | None:
+        """Of the answer, what was thought included. None: as many as the context has room for."""
+        return most_tokens(model, self.max_output_tokens)
+
+    def repeated(self) -> dict[str, Any]:
+        """What a response says of its request."""
+        said = self.model_dump(mode="json", by_alias=True, exclude={"input"}, serialize_as_any=True)
+        text = said["text"] or {}
+        return {
+            "background": self.is_background,
+            "conversation": None if self.conversation_id is None else {"id": self.conversation_id},
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": said["reasoning"] or {"effort": None, "summary": None},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "store": self.is_stored,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": text | {"format": text.get("format") or {"type": "text"}},
+            "tool_choice": said["tool_choice"] or "auto",
+            "tools": said["tools"] or [],
+            "top_logprobs": 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+
+
+def check_stream_options(body: ResponsesBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise refusal("stream_options: only allowed when stream is true.", "stream_options")
+
+
+def check_state(body: ResponsesBody) -> None:
+    """Refuses what excludes each other of the fields that say what is kept, and gone on from."""
+    if body.is_background and not body.is_stored:
+        raise refusal("background: such a response is stored, so store may not be false.", "background")
+    if body.conversation is None:
+        return
+    if body.previous_response_id is not None:
+        raise refusal(
+            "conversation: it says what is gone on from, so previous_response_id may not.", "conversation"
+        )
+    if not body.is_stored:
+        raise refusal("conversation: a response in one is stored, so store may not be false.", "conversation")

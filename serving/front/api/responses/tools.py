@@ -1,0 +1,265 @@
+"""Tools of /v1/responses, as the functions that they are to chat templates, and what a call of one is to the client.
+
+A function of a namespace is shown to the model under both names. A custom tool takes plain text: it is shown as a
+function whose one argument is that text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from serving.front.api.errors import refusal
+from serving.front.api.openai.tools import ToolUse, tool_use
+from serving.front.api.openai.tools_schema import (
+    MAX_TOOLS,
+    ChosenFunction,
+    Function,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    ToolName,
+)
+from serving.front.api.responses.items import OtherKind
+from serving.front.api.strict_json import NotSupported, StrictBody
+from serving.wire.turns import ModelInfo
+
+BETWEEN_NAMES = "__"
+"""Between a namespace and a name, as the model is told them."""
+CUSTOM_ARGUMENT = "input"
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+    "required": [CUSTOM_ARGUMENT],
+    "additionalProperties": False,
+}
+MAX_NAME_CHARS = 128
+
+
+class _Offered(StrictBody):
+    """Who may call a tool, and when its client runs it. What would need the server's help is refused."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    defer_loading: NotSupported = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=8)] | None = None
+    async_: NotSupported = Field(None, alias="async")
+
+
+class FunctionTool(Function, _Offered):
+    type: Literal["function"]
+    output_schema: Any = Field(None, description="Without effect.")
+
+    def shown(self, name: str) -> Function:
+        return Function(
+            name=name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
+
+
+class TextFormat(StrictBody):
+    type: Literal["text"]
+
+
+class GrammarFormat(StrictBody):
+    """Told to the model with the tool's description. Nothing holds the text to it."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+CustomFormat = Annotated[TextFormat | GrammarFormat, Discriminator("type")]
+
+
+class CustomTool(_Offered):
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def shown(self, name: str) -> Function:
+        texts = [self.description or ""]
+        if isinstance(self.format, GrammarFormat):
+            texts.append(f"The input follows this {self.format.syntax} grammar:\n{self.format.definition}")
+        description = "\n\n".join(filter(None, texts)) or None
+        return Function(name=name, description=description, parameters=CUSTOM_PARAMETERS, strict=False)
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if isinstance(kind, str) else "<other>"
+
+
+def _own_kind(value: Any) -> str:
+    kind = _kind(value)
+    return kind if kind in ("<function>", "<custom>") else "<other>"
+
+
+def _tool_kind(value: Any) -> str:
+    return "<namespace>" if _kind(value) == "<namespace>" else _own_kind(value)
+
+
+OwnTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[OtherKind, Tag("<other>")],
+    Discriminator(_own_kind),
+]
+
+
+class Namespace(StrictBody):
+    """Tools under a common name."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[OwnTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[Namespace, Tag("<namespace>")]
+    | Annotated[OtherKind, Tag("<other>")],
+    Discriminator(_tool_kind),
+]
+ResponsesTools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ChosenTool(StrictBody):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+def _kind_of_allowed(value: Any) -> str:
+    return "<other>" if _own_kind(value) == "<other>" else "<tool>"
+
+
+AllowedTool = Annotated[
+    Annotated[ChosenTool, Tag("<tool>")] | Annotated[OtherKind, Tag("<other>")],
+    Discriminator(_kind_of_allowed),
+]
+
+
+class AllowedTools(StrictBody):
+    """Some of the tools, of which alone the model is told."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _kind_of_choice(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "<word>"
+    return "<allowed>" if _kind(value) == "<allowed_tools>" else _kind_of_allowed(value)
+
+
+ResponsesToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[ChosenTool, Tag("<tool>")]
+    | Annotated[AllowedTools, Tag("<allowed>")]
+    | Annotated[OtherKind, Tag("<other>")],
+    Discriminator(_kind_of_choice),
+]
+
+
+def shown_name(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}{BETWEEN_NAMES}{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool that the client runs. `field` is where the request has it."""
+
+    kind: Literal["function", "custom"]
+    name: str
+    namespace: str | None
+    function: Function
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """All of one request, by the names that the model is told. `use`: how they are used; None if there are none."""
+
+    by_shown_name: Mapping[str, OfferedTool] = field(default_factory=dict)
+    use: ToolUse | None = None
+
+    def called(self, shown: str) -> OfferedTool | None:
+        """None: the model made the name up."""
+        return self.by_shown_name.get(shown)
+
+
+def offered_tools(
+    tools: Sequence[Any] | None, choice: Any, parallel: bool | None, model: ModelInfo
+) -> OfferedTools:
+    """Raises ServiceError, which names the field."""
+    offered: dict[str, OfferedTool] = {}
+    for tool in _each(tools or ()):
+        shown = tool.function.name
+        if shown in offered:
+            param = f"{tool.field}.name"
+            raise refusal(f"{param}: there are two tools {shown!r}.", param)
+        offered[shown] = tool
+    mode, names = _chosen(choice, offered)
+    shown_tools = [
+        Tool(type="function", function=tool.function)
+        for name, tool in offered.items()
+        if names is None or name in names
+    ]
+    use = tool_use(shown_tools, mode, parallel, model, strict_where_possible=True)
+    return OfferedTools(offered, use)
+
+
+def _each(tools: Sequence[Any]) -> Iterable[OfferedTool]:
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        if isinstance(tool, Namespace):
+            for inner, own in enumerate(tool.tools):
+                yield _offered(_served(own), tool.name, f"{place}.tools[{inner}]")
+        else:
+            yield _offered(_served(tool), None, place)
+
+
+def _served(tool: FunctionTool | CustomTool | OtherKind) -> FunctionTool | CustomTool:
+    assert not isinstance(tool, OtherKind), "its type is refused when it is read"
+    return tool
+
+
+def _offered(tool: FunctionTool | CustomTool, namespace: str | None, place: str) -> OfferedTool:
+    shown = shown_name(tool.name, namespace)
+    if len(shown) > MAX_NAME_CHARS:
+        param = f"{place}.name"
+        raise refusal(f"{param}: longer than {MAX_NAME_CHARS} characters with its namespace.", param)
+    return OfferedTool(tool.type, tool.name, namespace, tool.shown(shown), place)
+
+
+def _chosen(
+    choice: Any, offered: Mapping[str, OfferedTool]
+) -> tuple[ToolChoice | None, frozenset[str] | None]:
+    """What chat's tool choice would be, and the tools that the model is told of (None: all)."""
+    if isinstance(choice, ChosenTool):
+        name = _known(choice, offered, "tool_choice")
+        return NamedTool(type="function", function=ChosenFunction(name=name)), None
+    if isinstance(choice, AllowedTools):
+        names = (
+            _known(each, offered, f"tool_choice.tools[{index}]")
+            for index, each in enumerate(choice.tools)
+            if isinstance(each, ChosenTool)
+        )
+        return choice.mode, frozenset(names)
+    return choice, None
+
+
+def _known(choice: ChosenTool, offered: Mapping[str, OfferedTool], place: str) -> str:
+    shown = shown_name(choice.name, choice.namespace)
+    tool = offered.get(shown)
+    if tool is None or tool.kind != choice.type:
+        param = f"{place}.name"
+        raise refusal(f"{param}: no {choice.type} tool has the name {choice.name[:120]!r}.", param)
+    return shown

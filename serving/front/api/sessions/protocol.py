@@ -1,0 +1,287 @@
+"""The session protocol: SGLang's native API, see docs/api.md for what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from msgspec.structs import replace
+
+from engine.api import LogprobParams, SamplingParams
+from serving.front.api.documented_replies import PLAIN_TEXT, STREAMED
+from serving.front.api.errors import refusal
+from serving.front.api.fields import (
+    OPERATORS_ONLY,
+    IdempotencyHeader,
+    Service,
+    Tenant,
+    check_num_calls,
+    check_token_ids,
+    new_id,
+    nth_seed,
+    stop_strings,
+)
+from serving.front.api.priorities import engine_priority
+from serving.front.api.reply_json import joined_items, json_reply
+from serving.front.api.sessions.replies import GenerateEncoder, whole_reply
+from serving.front.api.sessions.schema import (
+    AbortBody,
+    CloseSessionBody,
+    GenerateBody,
+    OpenSessionBody,
+    SessionParams,
+)
+from serving.front.api.sessions.trees import TreeRequests, begin_request, close_tree
+from serving.front.api.sse import TurnEventStream
+from serving.front.api.strict_json import StrictJsonRoute
+from serving.front.api.turn_streams import RunsTurns, TurnPlan, collect, until_disconnect
+from serving.wire.turns import (
+    ModelInfo,
+    ServiceError,
+    SessionTurn,
+    TextPrompt,
+    TokenPrompt,
+    TurnCall,
+    TurnService,
+)
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["sessions"])
+    router.add_api_route("/open_session", open_session, methods=["POST"])
+    router.add_api_route("/close_session", close_session, methods=["POST"], response_class=Response)
+    router.add_api_route("/generate", generate, methods=["POST"], responses=STREAMED)
+    router.add_api_route("/abort_request", abort_request, methods=["POST"], response_class=Response)
+    router.add_api_route(
+        "/flush_cache",
+        flush_cache,
+        methods=["POST"],
+        response_class=Response,
+        responses=PLAIN_TEXT,
+        dependencies=OPERATORS_ONLY,
+    )
+    for name in ("/get_model_info", "/model_info"):
+        router.add_api_route(name, get_model_info, methods=["GET"])
+    for name in ("/get_server_info", "/server_info"):
+        router.add_api_route(name, get_server_info, methods=["GET"], dependencies=OPERATORS_ONLY)
+    router.add_api_route("/get_load", get_load, methods=["GET"], dependencies=OPERATORS_ONLY)
+    router.add_api_route("/health_generate", health_generate, methods=["GET"], response_class=Response)
+    return router
+
+
+async def open_session(body: OpenSessionBody, service: Service, tenant: Tenant) -> str:
+    try:
+        return await service.open_session(
+            body.session_id,
+            timeout_s=body.timeout,
+            capacity_tokens=None,
+            tenant=tenant,
+            tree=not body.streaming,
+        )
+    except ServiceError as error:
+        if error.info.param != "timeout_s":
+            raise
+        raise ServiceError(replace(error.info, param="timeout")) from error
+
+
+async def close_session(body: CloseSessionBody, service: Service, tenant: Tenant) -> Response:
+    await service.close_session(body.session_id, tenant=tenant)
+    await close_tree(service, body.session_id, tenant)
+    return Response()
+
+
+async def abort_request(body: AbortBody, service: Service, tenant: Tenant) -> Response:
+    if not body.rid and not body.abort_all:
+        raise refusal("rid: name a request, or set abort_all.", "rid")
+    await service.abort(body.rid or None, all_requests=body.abort_all, tenant=tenant)
+    return Response()
+
+
+async def flush_cache(service: Service) -> Response:
+    if await service.flush():
+        return PlainTextResponse("Cache flushed.")
+    raise refusal("The cache is not flushed while requests run.", None, code="busy")
+
+
+async def get_model_info(service: Service) -> dict[str, Any]:
+    model = service.model
+    return {
+        "model_path": model.model_path,
+        "tokenizer_path": model.tokenizer_path,
+        "is_generation": True,
+        "max_context_len": model.max_context_len,
+    }
+
+
+async def get_server_info(service: Service) -> Response:
+    return JSONResponse(await service.server_info())
+
+
+async def get_load(service: Service) -> list[dict[str, Any]]:
+    """Of each replica that answers. `num_tokens` is the KV that is in use, of sessions and of requests."""
+    return [
+        {
+            "dp_rank": rank,
+            "replica_id": replica["replica_id"],
+            "num_reqs": replica["running"] + replica["waiting"],
+            "num_waiting_reqs": replica["waiting"],
+            "num_tokens": _pages_in_use(replica["pages"]) * replica["page_size"],
+        }
+        for rank, replica in enumerate((await service.server_info())["replicas"])
+    ]
+
+
+def _pages_in_use(pages: dict[str, int]) -> int:
+    return pages["total"] - pages["free"] - pages["cached"]
+
+
+async def health_generate(request: Request, service: Service) -> Response:
+    """Healthy if a token comes out."""
+    call = TurnCall(
+        new_id("health-"),
+        TokenPrompt((0,)),
+        SamplingParams(temperature=0.0, ignore_eos=True),
+        max_new_tokens=1,
+    )
+    await until_disconnect(request.receive, collect(service, TurnPlan([call])))
+    return Response()
+
+
+async def generate(
+    body: GenerateBody,
+    request: Request,
+    service: Service,
+    tenant: Tenant,
+    idempotency_key: IdempotencyHeader = None,
+) -> Response:
+    priority = engine_priority(request.app.state.request_priority, higher_first=body.priority)
+    plan = _plan(body, service.model, tenant, priority)
+    runner: RunsTurns = service
+    if body.session_params is not None:
+        plan, runner = await _in_session(plan, body.session_params, idempotency_key, service)
+    as_list = body.batched or body.sampling.n > 1
+    if body.stream:
+        incremental: bool = request.app.state.incremental_streaming_output
+        encoder = GenerateEncoder(body, plan, numbered=as_list, incremental=incremental)
+        return TurnEventStream(runner, plan, encoder)
+    results = await until_disconnect(request.receive, collect(runner, plan))
+    replies = [
+        await whole_reply(body, call, result) for call, result in zip(plan.calls, results, strict=True)
+    ]
+    return json_reply(b"[%s]" % joined_items(replies) if as_list else replies[0], results)
+
+
+async def _in_session(
+    plan: TurnPlan, params: SessionParams, idempotency_key: str | None, service: TurnService
+) -> tuple[TurnPlan, RunsTurns]:
+    """The plan of one call as a turn of the session, and who runs it. Raises ServiceError, which names the field."""
+    (call,) = plan.calls
+    runner: RunsTurns = service
+    try:
+        if await service.is_tree(params.id, tenant=call.tenant):
+            runner = TreeRequests(service)
+            turn = await begin_request(service, params, call.request_id, idempotency_key, call.tenant)
+        else:
+            turn = _line_turn(params, idempotency_key)
+    except ServiceError as error:
+        names = plan.field_names
+        raise ServiceError(
+            replace(error.info, param=names.get(error.info.param or "", error.info.param))
+        ) from error
+    return TurnPlan([replace(call, session=turn)], plan.field_names), runner
+
+
+def _line_turn(params: SessionParams, idempotency_key: str | None) -> SessionTurn:
+    for name in ("offset", "replace", "drop_previous_output"):
+        if getattr(params, name):
+            raise refusal(
+                f"session_params.{name}: a session that was opened with streaming is a line of turns. "
+                f"POST /v1/kedge/sessions/{params.id}/rewind goes back in it.",
+                f"session_params.{name}",
+            )
+    return SessionTurn(params.id, idempotency_key=idempotency_key, create=False)
+
+
+def _plan(body: GenerateBody, model: ModelInfo, tenant: str, priority: int) -> TurnPlan:
+    prompts = _prompts(body, model)
+    asked = body.sampling
+    num_calls = len(prompts) * asked.n
+    many = "sampling_params.n" if asked.n > 1 else body.prompt_field
+    check_num_calls(num_calls, many)
+    if body.session_params is not None and num_calls > 1:
+        raise refusal(f"{many}: a session takes one generation at a time.", many)
+    sampling = asked.sampling(model)
+    constraint = asked.constraint()
+    calls = [
+        TurnCall(
+            request_id=request_id,
+            prompt=prompts[index // asked.n],
+            sampling=sampling,
+            seed=nth_seed(asked.seed_given, index % asked.n),
+            max_new_tokens=asked.max_new_tokens,
+            stop=stop_strings(asked.stop),
+            trim_stop=not asked.no_stop_trim,
+            skip_special_tokens=asked.skip_special_tokens,
+            logprobs=_logprobs(body),
+            constraint=constraint,
+            tenant=tenant,
+            priority=priority,
+        )
+        for index, request_id in enumerate(_request_ids(body, len(prompts)))
+    ]
+    return TurnPlan(calls, _field_names(body.prompt_field))
+
+
+def _prompts(body: GenerateBody, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
+    given = body.text if body.text is not None else body.input_ids
+    assert given is not None
+    many: Sequence[Any] = given if body.batched else [given]
+    prompts: list[TextPrompt | TokenPrompt] = []
+    for index, prompt in enumerate(many):
+        if isinstance(prompt, str):
+            prompts.append(TextPrompt(prompt))
+            continue
+        check_token_ids(prompt, model, f"input_ids[{index}]" if body.batched else "input_ids")
+        prompts.append(TokenPrompt(tuple(prompt)))
+    return prompts
+
+
+def _request_ids(body: GenerateBody, num_prompts: int) -> list[str]:
+    """One for each call: those of the client for its prompts, numbered where a prompt has several choices."""
+    count = body.sampling.n
+    rids = body.rid
+    if isinstance(rids, list):
+        if len(rids) != num_prompts or len(set(rids)) != len(rids):
+            raise refusal(f"rid: give {num_prompts} different ids, one for each prompt.", "rid")
+    else:
+        rid = rids or new_id("")
+        rids = [rid] if num_prompts == 1 else [f"{rid}_{index}" for index in range(num_prompts)]
+    return rids if count == 1 else [f"{rid}_{choice}" for rid in rids for choice in range(count)]
+
+
+def _logprobs(body: GenerateBody) -> LogprobParams | None:
+    if not body.return_logprob:
+        return None
+    start = body.logprob_start_len
+    return LogprobParams(
+        output=True, top=body.top_logprobs_num or 0, input_start=None if start is None or start < 0 else start
+    )
+
+
+def _field_names(prompt_field: str) -> dict[str, str]:
+    """What this protocol calls the fields that the service names in its errors."""
+    sampling = {name: f"sampling_params.{name}" for name in SamplingParams.__dataclass_fields__}
+    return {
+        **sampling,
+        "prompt": prompt_field,
+        "input_ids": prompt_field,
+        "stop": "sampling_params.stop",
+        "json_schema": "sampling_params.json_schema",
+        "regex": "sampling_params.regex",
+        "grammar": "sampling_params.ebnf",
+        "offset": "session_params.offset",
+        "session_id": "session_params.id",
+        "idempotency_key": "idempotency-key",
+    }

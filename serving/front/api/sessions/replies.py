@@ -1,0 +1,162 @@
+"""Replies of the session protocol, whole or as the events of a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from serving.front.api.errors import session_error
+from serving.front.api.reply_json import filled, joined_items, list_items, or_unset, reply_json, shown
+from serving.front.api.sessions.schema import GenerateBody, GenerateReply, LogprobEntry, MetaInfo
+from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, error_then_done, server_event
+from serving.front.api.turn_streams import TurnPlan, TurnResult
+from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish
+
+NEW_SHARE = 1 / 128
+"""Of an event that tells all that came before it, too: a stream has not more than about 128 times the bytes of its last
+event, however long that is. With an event for every token, 4,000 tokens of text would be 61 MB."""
+
+LARGE_EVENT_BYTES = 256 * 1024
+NEW_SHARE_OF_LARGE = 1 / 16
+"""With an event for every token, 4,000 tokens with twenty log-probabilities each would be 4 GB."""
+
+ID_BYTES = 6
+ItemsByField = Mapping[str, bytes]
+"""JSON of the entries in each list of log-probabilities."""
+
+
+async def whole_reply(body: GenerateBody, call: TurnCall, result: TurnResult) -> bytes:
+    """The reply to one call that is not streamed, as JSON."""
+    return _reply(call, result, await _logprob_items(body, result), None)
+
+
+class GenerateEncoder:
+    """Writes the events of one request: each tells the whole text and all token ids so far, or, as with SGLang's option
+    of that name, `incremental` ones only what is new. Counts are totals in both. Those that tell everything wait until
+    a share of it is new, or the end."""
+
+    keep_alive = KEEP_ALIVE_COMMENT
+
+    def __init__(self, body: GenerateBody, plan: TurnPlan, *, numbered: bool, incremental: bool) -> None:
+        self._body = body
+        self._calls = plan.calls
+        self._numbered = numbered
+        self._incremental = incremental
+        self._results = [TurnResult() for _ in plan.calls]
+        self._written: list[defaultdict[str, list[bytes]]] = [defaultdict(list) for _ in plan.calls]
+        """Of each call what its events so far have of log-probabilities: each entry is written once."""
+        self._told = [_Sent() for _ in plan.calls]
+
+    async def chunk(self, index: int, event: TurnEvent) -> bytes:
+        new = await _logprob_items(self._body, event)
+        result = self._results[index]
+        result.add(replace(event, logprobs=(), input_logprobs=()))
+        if self._incremental:
+            result = dataclasses.replace(result, text=event.text, token_ids=list(event.token_ids))
+        else:
+            self._add(index, new)
+            if not self._told[index].may_send(event, new):
+                return b""
+            new = {name: joined_items(texts) for name, texts in self._written[index].items()}
+        number = index if self._numbered else None
+        return server_event(_reply(self._calls[index], result, new, number))
+
+    def closing(self) -> bytes:
+        return DONE
+
+    def error(self, info: ErrorInfo) -> bytes:
+        return error_then_done(session_error(info))
+
+    def _add(self, index: int, new: ItemsByField) -> None:
+        for name, items in new.items():
+            self._written[index][name].append(items)
+
+
+class _Sent:
+    """How large the events of a call are, about: what there is to tell, and what of it the last one had."""
+
+    def __init__(self) -> None:
+        self._size_bytes = 0
+        self._sent_bytes = 0
+
+    def may_send(self, event: TurnEvent, logprobs: ItemsByField) -> bool:
+        """Whether this event is to be sent."""
+        ids_bytes = ID_BYTES * len(event.token_ids)
+        self._size_bytes += len(event.text) + ids_bytes + sum(map(len, logprobs.values()))
+        share = NEW_SHARE_OF_LARGE if self._size_bytes > LARGE_EVENT_BYTES else NEW_SHARE
+        new_bytes = self._size_bytes - self._sent_bytes
+        if event.finish is None and new_bytes < share * self._size_bytes:
+            return False
+        self._sent_bytes = self._size_bytes
+        return True
+
+
+def _reply(call: TurnCall, result: TurnResult, logprobs: ItemsByField, number: int | None) -> bytes:
+    no_logprobs: dict[str, Any] = {name: [] for name in logprobs}
+    finish = result.finish
+    meta = MetaInfo(
+        id=call.request_id,
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=result.completion_tokens,
+        cached_tokens=result.cached_tokens,
+        finish_reason=None if finish is None else _finish_reason(finish, result.completion_tokens),
+        e2e_latency=result.elapsed_s,
+        replayed=or_unset(result.replayed or None),
+        **_draft_fields(result),
+        **no_logprobs,
+    )
+    reply = GenerateReply(
+        text=result.text, output_ids=result.token_ids, meta_info=meta, index=or_unset(number)
+    )
+    text = reply_json(reply)
+    for name, items in logprobs.items():
+        text = filled(text, name, items)
+    return text
+
+
+def _finish_reason(finish: TurnFinish, completion_tokens: int) -> dict[str, Any]:
+    match finish.reason:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": completion_tokens}
+        case _:
+            return {"type": finish.reason, "message": finish.message or "Aborted"}
+
+
+def _draft_fields(result: TurnResult) -> dict[str, Any]:
+    if not result.draft_tokens:
+        return {}
+    return {
+        "spec_accept_token_num": result.accepted_draft_tokens,
+        "spec_draft_token_num": result.draft_tokens,
+        "spec_accept_rate": result.accepted_draft_tokens / result.draft_tokens,
+    }
+
+
+async def _logprob_items(body: GenerateBody, output: TurnEvent | TurnResult) -> ItemsByField:
+    if not body.return_logprob:
+        return {}
+    with_text = bool(body.return_text_in_logprobs)
+
+    def entry_of(entry: TextLogprob) -> LogprobEntry:
+        return entry.token.logprob, entry.token.token_id, shown(entry.text) if with_text else None
+
+    def top_of(entry: TextLogprob) -> list[LogprobEntry] | None:
+        return [
+            (logprob, token_id, shown(text) if with_text else None)
+            for (token_id, logprob), text in zip(entry.token.top, entry.top_texts, strict=True)
+        ] or None
+
+    fields = {
+        "output_token_logprobs": await list_items(output.logprobs, entry_of),
+        "input_token_logprobs": await list_items(output.input_logprobs, entry_of),
+    }
+    if body.top_logprobs_num:
+        fields["output_top_logprobs"] = await list_items(output.logprobs, top_of)
+        fields["input_top_logprobs"] = await list_items(output.input_logprobs, top_of)
+    return fields

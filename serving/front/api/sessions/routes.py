@@ -1,0 +1,199 @@
+"""Kedge's own calls on sessions: listed, opened, read back, forked, rewound, closed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query
+from fastapi.responses import Response
+from msgspec.structs import asdict
+from pydantic import Field, model_validator
+
+from controllers.session_keys import session_key
+from serving.front.api.errors import refusal
+from serving.front.api.fields import Client, Count, CountOrZero, Name, Service, Tenant
+from serving.front.api.sessions.trees import close_tree, node_id, tree_and_request
+from serving.front.api.strict_json import StrictBody, StrictJsonRoute
+from serving.wire.transcripts import conversation_of
+from serving.wire.turns import ServiceError, SessionInfo, TurnService, TurnTranscript
+
+MOST_IN_PAGE = 1000
+"""Sessions, if the caller asks for no fewer: a page holds up the controller's loop and this one's for some ms."""
+MAX_CURSOR_CHARS = 1024
+LAST_TURNS = 5
+"""As many are named to whoever names one that is not there."""
+
+PageSize = Annotated[int, Query(ge=1, le=MOST_IN_PAGE)]
+Cursor = Annotated[str, Query(max_length=MAX_CURSOR_CHARS)]
+Timeout = Annotated[float, Field(gt=0, le=1e9)]
+
+
+RequestOfTree = Annotated[Name | None, Query()]
+
+
+async def _named_by_client(session_id: Annotated[str, Path()]) -> str:
+    """What a tree's request has for a session goes by the names of both."""
+    if tree_and_request(session_id)[1] is not None:
+        raise _unknown()
+    return session_id
+
+
+SessionId = Annotated[str, Depends(_named_by_client)]
+
+
+class NewSession(StrictBody):
+    """`timeout_s`: idle seconds until it ends; `capacity_tokens`: the most it may hold."""
+
+    session_id: Name | None = None
+    timeout_s: Timeout | None = None
+    capacity_tokens: Count | None = None
+
+
+class NewFork(StrictBody):
+    """`length`: how many committed tokens the fork begins with, or `turn`: that turn and those before it; all if both
+    are left out. `timeout_s`: the parent's if left out."""
+
+    new_session_id: Name | None = None
+    length: CountOrZero | None = None
+    turn: CountOrZero | None = None
+    timeout_s: Timeout | None = None
+
+    @model_validator(mode="after")
+    def _names_one_place(self) -> NewFork:
+        if self.length is not None and self.turn is not None:
+            raise ValueError("length and turn are two ways to say one thing: send one of them")
+        return self
+
+
+class Rewind(StrictBody):
+    """What is kept: the first `length` tokens, or the turn of this number and those before it."""
+
+    length: CountOrZero | None = None
+    turn: CountOrZero | None = None
+
+    @model_validator(mode="after")
+    def _names_one_place(self) -> Rewind:
+        if (self.length is None) == (self.turn is None):
+            raise ValueError("send either length (tokens) or turn (a turn's number)")
+        return self
+
+
+def routes() -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["sessions"])
+    router.add_api_route("/v1/kedge/sessions", list_sessions, methods=["GET"])
+    router.add_api_route("/v1/kedge/sessions", create_session, methods=["POST"], status_code=201)
+    router.add_api_route("/v1/kedge/sessions/{session_id:path}", get_session, methods=["GET"])
+    router.add_api_route(
+        "/v1/kedge/sessions/{session_id:path}", delete_session, methods=["DELETE"], status_code=204
+    )
+    router.add_api_route("/v1/kedge/sessions/{session_id:path}/fork", fork_session, methods=["POST"])
+    router.add_api_route("/v1/kedge/sessions/{session_id:path}/rewind", rewind_session, methods=["POST"])
+    return router
+
+
+async def list_sessions(
+    service: Service,
+    caller: Client,
+    tenant: Tenant,
+    limit: PageSize = MOST_IN_PAGE,
+    after: Cursor | None = None,
+) -> dict[str, Any]:
+    """Those of the tenant; an operator who names none sees all. `next` is what the next page comes `after`; null: this
+    is the last."""
+    everybodys = caller.operator and not tenant
+    found = await service.sessions(tenant=None if everybodys else tenant, after=after, limit=limit + 1)
+    page = found[:limit]
+    more = session_key(page[-1].tenant, page[-1].session_id) if len(found) > limit else None
+    return {"sessions": [_told(session) for session in page], "next": more}
+
+
+async def create_session(body: NewSession, service: Service, tenant: Tenant) -> dict[str, str]:
+    session_id = await service.open_session(
+        body.session_id, timeout_s=body.timeout_s, capacity_tokens=body.capacity_tokens, tenant=tenant
+    )
+    return {"session_id": session_id}
+
+
+async def get_session(
+    session_id: SessionId,
+    service: Service,
+    tenant: Tenant,
+    messages: bool = False,
+    rid: RequestOfTree = None,
+) -> dict[str, Any]:
+    """With `messages` what was said in it, too, and its checkpoints: how many messages and tokens there were when a
+    turn had ended. `rid`: of a tree that request."""
+    if rid is not None:
+        session_id = node_id(session_id, rid)
+    session = await service.session(session_id, tenant=tenant)
+    if session is None:
+        raise _unknown()
+    if not messages:
+        return _told(session)
+    turns = await service.transcript(session_id, tenant=tenant)
+    said, ends = conversation_of(turns)
+    checkpoints = [
+        {"turn": _number(turn), "messages": count, "tokens": turn.end_len}
+        for turn, count in zip(turns, ends, strict=True)
+    ]
+    return _told(session) | {"messages": said, "checkpoints": checkpoints}
+
+
+async def fork_session(
+    session_id: SessionId, body: NewFork, service: Service, tenant: Tenant
+) -> dict[str, Any]:
+    length = body.length
+    if body.turn is not None:
+        length = await _end_of(session_id, body.turn, service, tenant)
+    forked = await service.fork_session(
+        session_id, body.new_session_id, length=length, timeout_s=body.timeout_s, tenant=tenant
+    )
+    return asdict(forked)
+
+
+async def rewind_session(
+    session_id: SessionId, body: Rewind, service: Service, tenant: Tenant
+) -> dict[str, Any]:
+    length = body.length
+    if body.turn is not None:
+        length = await _end_of(session_id, body.turn, service, tenant)
+    assert length is not None
+    await service.rewind_session(session_id, length, tenant=tenant)
+    return {"session_id": session_id, "tokens": length}
+
+
+async def delete_session(session_id: SessionId, service: Service, tenant: Tenant) -> Response:
+    closed = await service.close_session(session_id, tenant=tenant)
+    await close_tree(service, session_id, tenant)
+    if not closed:
+        raise _unknown()
+    return Response(status_code=204)
+
+
+async def _end_of(session_id: str, turn_index: int, service: TurnService, tenant: str) -> int:
+    """How many tokens there were when the turn had ended."""
+    turns = await service.transcript(session_id, tenant=tenant)
+    ends = {turn.turn_index: turn.end_len for turn in turns if turn.turn_index >= 0 and not turn.is_cut}
+    if turn_index in ends:
+        return ends[turn_index]
+    known = ", ".join(map(str, list(ends)[-LAST_TURNS:])) or "none"
+    raise refusal(
+        f"turn: the history of this session has no whole turn {turn_index}. Its last whole turns: {known}.",
+        "turn",
+        code="turn_not_found",
+    )
+
+
+def _told(session: SessionInfo) -> dict[str, Any]:
+    """As its client knows it. `rid` is null for what is no request of a tree."""
+    session_id, rid = tree_and_request(session.session_id)
+    return asdict(session) | {"session_id": session_id, "rid": rid}
+
+
+def _number(turn: TurnTranscript) -> int | None:
+    """A fork has turns of its parent, which have no number in it."""
+    return turn.turn_index if turn.turn_index >= 0 else None
+
+
+def _unknown() -> ServiceError:
+    return refusal("This session does not exist.", "session_id", status=404, code="session_not_found")
