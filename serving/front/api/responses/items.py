@@ -40,7 +40,7 @@ class OtherKind(StrictBody):
     type: UnknownKind
 
 
-class TextPart(StrictBody):
+class TextOfItem(StrictBody):
     """Text of either side. Only the text counts; the rest is what an answer's part has beside it."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -72,7 +72,7 @@ def _part_kind(value: Any) -> str:
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")]
+    Annotated[TextOfItem, Tag("<text>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
     | Annotated[OtherKind, Tag("<other>")],
     Discriminator(_part_kind),
@@ -109,7 +109,7 @@ def _part(part: Any, kind: str) -> Json:
     return shown | ({"annotations": [], "logprobs": []} if kind == "output_text" else {})
 
 
-class Message(StrictBody):
+class MessageItem(StrictBody):
     """A message, in its easy form or with a type."""
 
     type: Literal["message"] = "message"
@@ -157,7 +157,7 @@ class Call(StrictBody):
         }
 
 
-class FunctionCall(Call):
+class FunctionCallItem(Call):
     type: Literal["function_call"]
     arguments: str
     parsed_arguments: Any = Field(None, description="What a client made of the arguments. Without effect.")
@@ -260,8 +260,8 @@ class Reference(StrictBody):
 
 
 Item = Annotated[
-    Annotated[Message, Tag("<message>")]
-    | Annotated[FunctionCall, Tag("<call>")]
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<call>")]
     | Annotated[CustomCall, Tag("<custom call>")]
     | Annotated[CallOutput, Tag("<output>")]
     | Annotated[Reasoning, Tag("<reasoning>")]
@@ -278,5 +278,5 @@ Input = Annotated[
 def canonical_items(given: str | list[Any], response_id: str) -> list[Json]:
     """The request's items as JSON. Those without an id get one that follows from the response's."""
     scope = response_id.partition("_")[2]
-    items = [Message(role="user", content=given)] if isinstance(given, str) else given
+    items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
     return [item.canonical(f"{scope}i{index}") for index, item in enumerate(items)]

@@ -74,7 +74,7 @@ class GrammarFormat(StrictBody):
 CustomFormat = Annotated[TextFormat | GrammarFormat, Discriminator("type")]
 
 
-class CustomTool(_Offered):
+class CustomTextTool(_Offered):
     type: Literal["custom"]
     name: ToolName
     description: str | None = None
@@ -104,7 +104,7 @@ def _tool_kind(value: Any) -> str:
 
 OwnTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[CustomTextTool, Tag("<custom>")]
     | Annotated[OtherKind, Tag("<other>")],
     Discriminator(_own_kind),
 ]
@@ -121,7 +121,7 @@ class Namespace(StrictBody):
 
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[CustomTextTool, Tag("<custom>")]
     | Annotated[Namespace, Tag("<namespace>")]
     | Annotated[OtherKind, Tag("<other>")],
     Discriminator(_tool_kind),
@@ -145,7 +145,7 @@ AllowedTool = Annotated[
 ]
 
 
-class AllowedTools(StrictBody):
+class AllowedNames(StrictBody):
     """Some of the tools, of which alone the model is told."""
 
     type: Literal["allowed_tools"]
@@ -162,7 +162,7 @@ def _kind_of_choice(value: Any) -> str:
 ResponsesToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
     | Annotated[ChosenTool, Tag("<tool>")]
-    | Annotated[AllowedTools, Tag("<allowed>")]
+    | Annotated[AllowedNames, Tag("<allowed>")]
     | Annotated[OtherKind, Tag("<other>")],
     Discriminator(_kind_of_choice),
 ]
@@ -226,12 +226,12 @@ def _each(tools: Sequence[Any]) -> Iterable[OfferedTool]:
             yield _offered(_served(tool), None, place)
 
 
-def _served(tool: FunctionTool | CustomTool | OtherKind) -> FunctionTool | CustomTool:
+def _served(tool: FunctionTool | CustomTextTool | OtherKind) -> FunctionTool | CustomTextTool:
     assert not isinstance(tool, OtherKind), "its type is refused when it is read"
     return tool
 
 
-def _offered(tool: FunctionTool | CustomTool, namespace: str | None, place: str) -> OfferedTool:
+def _offered(tool: FunctionTool | CustomTextTool, namespace: str | None, place: str) -> OfferedTool:
     shown = shown_name(tool.name, namespace)
     if len(shown) > MAX_NAME_CHARS:
         param = f"{place}.name"
@@ -246,7 +246,7 @@ def _chosen(
     if isinstance(choice, ChosenTool):
         name = _known(choice, offered, "tool_choice")
         return NamedTool(type="function", function=ChosenFunction(name=name)), None
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, AllowedNames):
         names = (
             _known(each, offered, f"tool_choice.tools[{index}]")
             for index, each in enumerate(choice.tools)
