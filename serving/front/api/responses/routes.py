@@ -48,7 +48,7 @@ MOST_NUMBER = 2**53
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["OpenAI"])
     router.add_api_route("/v1/responses", create_response, methods=["POST"], responses=STREAMED)
-    router.add_api_route("/v1/responses/{response_id}", get_response, methods=["GET"])
+    router.add_api_route("/v1/responses/{response_id}", get_response, methods=["GET"], responses=STREAMED)
     router.add_api_route("/v1/responses/{response_id}", delete_response, methods=["DELETE"])
     router.add_api_route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"])
     router.add_api_route("/v1/responses/{response_id}/input_items", list_input_items, methods=["GET"])

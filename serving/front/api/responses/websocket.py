@@ -175,4 +175,9 @@ class Lanes:
                 raise ServiceError(_OLD)
             await lane.answer(value, message.size_bytes, is_small=message.size_bytes <= SMALL_BODY_BYTES)
         except Exception as error:
+            task = asyncio.current_task()
+            if (
+                task is not None and task.cancelling()
+            ):  # what went wrong then is no answer, and nothing is to follow
+                raise
             await lane.refuse(error)

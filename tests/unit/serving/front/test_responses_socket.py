@@ -16,7 +16,7 @@ import pytest
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.responses import websocket as responses_socket
 from serving.front.http import create_http_app
-from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnTranscript
+from serving.wire.turns import ErrorInfo, ServiceError, SessionInfo, TurnCall, TurnEvent, TurnTranscript
 from tests.unit.serving.front.socket_client import RawSocket, opened
 from tests.unit.serving.front.test_responses_api import GREEDY, MOST, client_at, expected, said, user
 from tests.unit.serving.front.test_tool_answers import TellingService
@@ -41,6 +41,12 @@ class HeldTurns:
         await self.go.wait()
         async with self._service.run(call) as events:
             yield events
+
+    async def session(self, session_id: str, *, tenant: str) -> SessionInfo | None:
+        return await self._service.session(session_id, tenant=tenant)
+
+    async def close_session(self, session_id: str, *, tenant: str) -> bool:
+        return await self._service.close_session(session_id, tenant=tenant)
 
 
 class BreakingService(TellingService):

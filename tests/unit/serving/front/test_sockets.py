@@ -19,6 +19,7 @@ from serving.front.api import sockets
 from serving.front.api.browsers import BrowserRules
 from serving.front.api.keys import API_KEYS, KeyRing
 from serving.front.http import create_http_app
+from serving.wire.turns import TurnCall, TurnEvent
 from tests.unit.serving.front.socket_client import RawSocket, opened
 from tests.unit.serving.front.test_responses_socket import HeldTurns
 from tests.unit.serving.local_service import LocalService, http_server, local_service
@@ -217,6 +218,35 @@ async def test_what_is_not_answered_yet_is_bounded(tmp_path: Path, large: bool) 
                     await socket.create("one", user="u" * padding)
             assert await closed(socket) == 1008
         assert len(held.asked) <= 1
+
+
+class BadlyEnding(HeldTurns):
+    """Its turns fail when they are cancelled."""
+
+    @asynccontextmanager
+    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        try:
+            async with super().run(call) as events:
+                yield events
+        finally:
+            raise RuntimeError("a fault of ours")
+
+
+async def test_a_turn_that_fails_as_it_is_cancelled_does_not_keep_its_connection(tmp_path: Path) -> None:
+    """The failure took the place of the cancellation, and what waited in the lane was answered next: for ever."""
+    async with asyncio.timeout(WAIT_S), local_service(tmp_path) as service:
+        held = BadlyEnding(service)
+        app = create_http_app(lambda: held)  # type: ignore[arg-type, return-value]
+        async with http_server(app) as url, opened(url) as socket:
+            for _ in range(2):
+                await socket.create("one", store=False)
+            while not held.asked:
+                await asyncio.sleep(0.01)
+            with suppress(ConnectionClosed):
+                for _ in range(sockets.MOST_MESSAGES):
+                    await socket.create("one", store=False)
+            assert await closed(socket) in (1008, 1011)
+        assert len(held.asked) == 1
 
 
 async def test_what_nobody_reads_ends_and_leaves_no_turn(
