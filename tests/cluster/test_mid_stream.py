@@ -90,7 +90,9 @@ def test_every_turn_of_a_killed_replica_goes_on(cluster: ServedCluster, client: 
     for session in (streamed, chatting, whole):
         old, new = before[session.session_id], after[session.session_id]
         assert new["turns"] == old["turns"] + 1
-        if session is not whole or new["epoch"] != old["epoch"]:  # it began first, and may have ended before the kill
+        if (
+            session is not whole or new["epoch"] != old["epoch"]
+        ):  # it began first, and may have ended before the kill
             assert new["epoch"] == old["epoch"] + 1
             assert new["replica_id"] != owner
     assert after[streamed.session_id]["tokens"] == len(streamed.history)
