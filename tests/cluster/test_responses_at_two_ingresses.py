@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,13 +48,17 @@ def begin(cluster: ServedCluster, **fields: Any) -> str:
 
 
 def now(cluster: ServedCluster, response_id: str) -> dict[str, Any]:
-    """As some ingress has it. One that has just died answers nothing."""
-    for _ in range(20):
+    """As some ingress has it. One that has just died answers nothing: its connections end, or its proxy says 5xx."""
+
+    def answer() -> httpx.Response | None:
         with cluster.client() as http:
-            reply = http.get(f"/v1/responses/{response_id}")
-        if reply.status_code < 500:
-            break
-        time.sleep(0.2)
+            try:
+                reply = http.get(f"/v1/responses/{response_id}")
+            except httpx.TransportError:
+                return None
+        return reply if reply.status_code < 500 else None
+
+    reply: httpx.Response = eventually(answer)
     assert reply.status_code == 200, reply.text
     response: dict[str, Any] = reply.json()
     return response

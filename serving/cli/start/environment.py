@@ -18,7 +18,9 @@ PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
 }
-"""Ray's own choices. Where somebody else listens there, any free port will do: nobody needs to know these."""
+"""Ray's own choices. Where somebody else listens there, one of the next will do: nobody needs to know these."""
+PORTS_TO_TRY = 90
+"""So many from each of PORTS on are no other's first choice and none of Ray's workers'."""
 
 TEMPORARY = Path("/tmp")
 """Wherever TMPDIR is: the paths of HAProxy's sockets have 97 characters at most, and 70 of them are Ray's."""
@@ -85,12 +87,16 @@ def own_folder(parent: Path) -> Path:
 
 
 def _free_port(wanted: int) -> int:
-    """`wanted` unless somebody listens there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", wanted))
-        except OSError:
-            probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """The first from `wanted` on where nobody listens. Not one that the system picks: it gives those to whoever connects
+    somewhere, and a proxy listens seconds later only. Raises StartError."""
+    for port in range(wanted, wanted + PORTS_TO_TRY):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise StartError(
+        f"somebody listens on each of the ports {wanted} to {wanted + PORTS_TO_TRY - 1}, one of which is needed"
+    )

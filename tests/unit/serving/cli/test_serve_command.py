@@ -166,10 +166,11 @@ def test_rays_own_proxy_can_be_chosen(
 
 @pytest.mark.usefixtures("haproxy")
 def test_a_port_that_is_taken_is_not_haproxys(kedge: Kedge) -> None:
-    """A second cluster on the machine did not start."""
+    """A second cluster on the machine did not start; and the port of the system's choice that it had then was another
+    process's connection by the time that its proxy came up."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        assert environment._free_port(port) != port
+        assert port < environment._free_port(port) < port + environment.PORTS_TO_TRY
     started = kedge.serve(RAY_SERVE_HAPROXY_STATS_PORT="8444")
     assert started.environment["RAY_SERVE_HAPROXY_STATS_PORT"] == "8444"
 
