@@ -115,13 +115,21 @@ class SessionHost:
         """
         await self.hold(parent_id, epoch)
         await self._settled(order.child_id)
-        while before := self._forked.get(parent_id):  # one fork after the other, each in milliseconds
-            await asyncio.wait([before])
+        while await self.fork_ended(parent_id):  # one fork after the other, each in milliseconds
+            pass
         forking = self._tasks.start(self._fork(parent_id, epoch, order))
         self._forking[order.child_id] = self._forked[parent_id] = forking
         forking.add_done_callback(lambda _: self._forking.pop(order.child_id, None))
         forking.add_done_callback(lambda _: self._forked.pop(parent_id, None))
         return await self._tasks.outcome(forking)
+
+    async def fork_ended(self, parent_id: str, timeout_s: float | None = None) -> bool:
+        """Waits for a fork of the session that is being made. False if there is none, or it takes longer."""
+        forking = self._forked.get(parent_id)
+        if forking is None:
+            return False
+        done, _ = await asyncio.wait([forking], timeout=timeout_s)
+        return bool(done)
 
     async def offer(self, session_id: str, epoch: int) -> None:
         """Lets another replica have the session, if this one is crowded, or drains and it is its turn to go. For a turn

@@ -237,8 +237,10 @@ class TurnRunner:
     async def _begin_turn(
         self, call: TurnCall, session: SessionTurn, epoch: int, key: str | None, digest: str
     ) -> Turn | Replay:
-        """A turn in flight refuses this one, unless its client leaves within OVERLAP_PATIENCE_S."""
-        until_s = asyncio.get_running_loop().time() + OVERLAP_PATIENCE_S
+        """A turn in flight refuses this one, unless its client leaves within OVERLAP_PATIENCE_S; so does a fork that
+        takes longer."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + OVERLAP_PATIENCE_S
         tools = await self._builder.tools(call)
         while True:
             await self._ended(session.session_id, key)
@@ -255,6 +257,8 @@ class TurnRunner:
                     expected_turn=session.expected_turn,
                 )
             except TurnInFlight:
+                if await self._host.fork_ended(session.session_id, max(0.0, until_s - loop.time())):
+                    continue
                 if not await self._overlaps.left(session.session_id, until_s):
                     raise
 

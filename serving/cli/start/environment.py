@@ -87,8 +87,8 @@ def own_folder(parent: Path) -> Path:
 
 
 def _free_port(wanted: int) -> int:
-    """The first from `wanted` on where nobody listens. Not one that the system picks: it gives those to whoever connects
-    somewhere, and a proxy listens seconds later only. Raises StartError."""
+    """The first from `wanted` on where nobody listens. Not one of the system's choice: it gives those to whoever
+    connects somewhere, and a proxy listens only seconds later. Raises StartError."""
     for port in range(wanted, wanted + PORTS_TO_TRY):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -34,8 +34,7 @@ async def main(url: str, mode: str) -> None:
         name="Harbour",
         instructions=INSTRUCTIONS,
         model=MODELS[mode](MODEL, AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)),
-        # What is stored is a session of its own each time, since the Runner sends all that was said.
-        model_settings=ModelSettings(max_tokens=MAX_TOKENS, store=False),
+        model_settings=ModelSettings(max_tokens=MAX_TOKENS),
         tools=[find_berth],
     )
     said: list[Any] = []

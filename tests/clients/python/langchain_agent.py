@@ -25,7 +25,6 @@ def main(url: str, mode: str) -> None:
         max_tokens=MAX_TOKENS,
         max_retries=0,
         use_responses_api=mode == "responses",
-        store=False,
     )
     agent = create_agent(model, [find_berth], system_prompt=INSTRUCTIONS)
     messages: list[Any] = []

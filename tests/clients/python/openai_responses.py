@@ -1,4 +1,4 @@
-"""The openai client: Responses, `stored` and gone on from, or the `whole` input with each request."""
+"""The openai client: Responses, the last of which `named` requests name, or with the `whole` input each time."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ TOOLS: list[Any] = [
 
 def main(url: str, mode: str) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    stored, seen = mode == "stored", Seen()
+    named, seen = mode == "named", Seen()
     last, items = None, []
     for question in QUESTIONS:
         new: list[Any] = [{"role": "user", "content": question}]
         while new:
-            items = new if stored else [*items, *new]
+            items = new if named else [*items, *new]
             response = client.responses.create(
                 model=MODEL,
                 instructions=INSTRUCTIONS,
                 input=items,
                 tools=TOOLS,
                 max_output_tokens=MAX_TOKENS,
-                store=stored,
-                previous_response_id=last if stored and last else omit,
+                previous_response_id=last if named and last else omit,
             )
             assert response.usage is not None
             seen.cached_tokens.append(response.usage.input_tokens_details.cached_tokens)
@@ -40,8 +39,7 @@ def main(url: str, mode: str) -> None:
                     found = seen.find_berth(**json.loads(item.arguments))
                     new.append({"type": "function_call_output", "call_id": item.call_id, "output": found})
         seen.answers.append(response.output_text)
-    if stored:
-        assert client.responses.retrieve(response.id).output_text == response.output_text
+    assert client.responses.retrieve(response.id).output_text == response.output_text
     seen.tell()
 
 

@@ -187,27 +187,25 @@ def _unfinished(running: _Running) -> TurnEvent | None:
 
 async def _told_to_log(service: TurnService, call: TurnCall, end: TurnEvent) -> TurnEvent:
     """The end that the log has now: it may have been another one already."""
-    assert call.session is not None
-    turn_index = call.session.expected_turn
-    assert turn_index is not None
     try:
-        await end_response(service, call.request_id, turn_index, end, call.tenant)
-        return (await find_response(service, call.request_id, call.tenant)).end or end
+        stored = await find_response(service, call.request_id, call.tenant)
+        if stored.end is None:
+            await end_response(service, stored, end, call.tenant)
+            stored = await find_response(service, call.request_id, call.tenant)
+        return stored.end or end
     except ServiceError as error:  # Who is next asked for the response gives it an end.
         logger.warning("response %s: its end may not be in the log: %s", call.request_id, error)
         return end
 
 
-async def end_response(
-    service: TurnService, response_id: str, turn_index: int, end: TurnEvent, tenant: str
-) -> None:
+async def end_response(service: TurnService, stored: StoredResponse, end: TurnEvent, tenant: str) -> None:
     """Gives the response this end, unless it has one. Waits a while for a turn that is just being left. Raises
     ServiceError."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + END_TIMEOUT_S
     while True:
         try:
-            await note_ended(service, response_id, turn_index, end, tenant)
+            await note_ended(service, stored, end, tenant)
         except ServiceError as error:
             if error.info.code in _ENDED_OTHERWISE:
                 return
@@ -233,7 +231,7 @@ async def look_up(
     if progress is not None:
         return stored, progress
     try:
-        await note_ended(service, response_id, stored.turn_index, TurnEvent(error=LOST), tenant)
+        await note_ended(service, stored, TurnEvent(error=LOST), tenant)
     except ServiceError as error:
         if error.info.code == _TURN_IN_FLIGHT:  # Its front end has just gone; its replica will hear of that.
             return stored, Progress("in_progress")
@@ -257,7 +255,7 @@ async def cancel(
         # Who ran it is gone, or does not answer.
         await service.abort(response_id, tenant=tenant)
         with suppress(ServiceError):
-            await end_response(service, response_id, stored.turn_index, CANCELLED, tenant)
+            await end_response(service, stored, CANCELLED, tenant)
         stored = await find_response(service, response_id, tenant)
     if stored.end is None:
         raise ServiceError(unavailable(f"response {response_id!r} could not be cancelled yet"))

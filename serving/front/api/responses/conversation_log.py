@@ -18,17 +18,15 @@ from typing import Any
 from uuid import uuid4
 
 from serving.front.api.errors import refusal
+from serving.front.api.responses.continuations import Continued, continued, continued_with
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import (
     NO_RESPONSE,
     NO_SESSION,
-    Continued,
-    continued,
-    continued_with,
     find_response,
     new_response_id,
-    session_of,
+    sessions_of,
 )
 from serving.wire.turns import ServiceError, TurnService
 
@@ -236,8 +234,11 @@ async def _said_in(service: TurnService, entry: _Entry, tenant: str) -> list[Jso
 async def _may_come(service: TurnService, entry: _Entry, tenant: str) -> bool:
     if time.time() - entry.begun_s < GIVEN_UP_AFTER_S:
         return True
-    session = await service.session(session_of(entry.response_id or ""), tenant=tenant)
-    return session is not None and session.in_turn
+    for session_id in sessions_of(entry.response_id or ""):
+        session = await service.session(session_id, tenant=tenant)
+        if session is not None and session.in_turn:
+            return True
+    return False
 
 
 def _session_of(conversation_id: str, param: str = "conversation_id") -> str:

@@ -277,6 +277,11 @@ Input = Annotated[
 
 def canonical_items(given: str | list[Any], response_id: str) -> list[Json]:
     """The request's items as JSON. Those without an id get one that follows from the response's."""
-    scope = response_id.partition("_")[2]
+    scope = response_scope(response_id)
     items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
     return [item.canonical(f"{scope}i{index}") for index, item in enumerate(items)]
+
+
+def response_scope(response_id: str) -> str:
+    """What the ids of all items of a response have in them."""
+    return response_id.partition("_")[2]

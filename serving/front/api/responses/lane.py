@@ -13,11 +13,12 @@ from serving.front.api.errors import ClientGone, openai_error, retry_headers, sa
 from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import encoded
+from serving.front.api.responses.continuations import begun
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.output import Event
 from serving.front.api.responses.routes import AskedResponse, asked_response
 from serving.front.api.responses.schema import ResponsesBody
-from serving.front.api.responses.store import NO_RESPONSE, begun
+from serving.front.api.responses.store import NO_RESPONSE
 from serving.front.api.responses.stream import EventNumbers, ResponseEvents
 from serving.front.api.sockets import Socket
 from serving.front.api.strict_json import NotSupported, StrictBody, validated_body

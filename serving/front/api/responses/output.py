@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from serving.front.api.openai.answers import AnswerPart
 from serving.front.api.openai.tools_schema import CallDelta
 from serving.front.api.responses.custom_input import CustomInput
-from serving.front.api.responses.items import Json
+from serving.front.api.responses.items import Json, response_scope
 from serving.front.api.responses.reasoning import encoded_thought
 from serving.front.api.responses.tools import OfferedTool, OfferedTools
 
@@ -39,7 +39,7 @@ class OutputItems:
 
     def __init__(self, response_id: str, tools: OfferedTools, *, encrypts_reasoning: bool) -> None:
         self.items: list[Json] = []
-        self._scope = response_id.partition("_")[2]
+        self._scope = response_scope(response_id)
         self._tools = tools
         self._encrypts_reasoning = encrypts_reasoning
         self._open: _OpenItem | None = None

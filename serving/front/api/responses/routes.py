@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -19,6 +20,7 @@ from serving.front.api.openai.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import encoded, json_reply
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
+from serving.front.api.responses.continuations import FEW_ITEMS, Continued
 from serving.front.api.responses.conversation_log import begin_response, keep_items
 from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
@@ -26,10 +28,9 @@ from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
 from serving.front.api.responses.schema import ResponsesBody, check_state, check_stream_options
 from serving.front.api.responses.store import (
-    Continued,
     calls_named_by,
-    find_response,
     forget_response,
+    input_items,
     new_response_id,
 )
 from serving.front.api.responses.stream import CharacterNumbers, EventNumbers, ResponseEncoder
@@ -40,8 +41,6 @@ from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
 from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall, TurnService
 
-FEW_ITEMS = 256
-"""More are brought into shape on a thread: streams go on meanwhile."""
 MOST_NUMBER = 2**53
 
 
@@ -105,10 +104,10 @@ async def asked_response(
     else:
         response_id = new_response_id(before.session_id)
     head = ResponseHead(response_id, model.model_id, body.repeated())
-    items = canonical_items(body.input, response_id)
-    session = before.turn(head, items, body)
+    items = canonical_items(body.input[before.num_repeated :], response_id)
+    session_turn = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]
-    make = (body, tools, model, response_id, said, session, tenant, priority)
+    make = (body, tools, model, response_id, said, session_turn(before), tenant, priority)
     plan = _plan(*make) if len(items) <= FEW_ITEMS else await asyncio.to_thread(_plan, *make)
     reader = ResponseReader(
         head,
@@ -116,7 +115,7 @@ async def asked_response(
         tools,
         encrypts_reasoning=body.encrypts_reasoning,
     )
-    return AskedResponse(head, said, plan, ResponseTurns(service, before), reader)
+    return AskedResponse(head, said, plan, ResponseTurns(service, before, session_turn), reader)
 
 
 def _plan(
@@ -221,7 +220,7 @@ async def list_input_items(
     include: Included = None,  # noqa: ARG001
 ) -> dict[str, Any]:
     """Those that its request sent."""
-    return item_page((await find_response(service, response_id, tenant)).input, limit, order, after)
+    return item_page(await input_items(service, response_id, tenant), limit, order, after)
 
 
 async def refuse_embeddings() -> None:

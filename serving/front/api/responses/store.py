@@ -1,19 +1,18 @@
 """Responses that can be had again: turns of hidden sessions, in the session log.
 
-A stored response is a turn of a session that its id names. One that goes on from the last response of a session is that
-session's next turn, if it has the same instructions and tools; one that goes on from an earlier response is a turn of a
-fork. With other instructions or tools it begins a session with all that was said. So each is in the log, and survives
-what a session survives; it is kept as long as its session is.
+A stored response is a turn of a session that its id names (continuations.py says of which). So it survives what a
+session survives, and is kept as long as its session is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from uuid import uuid4
+from typing import NamedTuple
+from uuid import NAMESPACE_OID, uuid4, uuid5
 
 import msgspec
 from msgspec.structs import replace
@@ -43,6 +42,8 @@ _SESSION = "resp-"
 _SESSION_CHARS = 32
 NO_SESSION = "session_not_found"
 NO_RESPONSE = "response_not_found"
+_SCOPE = re.compile(r"[a-z]+_([0-9a-f]{48})o[0-9]+")
+"""Of the id that an item of an answer has."""
 _BEGUN = "begun"
 _ENDED = "ended"
 """In a note of a turn that says nothing: of which response it tells this."""
@@ -54,40 +55,64 @@ def new_response_id(session_id: str | None) -> str:
     return f"{_ID}{scope}{uuid4().hex[:16]}"
 
 
-def session_of(response_id: str, param: str = "response_id") -> str:
-    """Raises ServiceError for what is no id of a response."""
+def new_session_id() -> str:
+    return f"{_SESSION}{uuid4().hex}"
+
+
+def session_apart(response_id: str) -> str:
+    """The session of a response whose turn has no place in the one that its id names, since another's came first."""
+    return f"{_SESSION}{uuid5(NAMESPACE_OID, response_id).hex}"
+
+
+def sessions_of(response_id: str, param: str = "response_id") -> tuple[str, str]:
+    """Where the response may be: it is in the first one but for few. Raises ServiceError for what is no id of a
+    response."""
     scope = response_id.removeprefix(_ID)
     if not response_id.startswith(_ID) or len(scope) <= _SESSION_CHARS:
         raise _unknown(response_id, param)
-    return f"{_SESSION}{scope[:_SESSION_CHARS]}"
+    return f"{_SESSION}{scope[:_SESSION_CHARS]}", session_apart(response_id)
+
+
+def response_named(item_id: str | None) -> str | None:
+    """The response whose answer had an item of this id; None for an id that is not of our making."""
+    named = _SCOPE.fullmatch(item_id or "")
+    return None if named is None else f"{_ID}{named[1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`body` is its request without the input; `input` has the items of that. `before` is all that was said before,
-    where the turns before it do not have just that, as where it begins its session. `turn_index` is the
-    number of its turn, `end` all of that; None: it was begun in the background, and the log has no end of it."""
+    """`body` is its request without the input. `input` has the items of that; of one that `repeats` all that was said
+    before, those behind that. `before` is all that was said before, where the turns before it do not have just that, as
+    where it begins its session. `turn_index` is the number of its turn in the session, `end` all of that; None: it was
+    begun in the background, and the log has no end of it."""
 
     head: ResponseHead
+    repeats: bool
     before: list[Json] | None
     input: list[Json]
     body: ResponsesBody
+    session_id: str
     turn_index: int
     end: TurnEvent | None
 
     @staticmethod
     def note(
-        head: ResponseHead, before: Sequence[Json] | None, items: Sequence[Json], body: ResponsesBody
+        head: ResponseHead,
+        before: Sequence[Json] | None,
+        items: Sequence[Json],
+        body: ResponsesBody,
+        *,
+        repeats: bool,
     ) -> bytes:
         """What the log keeps of it beside what its session has; see the attributes."""
         asked = body.model_dump(
             mode="json", by_alias=True, exclude={"input"}, exclude_unset=True, serialize_as_any=True
         )
         said = {"created_at": head.created_at, "before": before, "input": items, "body": asked}
-        return json.dumps(said).encode()
+        return json.dumps(said | ({"repeats": True} if repeats else {})).encode()
 
     @classmethod
-    def of(cls, turn: TurnTranscript, model: ModelInfo) -> StoredResponse | None:
+    def of(cls, turn: TurnTranscript, session_id: str, model: ModelInfo) -> StoredResponse | None:
         """None for a turn of which nothing is kept any more."""
         if not turn.said.note or turn.said.key is None:
             return None
@@ -99,20 +124,28 @@ class StoredResponse:
             finish=turn.said.finish,
             in_thought=turn.said.in_thought,
         )
-        return cls._noted(turn.said.key, json.loads(turn.said.note), model, turn.turn_index, whole)
+        said = json.loads(turn.said.note)
+        return cls._noted(turn.said.key, said, model, session_id, turn.turn_index, whole)
 
     @classmethod
-    def begun(cls, turn: TurnTranscript, said: Json, model: ModelInfo) -> StoredResponse:
+    def begun(cls, turn: TurnTranscript, said: Json, session_id: str, model: ModelInfo) -> StoredResponse:
         """`turn` says that it has begun: the next one is to be its own."""
-        return cls._noted(said[_BEGUN], said, model, turn.turn_index + 1, None)
+        return cls._noted(said[_BEGUN], said, model, session_id, turn.turn_index + 1, None)
 
     @classmethod
     def _noted(
-        cls, response_id: str, said: Json, model: ModelInfo, turn_index: int, end: TurnEvent | None
+        cls,
+        response_id: str,
+        said: Json,
+        model: ModelInfo,
+        session_id: str,
+        turn_index: int,
+        end: TurnEvent | None,
     ) -> StoredResponse:
         body = ResponsesBody.model_validate(said["body"] | {"input": "-"}, strict=False)
         head = ResponseHead(response_id, model.model_id, body.repeated(), said["created_at"])
-        return cls(head, said["before"], said["input"], body, turn_index, end)
+        repeats = said.get("repeats", False)
+        return cls(head, repeats, said["before"], said["input"], body, session_id, turn_index, end)
 
     @property
     def is_completed(self) -> bool:
@@ -149,104 +182,6 @@ class StoredResponse:
         return reads_thoughts(model, None if held is None else held.constraint)
 
 
-@dataclass(frozen=True, slots=True)
-class Continued:
-    """What a new response goes on from. `items` is all that was said before, inputs and outputs.
-
-    `session_id` None: it is not stored. `fork_of` and `fork_len`: the session begins with so many tokens of that one.
-    `next_turn` is the number of its turn there; 0 in a new session. `has_more`: the items are more than its turns say.
-    """
-
-    session_id: str | None
-    items: tuple[Json, ...] = ()
-    fork_of: str | None = None
-    fork_len: int = 0
-    next_turn: int = 0
-    has_more: bool = False
-
-    @property
-    def begins_session(self) -> bool:
-        """Whether the response is the first of its session."""
-        return self.session_id is not None and self.next_turn == 0
-
-    async def make_fork(self, service: TurnService, tenant: str) -> None:
-        """What the turn's session begins with, if it is a fork. Raises ServiceError."""
-        if self.session_id is not None and self.fork_of is not None:
-            await service.fork_session(
-                self.fork_of, self.session_id, length=self.fork_len, timeout_s=None, tenant=tenant
-            )
-
-    def turn(self, head: ResponseHead, items: Sequence[Json], body: ResponsesBody) -> SessionTurn | None:
-        """The turn to be, with the new items. A fork is to be made before it runs."""
-        if self.session_id is None:
-            return None
-        begins = self.fork_of is None and self.next_turn == 0
-        return SessionTurn(
-            self.session_id,
-            idempotency_key=head.id,
-            create=begins,
-            expected_turn=self.next_turn,
-            mode="full",
-            note=StoredResponse.note(head, self.items if begins or self.has_more else None, items, body),
-        )
-
-
-async def continued(service: TurnService, body: ResponsesBody, tenant: str) -> Continued:
-    """Raises ServiceError (404) for a response that is not there, or not all of what it went on from."""
-    if body.previous_response_id is None:
-        return begun(body)
-    turns, at, previous = await _found(service, body.previous_response_id, tenant, "previous_response_id")
-    if not previous.is_completed:
-        raise refusal(
-            "previous_response_id: only a response that has been completed can be gone on from.",
-            "previous_response_id",
-        )
-    items = tuple(_said(turns[: at + 1], service.model, body.previous_response_id))
-    return await _behind(service, _Found(turns, at, previous), items, body, tenant)
-
-
-async def continued_with(
-    service: TurnService, items: Sequence[Json], last_id: str | None, body: ResponsesBody, tenant: str
-) -> Continued:
-    """The same of all that was said in a conversation, whose last response was `last_id`: in the session of that, as
-    long as the items begin with what that has."""
-    anew = begun(body, items)
-    if last_id is None:
-        return anew
-    try:
-        found = await _found(service, last_id, tenant)
-        said = _said(found.turns[: found.at + 1], service.model, last_id)
-    except ServiceError as error:
-        if error.info.code != NO_RESPONSE:
-            raise
-        return anew
-    if not found.stored.is_completed or list(items[: len(said)]) != said:
-        return anew
-    behind = await _behind(service, found, anew.items, body, tenant)
-    return dataclasses.replace(behind, has_more=len(said) < len(items))
-
-
-async def _behind(
-    service: TurnService, found: _Found, items: tuple[Json, ...], body: ResponsesBody, tenant: str
-) -> Continued:
-    """What goes on from a response with all these items."""
-    turns, at, previous = found
-    session_id = session_of(previous.head.id)
-    anew = begun(body, items)
-    if not body.is_stored or _beginning(previous.body, service.model) != _beginning(body, service.model):
-        return anew
-    session = await service.session(session_id, tenant=tenant)
-    is_last = at == len(turns) - 1 and not turns[at].is_cut
-    if session is not None and is_last and not session.in_turn:
-        return Continued(session_id, items, next_turn=session.turns)
-    return dataclasses.replace(anew, fork_of=session_id, fork_len=turns[at].end_len)
-
-
-def begun(body: ResponsesBody, items: Iterable[Json] = ()) -> Continued:
-    """With a session of its own, if it is to be stored, and all that was said before."""
-    return Continued(f"{_SESSION}{uuid4().hex}" if body.is_stored else None, tuple(items))
-
-
 async def note_begun(service: TurnService, turn: SessionTurn, tenant: str) -> SessionTurn:
     """Has the log say that the response of this turn has begun, in a turn before it. Gives the turn as it is to be run
     now. Raises ServiceError."""
@@ -257,36 +192,44 @@ async def note_begun(service: TurnService, turn: SessionTurn, tenant: str) -> Se
     return replace(turn, create=False, expected_turn=(turn.expected_turn or 0) + 1)
 
 
-async def note_ended(
-    service: TurnService, response_id: str, turn_index: int, end: TurnEvent, tenant: str
-) -> None:
+async def note_ended(service: TurnService, stored: StoredResponse, end: TurnEvent, tenant: str) -> None:
     """Has the log say, in the place of its turn, how a response that had begun came to no end of its own.
 
     Raises ServiceError: (409, "turn_in_flight") while its turn runs, (409, "turn_differs") if it had an end.
     """
-    note = json.dumps({_ENDED: response_id, "turn": msgspec.to_builtins(end)}).encode()
-    await service.keep_note(session_of(response_id), note, expected_turn=turn_index, tenant=tenant)
+    note = json.dumps({_ENDED: stored.head.id, "turn": msgspec.to_builtins(end)}).encode()
+    await service.keep_note(stored.session_id, note, expected_turn=stored.turn_index, tenant=tenant)
 
 
 async def find_response(service: TurnService, response_id: str, tenant: str) -> StoredResponse:
     """Raises ServiceError (404)."""
-    return (await _found(service, response_id, tenant)).stored
+    return (await found_response(service, response_id, tenant)).stored
+
+
+async def input_items(service: TurnService, response_id: str, tenant: str) -> list[Json]:
+    """All that its request sent. Raises ServiceError (404)."""
+    turns, at, stored = await found_response(service, response_id, tenant)
+    if not stored.repeats:
+        return stored.input
+    before = stored.before
+    if before is None:
+        before = said_until(turns[:at], service.model, response_id, "response_id")
+    return [*before, *stored.input]
 
 
 async def forget_response(service: TurnService, response_id: str, tenant: str) -> None:
     """Its session goes on without what it said; with its last response the session ends. Raises ServiceError (404)."""
-    turns = (await _found(service, response_id, tenant)).turns
-    session_id = session_of(response_id)
+    turns, _, stored = await found_response(service, response_id, tenant)
     noted = [turn for turn in turns if turn.said.note and turn.turn_index >= 0]
     its_own = [turn for turn in noted if response_of(turn) == response_id]
     if len(noted) == len(its_own):
-        await service.close_session(session_id, tenant=tenant)
+        await service.close_session(stored.session_id, tenant=tenant)
         return
     for turn in its_own:
-        await service.forget_note(session_id, turn.turn_index, tenant=tenant)
+        await service.forget_note(stored.session_id, turn.turn_index, tenant=tenant)
 
 
-class _Found(NamedTuple):
+class FoundResponse(NamedTuple):
     """The turns of a response's session, which of them is its own, and what it is."""
 
     turns: list[TurnTranscript]
@@ -294,29 +237,39 @@ class _Found(NamedTuple):
     stored: StoredResponse
 
 
-async def _found(service: TurnService, response_id: str, tenant: str, param: str = "response_id") -> _Found:
+async def found_response(
+    service: TurnService, response_id: str, tenant: str, param: str = "response_id"
+) -> FoundResponse:
     """`param` is the field that names it. Raises ServiceError (404)."""
-    try:
-        turns = await service.transcript(session_of(response_id, param), tenant=tenant)
-    except ServiceError as error:
-        if error.info.code not in (NO_SESSION, NO_RESPONSE):
-            raise
-        turns = []
-    unfinished: _Found | None = None
+    for session_id in sessions_of(response_id, param):
+        try:
+            turns = await service.transcript(session_id, tenant=tenant)
+        except ServiceError as error:
+            if error.info.code != NO_SESSION:
+                raise
+            continue
+        found = _found_in(turns, session_id, response_id, service.model)
+        if found is not None:
+            return found
+    raise _unknown(response_id, param)
+
+
+def _found_in(
+    turns: list[TurnTranscript], session_id: str, response_id: str, model: ModelInfo
+) -> FoundResponse | None:
+    unfinished: FoundResponse | None = None
     for at, turn in enumerate(turns):
         if turn.turn_index < 0 or response_of(turn) != response_id:
             continue
-        stored = StoredResponse.of(turn, service.model)
+        stored = StoredResponse.of(turn, session_id, model)
         if stored is not None:
-            return _Found(turns, at, stored)
+            return FoundResponse(turns, at, stored)
         said = json.loads(turn.said.note)
         if _BEGUN in said:
-            unfinished = _Found(turns, at, StoredResponse.begun(turn, said, service.model))
+            unfinished = FoundResponse(turns, at, StoredResponse.begun(turn, said, session_id, model))
         elif unfinished is not None:
             end = msgspec.convert(said["turn"], TurnEvent)
             unfinished = unfinished._replace(stored=dataclasses.replace(unfinished.stored, end=end))
-    if unfinished is None:
-        raise _unknown(response_id, param)
     return unfinished
 
 
@@ -329,17 +282,18 @@ def response_of(turn: TurnTranscript) -> str | None:
     return response_id
 
 
-def _said(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str) -> list[Json]:
-    """All items up to the end of the last of these turns."""
+def said_until(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str, param: str) -> list[Json]:
+    """All items up to the end of the last of these turns, which `response_id` went on from. Raises ServiceError (404)
+    where one was deleted."""
     items: list[Json] = []
     for turn in turns:
         if turn.asked_len == turn.start_len:  # It says nothing, but that a response has begun or ended.
             continue
-        stored = StoredResponse.of(turn, model)
+        stored = StoredResponse.of(turn, "", model)
         if stored is None:
             raise refusal(
-                f"previous_response_id: something that {response_id!r} went on from was deleted.",
-                "previous_response_id",
+                f"{param}: something that {response_id!r} went on from was deleted.",
+                param,
                 status=404,
                 code=NO_RESPONSE,
             )
@@ -347,12 +301,6 @@ def _said(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str) -
             items = list(stored.before)
         items += [*stored.input, *stored.response(model)["output"]]
     return items
-
-
-def _beginning(body: ResponsesBody, model: ModelInfo) -> Any:
-    """What a prompt begins with, and is rendered by: a session has the same all the time."""
-    use = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model).use
-    return body.instructions, body.template_kwargs, () if use is None else use.for_template()
 
 
 def calls_named_by(response_id: str) -> TurnCall:

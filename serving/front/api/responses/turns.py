@@ -2,41 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from serving.front.api.first_turns import close_unused, run_first_turn
 from serving.front.api.recorded_turns import RecordedTurn
 from serving.front.api.responses.background import BackgroundResponses
-from serving.front.api.responses.store import Continued
+from serving.front.api.responses.continuations import Continued
 from serving.front.api.turn_streams import TurnPlan
-from serving.wire.turns import TurnCall, TurnEvent, TurnService
+from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
+
+_TAKEN = frozenset({"turn_in_flight", "turn_differs"})
+"""Another's turn is being made there, or has been."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseTurns:
-    """The turn of a response that goes on from `before` (RunsTurns). A session that is made for it is closed unless the
-    response is in it: nobody asks again under its id."""
+    """The turn of a response that goes on from `before` (RunsTurns); `session_turn` says what it is to its session. If
+    another's turn has its place by now it is made apart. A session that is made for it is closed unless the response is
+    in it: nobody asks again under its id."""
 
     service: TurnService
     before: Continued
+    session_turn: Callable[[Continued], SessionTurn | None]
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        await self.before.make_fork(self.service, call.tenant)
-        turn = run_first_turn(self.service, call) if self.before.begins_session else self.service.run(call)
-        async with turn as events:
+        async with AsyncExitStack() as stack:
+            try:
+                events = await stack.enter_async_context(self._run(self.before, call))
+            except ServiceError as error:
+                if not self._is_taken(error):
+                    raise
+                events = await stack.enter_async_context(self._run(*self._apart(call)))
             yield events
 
     async def start(self, background: BackgroundResponses, plan: TurnPlan) -> RecordedTurn:
         """Behind the request: from then on the session says how the response ended, whatever comes of its turn. Raises
         ServiceError."""
         (call,) = plan.calls
-        await self.before.make_fork(self.service, call.tenant)
         try:
-            return await background.start(self.service, plan)
+            return await self._start(self.before, call, background, plan)
+        except ServiceError as error:
+            if not self._is_taken(error):
+                raise
+        return await self._start(*self._apart(call), background, plan)
+
+    @asynccontextmanager
+    async def _run(self, before: Continued, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        await before.make_fork(self.service, call.tenant)
+        turn = run_first_turn(self.service, call) if before.begins_session else self.service.run(call)
+        async with turn as events:
+            yield events
+
+    async def _start(
+        self, before: Continued, call: TurnCall, background: BackgroundResponses, plan: TurnPlan
+    ) -> RecordedTurn:
+        await before.make_fork(self.service, call.tenant)
+        try:
+            return await background.start(self.service, dataclasses.replace(plan, calls=[call]))
         except BaseException:
-            if self.before.begins_session:
+            if before.begins_session:
                 await close_unused(self.service, call)
             raise
+
+    def _is_taken(self, error: ServiceError) -> bool:
+        return self.before.needs_its_place and error.info.code in _TAKEN
+
+    def _apart(self, call: TurnCall) -> tuple[Continued, TurnCall]:
+        before = self.before.apart(call.request_id)
+        return before, replace(call, session=self.session_turn(before))

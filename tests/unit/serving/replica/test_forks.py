@@ -15,6 +15,7 @@ from controllers.records import ForkOrder, ReplicaStatus
 from controllers.tokens import unpack_tokens
 from engine.api import EngineError
 from engine.runner.null import null_generate
+from serving.replica import turn_runner
 from tests.unit.serving.local_service import local_client
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
@@ -89,7 +90,9 @@ async def test_many_forks_share_the_pages_of_a_long_prefix(rig: Rig) -> None:
     assert 0 < before.free - (await rig.pages()).free <= 16
 
 
-async def test_a_fork_during_a_turn_is_refused_and_a_turn_during_a_fork_too(rig: Rig) -> None:
+async def test_a_fork_during_a_turn_is_refused_and_a_turn_waits_for_a_fork(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     history = await parent(rig)
     rig.runner.hold()
     turn = asyncio.create_task(rig.run(call([1], "p", max_new_tokens=30), 1))
@@ -101,12 +104,18 @@ async def test_a_fork_during_a_turn_is_refused_and_a_turn_during_a_fork_too(rig:
     rig.controller.gate.clear()
     forking = asyncio.create_task(rig.host.fork("p", 1, ForkOrder("c", "k")))
     await rig.in_turn("p")
-    refused = (await rig.run(call([2], "p"), 1))[-1].error
+    with monkeypatch.context() as patch:
+        patch.setattr(turn_runner, "OVERLAP_PATIENCE_S", 0.05)
+        refused = (await rig.run(call([2], "p"), 1))[-1].error
     assert refused is not None
-    assert (refused.status, refused.code) == (409, "turn_in_flight")
+    assert (refused.status, refused.code) == (409, "turn_in_flight"), "the log does not answer"
+    waiting = asyncio.create_task(say(rig, "p", history, [3]))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    num_tokens = len(history)
     rig.controller.gate.set()
-    assert (await forking).tokens == len(history)
-    await say(rig, "p", history, [3])
+    assert (await forking).tokens == num_tokens
+    await waiting
 
 
 async def test_a_turn_of_the_child_waits_for_the_fork(rig: Rig) -> None:
