@@ -5,6 +5,7 @@ A wrong or missing entry costs computing, never an answer: a replica compares wh
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ import msgspec
 from msgspec.structs import replace
 
 from serving.text.system_messages import head_len
-from serving.wire.turns import ChatPrompt, Said, TurnCall
+from serving.wire.turns import ChatPrompt, Said, TextPrompt, TokenPrompt, TurnCall
 
 DIGEST_BYTES = 16
 MOST_SAID = 256
 """Places in a conversation, the newest: who goes back further begins anew."""
+TEXT_PIECE_BYTES = 512
+TOKEN_PIECE_BYTES = 128 * 8
+"""Of prompts without messages a place is behind each so many bytes."""
 ASSISTANT = "assistant"
 
 
@@ -69,12 +73,16 @@ class Conversations:
     def affinity(self, call: TurnCall) -> Affinity:
         """Where the call would find the most of what was said."""
         prompt = call.prompt
-        if call.session is not None or not isinstance(prompt, ChatPrompt) or not prompt.said:
+        if call.session is not None:
+            return NOWHERE
+        if not isinstance(prompt, ChatPrompt):
+            return self._of_text(call)
+        if not prompt.said:
             return Affinity(home=_home_of(call))
         said = _said_behind_head(prompt)
         home = _home_of(call) or (said[0].digest if self._shared else None)
         # Who has but the system message and the tools is not where others look for this conversation.
-        holder = self._known(prompt.said if home is None else said)
+        holder = self._known([each.digest for each in (prompt.said if home is None else said)])
         goes_on = any(message["role"] == ASSISTANT for message in prompt.messages)
         return Affinity(holder, home, goes_on=goes_on)
 
@@ -83,10 +91,17 @@ class Conversations:
         session, prompt = call.session, call.prompt
         if session is None or not session.create or not isinstance(prompt, ChatPrompt):
             return None
-        return self._known(prompt.said)
+        return self._known([each.digest for each in prompt.said])
 
-    def _known(self, places: Sequence[Said]) -> str | None:
-        found = (self._places.get(place.digest) for place in reversed(places))
+    def _of_text(self, call: TurnCall) -> Affinity:
+        """Plain text goes where the longest beginning of it was last."""
+        places, home = _places(call) if self._unnamed else [], _home_of(call)
+        if home is None and places and self._shared:
+            home = places[0]
+        return Affinity(self._known(places), home)
+
+    def _known(self, places: Sequence[bytes]) -> str | None:
+        found = (self._places.get(place) for place in reversed(places))
         return next((each.replica_id for each in found if each is not None and not each.gone), None)
 
     def note(self, call: TurnCall, replica_id: str) -> None:
@@ -137,9 +152,24 @@ def _said_behind_head(prompt: ChatPrompt) -> tuple[Said, ...]:
 
 def _places(call: TurnCall) -> list[bytes]:
     session, prompt = call.session, call.prompt
-    if not isinstance(prompt, ChatPrompt) or (session is not None and session.mode != "full"):
-        return []
-    return [said.digest for said in prompt.said]
+    if isinstance(prompt, ChatPrompt):
+        whole = session is None or session.mode == "full"
+        return [said.digest for said in prompt.said] if whole else []
+    return _beginnings(call.tenant, prompt) if session is None else []
+
+
+def _beginnings(tenant: str, prompt: TextPrompt | TokenPrompt) -> list[bytes]:
+    """Of a prompt of no messages: hashes of its first pieces, the first alone and each with all before it."""
+    if isinstance(prompt, TextPrompt):
+        kind, size, whole = "text", TEXT_PIECE_BYTES, prompt.text.encode("utf-8", "surrogatepass")
+    else:
+        kind, size, whole = "tokens", TOKEN_PIECE_BYTES, array("q", prompt.token_ids).tobytes()
+    read = blake2b(_canonical((tenant, kind)), digest_size=DIGEST_BYTES)
+    places = []
+    for start in range(0, len(whole) - size + 1, size):
+        read.update(whole[start : start + size])
+        places.append(read.digest())
+    return places[:1] + places[1:][-MOST_SAID:]
 
 
 def _canonical(value: Any) -> bytes:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from engine.api import SamplingParams
 from serving.front.conversations import Conversations
-from serving.wire.turns import ChatPrompt, SessionTurn, TurnCall
+from serving.wire.turns import ChatPrompt, SessionTurn, TextPrompt, TokenPrompt, TurnCall
 
 RULES = {"role": "system", "content": "Be short."}
 TOOL = {"type": "function", "function": {"name": "look"}}
@@ -56,6 +56,31 @@ def test_calls_of_one_key_have_one_home() -> None:
     assert one.home == other.home is not None
     assert front_end.affinity(call(front_end, "one", affinity_key="l")).home != one.home
     assert front_end.affinity(call(front_end, "one")).home is None
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_plain_text_goes_where_its_beginning_was(kind: str) -> None:
+    """With several replicas each request of a conversation in plain text went to any of them."""
+
+    def asked(length: int, begins: int = 0, tenant: str = "") -> TurnCall:
+        ids = [begins, *range(1, length)]
+        prompt = TokenPrompt(tuple(ids)) if kind == "tokens" else TextPrompt("".join(map("{:4}".format, ids)))
+        return TurnCall("r", prompt, SamplingParams(), tenant=tenant)
+
+    front_end, other = Conversations(100, shared=True), Conversations(100, shared=True)
+    assert front_end.affinity(asked(20)) == (None, None, False), "too short to tell"
+    begun = front_end.affinity(asked(1000))
+    assert begun.holder is None
+    front_end.note(asked(1000), "a")
+    front_end.note(asked(1000, begins=7), "b")
+    assert front_end.affinity(asked(1100)).holder == front_end.affinity(asked(1_000_000)).holder == "a"
+    assert front_end.affinity(asked(1100, begins=7)).holder == "b"
+    for differing in (asked(1100, begins=8), asked(1100, tenant="t")):
+        assert front_end.affinity(differing).holder is None
+    assert other.affinity(asked(1100)) == (None, begun.home, False), "they look at the same one"
+    disabled = Conversations(100, unnamed=False)
+    disabled.note(asked(1000), "a")
+    assert disabled.affinity(asked(1100)).holder is None
 
 
 def test_a_whole_conversation_that_is_stored_anew_goes_where_it_was() -> None:
