@@ -17,28 +17,19 @@ from serving.front.api.fields import (
     Count,
     CountOrZero,
     LogitBias,
-    MinP,
     Name,
     NumChoices,
-    RepetitionPenalty,
-    Seed,
     StopStrings,
     StopTokenIds,
-    Temperature,
-    TopK,
     TopLogprobs,
-    TopP,
-    base_sampling,
     check_token_ids,
     checked_bias,
     most_tokens,
 )
+from serving.front.api.openai.shared_fields import SharedFields
 from serving.front.api.openai.structured import GuidedFields, HeldAnswer, ResponseFormat, StructuredOutputs
-from serving.front.api.priorities import LOWER_FIRST, Priority
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import HistoryMode, ModelInfo, SessionTurn
-
-MAX_METADATA = 64
 
 
 def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
@@ -61,26 +52,18 @@ class StreamOptions(StrictBody):
     include_obfuscation: bool | None = Field(None, description="Taken, and without effect.")
 
 
-class OpenAiBody(GuidedFields):
-    """Sampling as OpenAI and vLLM name it. None means the default; vLLM's own fields follow OpenAI's."""
+class OpenAiBody(GuidedFields, SharedFields):
+    """Sampling as OpenAI and vLLM name it. vLLM's own fields follow OpenAI's."""
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: NumChoices | None = None
     max_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    seed: Seed | None = None
     stop: StopStrings | None = None
     frequency_penalty: AdditivePenalty | None = None
     presence_penalty: AdditivePenalty | None = None
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
 
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -101,18 +84,7 @@ class OpenAiBody(GuidedFields):
         None, description="Cached prefixes are shared with requests of the same salt only."
     )
     request_id: Name | None = Field(None, description="The end of the reply's id.")
-    priority: Priority | None = Field(None, description=LOWER_FIRST)
-
-    # About the caller, or hints: without effect on the answer.
-    prompt_cache_key: str | None = Field(
-        None, description="Requests of one key go to one replica while its load allows it."
-    )
-    user: str | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    store: bool | None = None
+    store: bool | None = Field(None, description="Without effect.")
 
     kv_transfer_params: NotSupported = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -132,20 +104,11 @@ class OpenAiBody(GuidedFields):
         )
 
     def sampling(self, model: ModelInfo) -> SamplingParams:
-        """The engine's parameters; the seed and the token limit travel beside them."""
         stop_ids = self.stop_token_ids or []
         check_token_ids(stop_ids, model, "stop_token_ids")
         check_token_ids(self.allowed_token_ids or [], model, "allowed_token_ids")
-        base = base_sampling(
-            model,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )
         return replace(
-            base,
+            super().sampling(model),
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             logit_bias=checked_bias(self.logit_bias, model, "logit_bias"),

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from serving.front.api.recorded_turns import NOTHING_YET
 from serving.front.api.reply_json import encoded
 from serving.front.api.responses.output import Event
+from serving.front.api.responses.replayable_turn import NOTHING_YET
 from serving.front.api.responses.replies import ResponseHead, ResponseReader, usage_of
 from serving.front.api.sse import KEEP_ALIVE_COMMENT, server_event
 from serving.wire.turns import ErrorInfo, TurnEvent

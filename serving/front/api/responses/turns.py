@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from serving.front.api.first_turns import close_unused, run_first_turn
-from serving.front.api.recorded_turns import RecordedTurn
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.api.responses.continuations import Continued
+from serving.front.api.responses.replayable_turn import ReplayableTurn
 from serving.front.api.turn_streams import TurnPlan
+from serving.front.api.unused_sessions import close_unused, run_first_turn
 from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
 
 _TAKEN = frozenset({"turn_in_flight", "turn_differs"})
@@ -41,7 +41,7 @@ class ResponseTurns:
                 events = await stack.enter_async_context(self._run(*self._apart(call)))
             yield events
 
-    async def start(self, background: BackgroundResponses, plan: TurnPlan) -> RecordedTurn:
+    async def start(self, background: BackgroundResponses, plan: TurnPlan) -> ReplayableTurn:
         """Behind the request: from then on the session says how the response ended, whatever comes of its turn. Raises
         ServiceError."""
         (call,) = plan.calls
@@ -61,7 +61,7 @@ class ResponseTurns:
 
     async def _start(
         self, before: Continued, call: TurnCall, background: BackgroundResponses, plan: TurnPlan
-    ) -> RecordedTurn:
+    ) -> ReplayableTurn:
         await before.make_fork(self.service, call.tenant)
         try:
             return await background.start(self.service, dataclasses.replace(plan, calls=[call]))

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
-from serving.front.api.first_turns import FINISHED_TURNS, run_first_turn
 from serving.front.api.sessions.schema import SessionParams
+from serving.front.api.unused_sessions import FINISHED_TURNS, run_first_turn
 from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
 
 BEHIND_TREE = "\x1f"

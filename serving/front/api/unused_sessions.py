@@ -1,4 +1,4 @@
-"""A session's first turn: one that comes to nothing leaves nothing, neither a session nor the KV that it holds."""
+"""Sessions whose first turn comes to nothing are closed: they leave nothing, not even the KV that they hold."""
 
 from __future__ import annotations
 
