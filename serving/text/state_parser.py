@@ -1,4 +1,4 @@
-"""What all readers of answers have in common: they hold back text until it is known what it is."""
+"""What all parsers of answers have in common: they hold back text until it is known what it is."""
 
 from __future__ import annotations
 

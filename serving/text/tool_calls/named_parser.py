@@ -10,7 +10,7 @@ import re
 
 from serving.text.answer_pieces import overlap
 from serving.text.state_parser import SPACE
-from serving.text.tool_calls.call_reader import CallReader
+from serving.text.tool_calls.call_parser import CallParser
 from serving.text.tool_calls.formats import NamedFormat
 from serving.text.tool_calls.json_extent import JsonExtent
 
@@ -19,7 +19,7 @@ _NAME = re.compile(r"\s*[\w.\-:/]+\s*")
 _NAME_SO_FAR = re.compile(r"\s*[\w.\-:/]*\s*")
 
 
-class NamedCallParser(CallReader):
+class NamedCallParser(CallParser):
     """An AnswerParser of calls and content."""
 
     def __init__(self, form: NamedFormat) -> None:

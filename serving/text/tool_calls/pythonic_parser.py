@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from serving.text.state_parser import SPACE
-from serving.text.tool_calls.call_reader import CallReader
+from serving.text.tool_calls.call_parser import CallParser
 from serving.text.tool_calls.formats import PythonicFormat
 from serving.text.tool_calls.python_literals import ArgumentExtent, literal_json
 
@@ -21,7 +21,7 @@ _KEY = re.compile(r"([\w.\-]+)\s*=(?=[^=])")
 _KEY_SO_FAR = re.compile(r"[\w.\-]+\s*=?")
 
 
-class PythonicCallParser(CallReader):
+class PythonicCallParser(CallParser):
     """An AnswerParser of calls and content."""
 
     def __init__(self, form: PythonicFormat) -> None:

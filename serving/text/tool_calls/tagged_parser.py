@@ -13,7 +13,7 @@ from typing import Any
 
 from serving.text.state_parser import SPACE, first_mark
 from serving.text.tool_calls.argument_values import argument_json, argument_types
-from serving.text.tool_calls.call_reader import CallReader
+from serving.text.tool_calls.call_parser import CallParser
 from serving.text.tool_calls.formats import TaggedFormat
 
 _MAX_NAME_CHARS = 512
@@ -24,7 +24,7 @@ _NAME_END = re.compile(r"(?<=\S)(?=[\s<])")
 _STRING = frozenset(("string",))
 
 
-class TaggedCallParser(CallReader):
+class TaggedCallParser(CallParser):
     """An AnswerParser of calls and content. `schemas` are those of the functions' parameters, by the functions'
     names."""
 

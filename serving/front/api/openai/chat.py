@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -52,7 +51,7 @@ from serving.front.api.openai.requests import (
     session_turn,
 )
 from serving.front.api.openai.structured import held_answer
-from serving.front.api.openai.thoughts import reads_thoughts, telling_tokens
+from serving.front.api.openai.thoughts import answer_fields, reads_thoughts
 from serving.front.api.openai.tools import ToolUse, tool_use
 from serving.front.api.reply_json import (
     filled,
@@ -63,11 +62,8 @@ from serving.front.api.reply_json import (
 )
 from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect
 from serving.wire.turns import ChatPrompt, ModelInfo, TextLogprob, TurnCall, TurnEvent
-
-FEW_MESSAGES = 256
-"""More are brought into shape on a thread: streams go on meanwhile."""
 
 NO_LOGPROBS = ChatLogprobs(content=[])
 
@@ -106,7 +102,7 @@ async def chat_completions(
     prompt_fields = chat_prompt_fields(body, own_template=own_template)
     fields = call_fields(request, body, session, tenant, service.model)
     make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
-    plan = make_plan() if len(body.messages) <= FEW_MESSAGES else await asyncio.to_thread(make_plan)
+    plan = await beside_streams(make_plan, len(body.messages))
     readers = [
         AnswerReader(call, tools, reads_thoughts(service.model, call.constraint)) for call in plan.calls
     ]
@@ -133,20 +129,15 @@ def _plan(
     )
     logprobs = _logprobs(body)
     held = held_answer(body.response_format, body.structured_outputs, body)
-    constraint = None if held is None else held.constraint
-    if tools is not None:
-        constraint = tools.constraint(held)
+    fields = turn_fields | answer_fields(model, held, tools)
     count = body.n or 1
     calls = [
         TurnCall(
             request_id=reply_id if count == 1 else f"{reply_id}-{index}",
             prompt=prompt,
             seed=nth_seed(body.seed, index),
-            shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
             logprobs=logprobs,
-            constraint=constraint,
-            strict_calls=None if tools is None else tools.strict_calls(model, constraint),
-            **turn_fields,
+            **fields,
         )
         for index in range(count)
     ]

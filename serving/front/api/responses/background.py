@@ -22,7 +22,14 @@ from serving.front.api.errors import refusal
 from serving.front.api.responses.replayable_turn import NOTHING_YET, ReplayableTurn, ending
 from serving.front.api.responses.store import StoredResponse, find_response, note_begun, note_ended
 from serving.front.api.turn_streams import TurnPlan, open_turns
-from serving.wire.errors import error_info, unavailable
+from serving.wire.errors import (
+    SESSION_CLOSING,
+    SESSION_NOT_FOUND,
+    TURN_DIFFERS,
+    TURN_IN_FLIGHT,
+    error_info,
+    unavailable,
+)
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnFinish, TurnService
 
 MOST_IN_BACKGROUND = 256
@@ -37,8 +44,7 @@ LOOK_INTERVAL_S = 0.5
 
 LOST = ErrorInfo(500, "front_end_lost", "The front end that ran this response has ended.")
 CANCELLED = TurnEvent(finish=TurnFinish("abort"))
-_TURN_IN_FLIGHT = "turn_in_flight"
-_ENDED_OTHERWISE = frozenset({"turn_differs", "session_not_found", "session_closing"})
+_ENDED_OTHERWISE = frozenset({TURN_DIFFERS, SESSION_NOT_FOUND, SESSION_CLOSING})
 
 Status = Literal["queued", "in_progress"]
 
@@ -209,7 +215,7 @@ async def end_response(service: TurnService, stored: StoredResponse, end: TurnEv
         except ServiceError as error:
             if error.info.code in _ENDED_OTHERWISE:
                 return
-            if error.info.code != _TURN_IN_FLIGHT or loop.time() > deadline_s:
+            if error.info.code != TURN_IN_FLIGHT or loop.time() > deadline_s:
                 raise
             await asyncio.sleep(PAUSE_S)
         else:
@@ -233,7 +239,7 @@ async def look_up(
     try:
         await note_ended(service, stored, TurnEvent(error=LOST), tenant)
     except ServiceError as error:
-        if error.info.code == _TURN_IN_FLIGHT:  # Its front end has just gone; its replica will hear of that.
+        if error.info.code == TURN_IN_FLIGHT:  # Its front end has just gone; its replica will hear of that.
             return stored, Progress("in_progress")
         if error.info.code not in _ENDED_OTHERWISE:
             raise

@@ -14,10 +14,8 @@ from serving.front.api.responses.continuations import Continued
 from serving.front.api.responses.replayable_turn import ReplayableTurn
 from serving.front.api.turn_streams import TurnPlan
 from serving.front.api.unused_sessions import close_unused, run_first_turn
+from serving.wire.errors import ANOTHERS_TURN
 from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
-
-_TAKEN = frozenset({"turn_in_flight", "turn_differs"})
-"""Another's turn is being made there, or has been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class ResponseTurns:
             raise
 
     def _is_taken(self, error: ServiceError) -> bool:
-        return self.before.needs_its_place and error.info.code in _TAKEN
+        return self.before.needs_its_place and error.info.code in ANOTHERS_TURN
 
     def _apart(self, call: TurnCall) -> tuple[Continued, TurnCall]:
         before = self.before.apart(call.request_id)

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from serving.text.answer_pieces import Piece
 from serving.text.state_parser import SPACE
-from serving.text.tool_calls.call_reader import CallReader
+from serving.text.tool_calls.call_parser import CallParser
 from serving.text.tool_calls.formats import ToolFormat
 from serving.text.tool_calls.json_extent import JsonExtent
 
@@ -22,7 +22,7 @@ _MAX_HEAD_CHARS = 512
 """How far a call's name is looked for before its end. With a longer head, or another order, it is told when whole."""
 
 
-class CallParser(CallReader):
+class JsonCallParser(CallParser):
     """An AnswerParser of calls and content."""
 
     def __init__(self, tool_format: ToolFormat) -> None:

@@ -1,4 +1,4 @@
-"""What all readers of function calls have in common.
+"""What all parsers of function calls have in common.
 
 What comes out depends on the text alone, never on how it was cut, and is not taken back. What is no call is content.
 """
@@ -13,7 +13,7 @@ from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.state_parser import SPACE, StateParser, first_mark
 
 
-class CallReader(StateParser):
+class CallParser(StateParser):
     """An AnswerParser of calls and content. `_held` was read since the content ended, or the call before, and is
     content unless a call follows. Calls begin with one of `openers`."""
 
