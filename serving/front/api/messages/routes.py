@@ -24,9 +24,8 @@ from serving.front.api.messages.replies import MessageReply, blocks_of, no_edits
 from serving.front.api.messages.schema import CountTokensBody, MessagesBody
 from serving.front.api.messages.stream import MessageEncoder
 from serving.front.api.messages.tools import tools_in_use
-from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
 from serving.front.api.openai.requests import field_names, session_turn
-from serving.front.api.openai.thoughts import answer_fields, reads_thoughts
 from serving.front.api.openai.tools import ToolUse
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.sse import TurnEventStream

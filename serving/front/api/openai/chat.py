@@ -26,7 +26,7 @@ from serving.front.api.fields import (
     new_id,
     nth_seed,
 )
-from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
 from serving.front.api.openai.chat_schema import (
     ChatBody,
     ChatChoice,
@@ -36,10 +36,10 @@ from serving.front.api.openai.chat_schema import (
     ChunkChoice,
     Delta,
 )
-from serving.front.api.openai.chunk_encoder import ChunkEncoder
 from serving.front.api.openai.extras import call_fields, chat_prompt_fields
 from serving.front.api.openai.logprobs import prompt_logprob_items, token_name
 from serving.front.api.openai.replies import (
+    ChunkEncoder,
     finite,
     stop_fields,
     top_choices,
@@ -51,7 +51,6 @@ from serving.front.api.openai.requests import (
     session_turn,
 )
 from serving.front.api.openai.structured import held_answer
-from serving.front.api.openai.thoughts import answer_fields, reads_thoughts
 from serving.front.api.openai.tools import ToolUse, tool_use
 from serving.front.api.reply_json import (
     filled,

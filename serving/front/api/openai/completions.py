@@ -28,7 +28,6 @@ from serving.front.api.fields import (
     new_id,
     nth_seed,
 )
-from serving.front.api.openai.chunk_encoder import ChunkEncoder
 from serving.front.api.openai.completions_schema import (
     CompletionBody,
     CompletionChoice,
@@ -38,6 +37,7 @@ from serving.front.api.openai.completions_schema import (
 from serving.front.api.openai.extras import call_fields
 from serving.front.api.openai.logprobs import prompt_logprob_items, token_name
 from serving.front.api.openai.replies import (
+    ChunkEncoder,
     finite,
     stop_fields,
     top_choices,

@@ -1,4 +1,4 @@
-"""What chat and text completions have in common on the way in."""
+"""What chat and text completions have in common on the way in, some of it with Responses."""
 
 from __future__ import annotations
 
@@ -17,19 +17,65 @@ from serving.front.api.fields import (
     Count,
     CountOrZero,
     LogitBias,
+    MinP,
     Name,
     NumChoices,
+    RepetitionPenalty,
+    Seed,
     StopStrings,
     StopTokenIds,
+    Temperature,
+    TopK,
     TopLogprobs,
+    TopP,
+    base_sampling,
     check_token_ids,
     checked_bias,
     most_tokens,
 )
-from serving.front.api.openai.shared_fields import SharedFields
 from serving.front.api.openai.structured import GuidedFields, HeldAnswer, ResponseFormat, StructuredOutputs
+from serving.front.api.priorities import LOWER_FIRST, Priority
 from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import HistoryMode, ModelInfo, SessionTurn
+
+MAX_METADATA = 64
+
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
+
+
+class SharedFields(StrictBody):
+    """Those that Responses have, too. None means the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    priority: Priority | None = Field(None, description=LOWER_FIRST)
+    prompt_cache_key: str | None = Field(
+        None, description="Requests of one key go to one replica while its load allows it."
+    )
+
+    # About the caller, or hints: without effect on the answer.
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        """The engine's parameters; the seed and the token limit travel beside them."""
+        return base_sampling(
+            model,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
 
 
 def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from serving.front.api.fields import Service, Tenant
-from serving.front.api.openai.shared_fields import Metadata
+from serving.front.api.openai.requests import Metadata
 from serving.front.api.responses.conversation_log import (
     Conversation,
     change_conversation,

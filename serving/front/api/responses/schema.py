@@ -14,7 +14,7 @@ from serving.front.api.fields import (
     most_tokens,
     schema_constraint,
 )
-from serving.front.api.openai.shared_fields import SharedFields
+from serving.front.api.openai.requests import SharedFields
 from serving.front.api.openai.structured import ANY_OBJECT, HeldAnswer
 from serving.front.api.responses.items import Input, Json
 from serving.front.api.responses.tools import ResponsesToolChoice, ResponsesTools
