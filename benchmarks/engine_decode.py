@@ -1,6 +1,6 @@
 """The engine alone, no Ray and no HTTP: tokens/s of one and of several streams, and where a step's time goes.
 
-    python benchmarks/engine_decode.py --json engine.json
+    PYTHONPATH=. python benchmarks/engine_decode.py --json engine.json
 
 Three things are timed, round by round in turn: the whole engine decoding (scheduler, runner and deltas on the engine's
 own thread), the runner's step alone, and the same engine around the null runner, which is the Python work per step.
@@ -30,9 +30,9 @@ from engine.build import assemble_engine, build_engine
 from engine.build_runner import build_runner
 from engine.engine import LocalEngine
 from engine.models.loader import load_model
-from engine.runner.null import NullRunner
 from engine.runner.torch_runner import TorchRunner
 from engine.settings import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from tests.unit.engine.null_runner import NullRunner
 
 EMBEDDED = Path("assets/models/kedge-chat")  # run from the repository root
 PAGE_SIZE = 16

@@ -38,7 +38,6 @@ from engine.build import assemble_engine
 from engine.copies import Copies
 from engine.engine import LocalEngine
 from engine.request import LiveRequest
-from engine.runner.null import NullRunner
 from engine.runner.penalties import PenaltyTable
 from engine.runner.protocol import Done, RunnerFacts
 from engine.runner.sampler import edit_logits
@@ -47,6 +46,7 @@ from engine.scheduler import Scheduler
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from engine.stats import EngineCounters
 from engine.stops import StopCriteria
+from tests.unit.engine.null_runner import NullRunner
 
 PAGE_SIZE = 16
 PROMPT, NEW_TOKENS = 64, 1_500

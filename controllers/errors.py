@@ -6,16 +6,18 @@ from __future__ import annotations
 class ControllerError(Exception):
     """Base of every error that the controllers answer with.
 
-    `code` is stable and machine readable; `param` names the request field at fault, if one is. No class may have a
-    `param`: Ray hands on a class made of this one, which asks the error that was raised only for what it lacks itself.
+    `code` is stable and machine readable; `param` names the request field at fault, if one is, which is the class's
+    `field` unless it is said. No class may have a `param`: Ray hands on a class made of this one, which asks the error
+    that was raised only for what it lacks itself.
     """
 
     code: str = "controller_error"
+    field: str | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = self.field if param is None else param
 
 
 class SessionNotFound(ControllerError):
@@ -34,27 +36,21 @@ class TurnInFlight(ControllerError):
     """The session has a turn in flight; there is at most one."""
 
     code = "turn_in_flight"
-
-    def __init__(self, message: str, param: str | None = "session_id") -> None:
-        super().__init__(message, param)
+    field = "session_id"
 
 
 class TurnDiffers(ControllerError):
     """The turn would not have the number in its session that the client expects."""
 
     code = "turn_differs"
-
-    def __init__(self, message: str, param: str | None = "x-session-turn") -> None:
-        super().__init__(message, param)
+    field = "x-session-turn"
 
 
 class SessionIsTree(ControllerError):
     """The session is a tree of requests, each of which goes on from another one."""
 
     code = "session_is_tree"
-
-    def __init__(self, message: str, param: str | None = "session_id") -> None:
-        super().__init__(message, param)
+    field = "session_id"
 
 
 class TurnNotInFlight(ControllerError):
@@ -67,9 +63,7 @@ class SessionClosing(ControllerError):
     """The session is being closed and takes no more turns."""
 
     code = "session_closing"
-
-    def __init__(self, message: str, param: str | None = "session_id") -> None:
-        super().__init__(message, param)
+    field = "session_id"
 
 
 class StaleEpoch(ControllerError):
@@ -92,45 +86,35 @@ class InvalidRewind(ControllerError):
     """The rewind offset is not within the committed history."""
 
     code = "invalid_rewind"
-
-    def __init__(self, message: str, param: str | None = "offset") -> None:
-        super().__init__(message, param)
+    field = "offset"
 
 
 class InvalidFork(ControllerError):
     """The session cannot be forked there: its committed history is shorter."""
 
     code = "invalid_fork"
-
-    def __init__(self, message: str, param: str | None = "length") -> None:
-        super().__init__(message, param)
+    field = "length"
 
 
 class CapacityExceeded(ControllerError):
     """The session would grow past the capacity it was opened with."""
 
     code = "session_capacity_exceeded"
-
-    def __init__(self, message: str, param: str | None = "prompt") -> None:
-        super().__init__(message, param)
+    field = "prompt"
 
 
 class ToolsDiffer(ControllerError):
     """The turn names other tools than those that the session's history begins with."""
 
     code = "tools_differ"
-
-    def __init__(self, message: str, param: str | None = "tools") -> None:
-        super().__init__(message, param)
+    field = "tools"
 
 
 class ModelChanged(ControllerError):
     """The session's history was made by a model of another tokenizer or vocabulary than the one that is served."""
 
     code = "model_changed"
-
-    def __init__(self, message: str, param: str | None = "session_id") -> None:
-        super().__init__(message, param)
+    field = "session_id"
 
 
 class NoReplica(ControllerError):
@@ -159,9 +143,7 @@ class IdempotencyConflict(ControllerError):
     """The idempotency key was used before, for a different request."""
 
     code = "idempotency_conflict"
-
-    def __init__(self, message: str, param: str | None = "idempotency_key") -> None:
-        super().__init__(message, param)
+    field = "idempotency_key"
 
 
 class SettingsRefused(ControllerError):

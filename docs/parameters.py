@@ -65,12 +65,13 @@ def _table(schema: Schema, named: list[str]) -> str:
     if "properties" not in schema:
         return "\n".join([*lines, f"{_value(schema, named)}\n"])
     lines += ["| field | value | if left out | |", "|---|---|---|---|"]
-    for field, value in schema["properties"].items():
+    needed = schema.get("required", ())
+    for field, value in sorted(schema["properties"].items(), key=lambda item: item[0] not in needed):
         kinds = _kinds(value)
         if kinds == [{"type": "null"}]:
             refused.append(f"`{field}`")
             continue
-        default = "needed" if field in schema.get("required", ()) else _default(value)
+        default = "needed" if field in needed else _default(value)
         lines.append(
             f"| `{field}` | {_value(value, named)} | {default} | {_flat(value.get('description', ''))} |"
         )

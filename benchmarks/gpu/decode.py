@@ -21,8 +21,8 @@ from benchmarks.gpu.engines import Bench, Watch, request
 from benchmarks.gpu.stage import Stage
 from engine.build import assemble_engine
 from engine.engine import LocalEngine
-from engine.runner.null import NullRunner
 from engine.settings import CacheSettings, ExecutionSettings, KVDType, SchedulerSettings, SpeculationSettings
+from tests.unit.engine.null_runner import NullRunner
 
 SECTION_TARGETS = {1: 0.80, 64: 0.70}
 IDLE_TARGET = 0.05

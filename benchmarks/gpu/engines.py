@@ -19,7 +19,7 @@ from engine.build import assemble_engine
 from engine.build_runner import build_runner
 from engine.engine import LocalEngine
 from engine.kernels.choose import choose_ops
-from engine.models.config import read_spec
+from engine.models.config import parse_spec, read_config
 from engine.models.loader import LoadedModel, load_model
 from engine.models.weights import DummyWeights, tensor_shapes
 from engine.settings import (
@@ -122,7 +122,7 @@ class Bench:
         self.config = config_of(shape, self.dtype)
         (folder / "config.json").write_text(json.dumps(self.config))
         self.folder = folder
-        self.spec = read_spec(folder)
+        self.spec = parse_spec(read_config(folder))
         self._loaded: LoadedModel | None = None
         self._linear: LinearName | None = None
 

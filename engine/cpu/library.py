@@ -232,7 +232,6 @@ class Workers:
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
         self.kernels = kernels
-        self.threads = threads
         self.team = kernels.c.kedge_team_new(threads)
         if not self.team:
             raise MemoryError(f"no {threads} threads are to be had (model.num_threads)")

@@ -109,13 +109,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_spec(directory: Path) -> ModelSpec:
-    """As read_config; UnsupportedModel names what no native family implements."""
-    return parse_spec(read_config(directory))
-
-
 def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """`config` is the parsed config.json."""
+    """`config` is the parsed config.json. UnsupportedModel names what no native family implements."""
     family = find_family(config)
     context_len = int(config.get("max_position_embeddings") or 2048)
     _refuse_unknown(config)

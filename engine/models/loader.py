@@ -30,16 +30,15 @@ from engine.settings import LinearName, ModelSettings
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`layout` and `dtype` say what KV it keeps; `dtype` is that of activations, too. `directory` also holds the
-    tokenizer. A `native` model's passes never ask the host for anything, so that CUDA graphs of them can be captured.
-    `about` is what its products run on, and why, where there was a choice. `fingerprint` is that of configuration and
-    weights, the whole model's; `weights_dtype` is how they are held here.
+    """`layout` and `dtype` say what KV it keeps; `dtype` is that of activations, too. A `native` model's passes never
+    ask the host for anything, so that CUDA graphs of them can be captured. `about` is what its products run on, and
+    why, where there was a choice. `fingerprint` is that of configuration and weights, the whole model's;
+    `weights_dtype` is how they are held here.
     """
 
     model: CausalModel
     layout: KVLayout
     vocab_size: int
-    directory: Path
     device: torch.device
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
@@ -109,7 +108,6 @@ def _load_native(
         model=runs,
         layout=spec.kv_layout,
         vocab_size=spec.vocab_size,
-        directory=directory,
         device=device,
         dtype=dtype,
         eos_token_ids=read_eos_ids(directory),
@@ -141,7 +139,6 @@ def _load_bridged(
         model=bridged.model,
         layout=bridged.layout,
         vocab_size=bridged.vocab_size,
-        directory=directory,
         device=device,
         dtype=dtype,
         eos_token_ids=read_eos_ids(directory),

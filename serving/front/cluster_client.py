@@ -46,7 +46,7 @@ from serving.wire.calls import (
     Tokenize,
 )
 from serving.wire.controller_calls import ControllerCalls
-from serving.wire.errors import STALE_EPOCH, error_info, unavailable
+from serving.wire.errors import STALE_EPOCH, error_info, told_to_clients, unavailable
 from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
     ChatPrompt,
@@ -135,10 +135,8 @@ class ClusterClient:
         return id_in(opened)
 
     async def is_tree(self, session_id: str, *, tenant: str) -> bool:
-        try:
+        with told_to_clients():
             owner = await self._dispatcher.owner_of(session_key(tenant, session_id))
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
         return owner.open_key is not None and owner.open_key.startswith(TREE_KEY)
 
     async def fork_session(
@@ -168,12 +166,10 @@ class ClusterClient:
         await self._dispatcher.ask_owner(key, lambda epoch: KeepNote(key, epoch, note, once, expected_turn))
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
-        try:
+        with told_to_clients():
             return await self._dispatcher.once_log_answers(
                 partial(self._close, session_key(tenant, session_id))
             )
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         if not all_requests and request_id is None:
@@ -210,10 +206,8 @@ class ClusterClient:
             raise ServiceError(unavailable(f"replica {replica_id!r} does not answer")) from error
 
     async def sessions(self, *, tenant: str | None, after: str | None, limit: int) -> list[SessionInfo]:
-        try:
+        with told_to_clients():
             entries = await self._controller.sessions(tenant, after, limit)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
         now_s = time.time()
         return [_session_info(entry, now_s) for entry in entries]
 
@@ -229,22 +223,18 @@ class ClusterClient:
 
     async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
         notes: list[TurnNote] = []
-        try:
+        with told_to_clients():
             # A session of another cluster, or whose owner is gone, comes to be ours first.
             await self._controller.resolve(session_id, False, tenant)
             after = None
             while page := await self._controller.notes(session_id, tenant, after):
                 notes += page
                 after = page[-1].turn_index
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
         return await asyncio.to_thread(lambda: [transcript_of(note) for note in notes])
 
     async def forget_note(self, session_id: str, turn_index: int, *, tenant: str) -> None:
-        try:
+        with told_to_clients():
             await self._controller.forget_note(session_id, tenant, turn_index)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def audit(self) -> dict[str, Any]:
         expected: set[str] = set()

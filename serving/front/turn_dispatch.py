@@ -32,6 +32,7 @@ from serving.wire.errors import (
     SESSION_MOVED,
     SESSION_NOT_FOUND,
     STALE_EPOCH,
+    TURN_IN_FLIGHT,
     error_info,
     unavailable,
 )
@@ -54,7 +55,7 @@ LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 """A replica that had the session says so: the first time nothing is wrong but who was asked."""
 LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
 """Nothing was begun, or nobody knows: a call that bears repetition waits until somebody does."""
-RETRIED_AFTER_FAILURE = frozenset({"turn_in_flight", SESSION_NOT_FOUND})
+RETRIED_AFTER_FAILURE = frozenset({TURN_IN_FLIGHT, SESSION_NOT_FOUND})
 CLIENTS_FAULTS = frozenset({400, 413})
 
 

@@ -10,8 +10,8 @@ from serving.text.reasoning.formats import MARKS, ReasoningName
 from serving.text.reasoning.harmony import HarmonyParser
 from serving.text.reasoning.mark_parser import MarkParser
 from serving.text.tool_calls.formats import FormatName, NamedFormat, PythonicFormat, TaggedFormat, tool_format
+from serving.text.tool_calls.json_parser import JsonCallParser
 from serving.text.tool_calls.named_parser import NamedCallParser
-from serving.text.tool_calls.parser import CallParser
 from serving.text.tool_calls.pythonic_parser import PythonicCallParser
 from serving.text.tool_calls.tagged_parser import TaggedCallParser
 
@@ -50,7 +50,7 @@ def call_parser(name: FormatName, schemas: Mapping[str, Mapping[str, Any]]) -> A
         case PythonicFormat() as form:
             return PythonicCallParser(form)
         case form:
-            return CallParser(form)
+            return JsonCallParser(form)
 
 
 class _InTurn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 
 from controllers.errors import ControllerError, Overloaded
@@ -44,6 +46,11 @@ STATUS_BY_CODE = MappingProxyType(
 STALE_EPOCH = "stale_epoch"
 SESSION_MOVED = "session_moved"
 SESSION_NOT_FOUND = "session_not_found"
+SESSION_CLOSING = "session_closing"
+TURN_IN_FLIGHT = "turn_in_flight"
+TURN_DIFFERS = "turn_differs"
+ANOTHERS_TURN = frozenset({TURN_IN_FLIGHT, TURN_DIFFERS})
+"""Another's turn is, or has been, where this one was to be."""
 REPLICA_LOST = "replica_lost"
 DEFAULT_RETRY_AFTER_S = 1.0
 
@@ -62,6 +69,15 @@ def error_info(error: BaseException) -> ErrorInfo:
             retry_after_s=_retry_after_s(error, status),
         )
     return ErrorInfo(500, "internal_error", f"internal error ({type(error).__name__})")
+
+
+@contextmanager
+def told_to_clients() -> Iterator[None]:
+    """What a controller refuses is raised as the ServiceError that a client is told."""
+    try:
+        yield
+    except ControllerError as error:
+        raise ServiceError(error_info(error)) from error
 
 
 def error_event(error: BaseException) -> TurnEvent:

@@ -14,10 +14,10 @@ from ray.serve.deployment import Application
 
 from engine.api import DeltaSink, Engine
 from engine.build import assemble_engine
-from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import EngineSettings
 from serving.app import compose
 from serving.settings.config import AppArgs
+from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
 
 CONTEXT_LEN = 4096
 STEP_S = 0.002

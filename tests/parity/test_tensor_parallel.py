@@ -83,11 +83,11 @@ def _strengthen(settings: ModelSettings, directory: Path) -> None:
     """A checkpoint of random weights far from zero, biases too, so that what is left out or added twice shows."""
     from safetensors.torch import save_file
 
-    from engine.models.config import read_spec
+    from engine.models.config import parse_spec, read_config
     from engine.models.weights import tensor_shapes
 
     generator = torch.Generator().manual_seed(5)
-    shapes = tensor_shapes(read_spec(Path(settings.path)))
+    shapes = tensor_shapes(parse_spec(read_config(Path(settings.path))))
     tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
 

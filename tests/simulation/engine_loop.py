@@ -9,10 +9,10 @@ from typing import Any
 from engine.api import DeltaSink
 from engine.build import assemble_engine
 from engine.engine import LocalEngine
-from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import EngineSettings
 from engine.step_thread import StepLoop
 from tests.simulation.loop import PartyLoop
+from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
 
 VOCAB_SIZE = 50_021
 CONTEXT_LEN = 4096

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from controllers.kept_answers import KEPT_ANSWERS
-from engine.runner.null import null_generate
 from tests.simulation.engine_loop import EOS_PROBABILITY, VOCAB_SIZE
 from tests.simulation.records import Committed, Life, LogListener
+from tests.unit.engine.null_runner import null_generate
 
 LEAVING_HEARD_S = 0.05
 """By then the ingress knows that a client has left. Until then a turn may open its session anew, if it was closed."""

@@ -26,14 +26,9 @@ class Reply(msgspec.Struct, kw_only=True):
     """Base of what replies are made of. A field that is UNSET is left out; one that is None is null."""
 
 
-def reply_json(reply: Reply) -> bytes:
-    """An infinite or undefined number is null."""
-    return encoded(reply)
-
-
-def encoded(value: Any) -> bytes:
-    """The same of a dictionary that may have replies in it."""
-    return _ENCODER.encode(value)
+def reply_json(reply: Reply | dict[str, Any] | None) -> bytes:
+    """Of a reply, or of a dictionary that may have replies in it. An infinite or undefined number is null."""
+    return _ENCODER.encode(reply)
 
 
 def or_unset(value: T | None) -> T | UnsetType:
@@ -73,7 +68,7 @@ class TextTemplate:
     TEXT = "\ue000"
 
     def __init__(self, of: Reply) -> None:
-        self._before, found, self._after = encoded(of).rpartition(encoded(self.TEXT))
+        self._before, found, self._after = reply_json(of).rpartition(_ENCODER.encode(self.TEXT))
         assert found
 
     def with_text(self, text: str) -> bytes:

@@ -11,6 +11,7 @@ from fastapi.sse import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from serving.front.api.errors import ClientGone
+from serving.front.api.reply_json import reply_json
 from serving.front.api.turn_headers import turn_headers
 from serving.front.api.turn_streams import RunsTurns, TurnPlan, open_turns, until_disconnect
 from serving.wire.errors import error_info
@@ -29,6 +30,11 @@ def server_event(data: bytes, name: str | None = None) -> bytes:
     """A server-sent event whose data is one line, as all JSON is that we write. Without a name it is a `message`."""
     head = b"" if name is None else b"event: %s\n" % name.encode()
     return b"%sdata: %s\n\n" % (head, data)
+
+
+def typed_event(data: dict[str, Any]) -> bytes:
+    """One whose name is the type in its data."""
+    return server_event(reply_json(data), data["type"])
 
 
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"

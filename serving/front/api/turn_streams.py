@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -33,6 +33,7 @@ class RunsTurns(Protocol):
 
 IndexedEvent = tuple[int, TurnEvent]
 _MAX_QUEUED_EVENTS = 64
+_FEW_MESSAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class TurnPlan:
 
     calls: Sequence[TurnCall]
     field_names: Mapping[str, str] = field(default_factory=dict)
+
+
+async def beside_streams(make: Callable[[], T], num_messages: int) -> T:
+    """What `make` makes of so many messages: on a thread, if they are many, so that streams go on meanwhile."""
+    return make() if num_messages <= _FEW_MESSAGES else await asyncio.to_thread(make)
 
 
 @dataclass(slots=True)

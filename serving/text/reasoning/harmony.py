@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from serving.text.answer_pieces import CallPiece, Piece, Thought, overlap
 from serving.text.reasoning.formats import HARMONY_TOKENS
+from serving.text.state_parser import SPACE, StateParser
 
-_SPACE = " \t\r\n"
-_GAP = f"[{_SPACE}]*"
+_GAP = f"[{SPACE}]*"
 _HEADER = re.compile(
     rf"(?:<\|start\|>)?{_GAP}(?:assistant)?(?:{_GAP}to=[^\s<]+)?{_GAP}"
     rf"<\|channel\|>{_GAP}\w+(?:{_GAP}to=[^\s<]+)?{_GAP}(?:(?:<\|constrain\|>)?{_GAP}\w+)?{_GAP}<\|message\|>"
@@ -43,26 +43,18 @@ _BETWEEN = "\n"
 """Stands between two messages of a kind."""
 
 
-class HarmonyParser:
+class HarmonyParser(StateParser):
     """An AnswerParser of thoughts, calls and content. Without `reads_calls` calls are content, marks and all."""
 
     def __init__(self, *, reads_calls: bool) -> None:
+        super().__init__(self._between)
         self._reads_calls = reads_calls
-        self._unread = ""
-        self._pieces: list[Piece] = []
         self._num_calls = 0
         self._told: set[str] = set()
         """Kinds of messages that there have been."""
         self._tell: Callable[[str], None] = self._say
         """Takes the text of the message that is read."""
         self._shows_marks = False
-        self._state: Callable[[], bool] = self._between
-
-    def push(self, text: str) -> list[Piece]:
-        self._unread += text
-        while self._unread and self._state():
-            pass
-        return self._take()
 
     def flush(self) -> list[Piece]:
         rest, self._unread = self._unread, ""
@@ -71,10 +63,6 @@ class HarmonyParser:
         elif not _is_header_so_far(rest):
             self._say(rest)
         return self._take()
-
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     def _say(self, text: str) -> None:
         if text:
@@ -90,7 +78,7 @@ class HarmonyParser:
 
     def _between(self) -> bool:
         """A header, or text that has none."""
-        begun = self._unread.lstrip(_SPACE)
+        begun = self._unread.lstrip(SPACE)
         if not begun or any(word.startswith(begun) and word != begun for word in _WAITED_FOR):
             return False
         if begun.startswith(_ENDS):
@@ -142,8 +130,7 @@ class HarmonyParser:
         mark = _MARK.search(unread)
         if mark is None:
             end = len(unread) - overlap(unread, _MARKS)
-            self._tell(unread[:end])
-            self._unread = unread[end:]
+            self._tell(self._read(end))
             return False
         end = mark.end() if mark[0] in _ENDS else mark.start()
         self._tell(unread[: end if self._shows_marks else mark.start()])
@@ -159,6 +146,6 @@ def _may_be_header(text: str) -> bool:
 
 def _is_header_so_far(text: str) -> bool:
     """Whether the answer was cut off within marks, which say nothing."""
-    begun = text.strip(_SPACE)
-    without_mark = begun[: len(begun) - overlap(begun, HARMONY_TOKENS)].rstrip(_SPACE)
+    begun = text.strip(SPACE)
+    without_mark = begun[: len(begun) - overlap(begun, HARMONY_TOKENS)].rstrip(SPACE)
     return len(begun) < _MAX_HEADER_CHARS and any(map(_HEADER_SO_FAR.fullmatch, (begun, without_mark)))

@@ -6,33 +6,21 @@ again. An answer that does not begin with a thought is content as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from serving.text.answer_pieces import Piece, Thought, overlap
+from serving.text.answer_pieces import Piece, Thought
 from serving.text.reasoning.formats import ThinkingMarks
+from serving.text.state_parser import SPACE, StateParser, first_mark
 
-_SPACE = " \t\r\n"
 _LINE_ENDS = "\r\n"
 
 
-class MarkParser:
+class MarkParser(StateParser):
     """An AnswerParser of thoughts and content. `inside`: the prompt has opened the thought. A model that opens it again
     does so in vain."""
 
     def __init__(self, marks: ThinkingMarks, *, inside: bool) -> None:
+        super().__init__(self._beginning)
         self._marks = marks
         self._inside = inside
-        self._unread = ""
-        self._pieces: list[Piece] = []
-        self._state: Callable[[], bool] = self._beginning
-
-    def push(self, text: str) -> list[Piece]:
-        if self._state == self._content:
-            return [text] if text else []
-        self._unread += text
-        while self._unread and self._state():
-            pass
-        return self._take()
 
     def flush(self) -> list[Piece]:
         rest, self._unread = self._unread, ""
@@ -44,16 +32,12 @@ class MarkParser:
             self._pieces.append(rest)
         return self._take()
 
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
     def _think(self, text: str) -> None:
         if text:
             self._pieces.append(Thought(text))
 
     def _beginning(self) -> bool:
-        begun, opener = self._unread.lstrip(_SPACE), self._marks.opener
+        begun, opener = self._unread.lstrip(SPACE), self._marks.opener
         if opener.startswith(begun) and begun != opener:
             return False
         if begun.startswith(opener):
@@ -73,16 +57,13 @@ class MarkParser:
 
     def _thought(self) -> bool:
         """Up to the closer. Line ends wait: before it they are not told."""
-        closer, unread = self._marks.closer, self._unread
-        place = unread.find(closer)
-        end = place if place >= 0 else len(unread) - overlap(unread, [closer])
-        thought = unread[:end].rstrip(_LINE_ENDS)
-        if place < 0:
-            self._think(thought)
-            self._unread = unread[len(thought) :]
-            return False
+        place, closer = first_mark(self._unread, (self._marks.closer,))
+        thought = self._unread[:place].rstrip(_LINE_ENDS)
         self._think(thought)
-        self._unread = unread[place + len(closer) :]
+        if not closer:
+            self._read(len(thought))
+            return False
+        self._read(place + len(closer))
         self._state = self._behind
         return True
 
@@ -93,6 +74,5 @@ class MarkParser:
         return bool(self._unread)
 
     def _content(self) -> bool:
-        self._pieces.append(self._unread)
-        self._unread = ""
+        self._pieces.append(self._read(None))
         return False

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
+from serving.text.tool_calls.python_literals import python_value
+
 _MAX_DEPTH = 8
 """Of schemas within schemas: below that anything may be a value."""
-_MAX_LITERAL_CHARS = 65_536
 _TYPES = {
     bool: "boolean",
     int: "integer",
@@ -34,7 +34,7 @@ def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str] | None
 def argument_json(text: str, types: frozenset[str] | None) -> str:
     """A whole value as JSON: a string unless it reads as a value that may stand there. Python's spelling of a value,
     which some models write, is read, too."""
-    for read in (from_json, _python_value):
+    for read in (from_json, python_value):
         try:
             value = read(text.strip())
             shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -44,12 +44,6 @@ def argument_json(text: str, types: frozenset[str] | None) -> str:
         if _is_one_of(value, types):
             return shown
     return json.dumps(text, ensure_ascii=False)
-
-
-def _python_value(text: str) -> Any:
-    if len(text) > _MAX_LITERAL_CHARS:
-        raise ValueError("too long")
-    return ast.literal_eval(text)
 
 
 def _is_one_of(value: Any, types: frozenset[str] | None) -> bool:

@@ -58,7 +58,7 @@ def literal_json(text: str) -> str:
     # A string over several lines is none to Python, but may be one to a model.
     for spelling in (text, text.replace("\r", "\\r").replace("\n", "\\n")):
         try:
-            return _json_of(_value(spelling))
+            return _json_of(python_value(spelling))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
     return _json_of(text)
@@ -68,7 +68,8 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
-def _value(text: str) -> Any:
+def python_value(text: str) -> Any:
+    """Raises what `ast.literal_eval` does."""
     if len(text) > _MAX_LITERAL_CHARS:
         raise ValueError("too long")
     with warnings.catch_warnings():

@@ -25,13 +25,13 @@ from engine.api import (
 )
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.copies import Copies
-from engine.runner.null import NullRunner, null_generate
 from engine.scheduler import Scheduler
 from engine.settings import SchedulerSettings, SpeculationMethod
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import DraftModelProposer, NoProposer, Proposer
 from engine.stats import EngineCounters
 from engine.stops import StopCriteria
+from tests.unit.engine.null_runner import NullRunner, null_generate
 
 VOCAB = 97
 DRAFTS = 4

@@ -12,7 +12,6 @@ from engine.api import GenerateRequest, TokenDelta
 from engine.batch import ModelOutput, ScheduledBatch
 from engine.build import assemble_engine
 from engine.engine import LocalEngine
-from engine.runner.null import NullRunner
 from engine.settings import (
     BooksCheck,
     CacheSettings,
@@ -21,6 +20,7 @@ from engine.settings import (
     SpeculationSettings,
 )
 from tests.unit.engine.driver import VOCAB, Outcome
+from tests.unit.engine.null_runner import NullRunner
 
 WAIT_S = 20.0
 """How long a test waits for what must happen at once."""

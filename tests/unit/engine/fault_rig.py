@@ -10,9 +10,9 @@ from cache.sequence_kv import SequenceKV, pages_for
 from cache.session_cache import CacheMatch
 from cache.token_chain import Tokens
 from engine.request import LiveRequest
-from engine.runner.null import null_generate
 from engine.speculative.proposers import NOTHING, Proposal
 from tests.unit.engine.driver import VOCAB, Driver, Talk
+from tests.unit.engine.null_runner import null_generate
 
 PAGE_SIZES = (1, 4, 16, 64, 256)
 

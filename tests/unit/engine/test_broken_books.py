@@ -8,11 +8,11 @@ import pytest
 
 from cache.pages import BooksError
 from engine.api import EngineStopped, FinishReason
-from engine.runner.null import null_generate
 from engine.settings import BooksCheck
 from tests.unit.cache.planted_faults import FaultKind, plant
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig
+from tests.unit.engine.null_runner import null_generate
 
 FOUND: list[tuple[FaultKind, BooksCheck]] = [
     ("leak", "balance"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.build import assemble_engine
-from engine.runner.null import NULL_IDENTITY, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
+from tests.unit.engine.null_runner import NULL_IDENTITY, NullRunner
 
 
 def test_the_runner_sizes_the_pool() -> None:

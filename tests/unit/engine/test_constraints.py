@@ -10,11 +10,11 @@ import pytest
 
 from engine.api import ConstraintFailed, FinishReason, GenerateRequest, SamplingParams, StepFailed
 from engine.request import LiveRequest
-from engine.runner.null import EOS_TOKEN_ID, nearest_allowed
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import Proposal
 from tests.unit.engine.driver import VOCAB, Driver, Talk, greedy, request
 from tests.unit.engine.ladder import Ladder, mask
+from tests.unit.engine.null_runner import EOS_TOKEN_ID, nearest_allowed
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6, 7]
 

@@ -20,11 +20,11 @@ from engine.api import (
     StepFailed,
 )
 from engine.batch import ModelOutput, ScheduledBatch
-from engine.runner.null import null_generate
 from engine.runner.protocol import RunnerLost
 from engine.settings import SchedulerSettings
 from tests.unit.engine.driver import VOCAB, greedy, request, slot_kv
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
+from tests.unit.engine.null_runner import null_generate
 
 pytestmark = pytest.mark.usefixtures("ways_to_step")
 

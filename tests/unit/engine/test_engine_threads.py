@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine.api import FinishReason
-from engine.runner.null import null_generate
 from engine.settings import SchedulerSettings
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
+from tests.unit.engine.null_runner import null_generate
 
 
 @pytest.mark.usefixtures("ways_to_step")

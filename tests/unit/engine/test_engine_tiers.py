@@ -8,10 +8,10 @@ import pytest
 
 from cache.disk_pause import LONGEST_PAUSE_S
 from engine.api import EngineStopped, InvalidRequest, SessionBusy
-from engine.runner.null import null_generate
 from tests.unit.controllers.manual_clock import ManualClock
 from tests.unit.engine.driver import VOCAB, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
+from tests.unit.engine.null_runner import null_generate
 
 
 def first_turn(rig: Rig, name: str, first: int) -> list[int]:

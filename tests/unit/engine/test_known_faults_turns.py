@@ -21,10 +21,10 @@ from engine.api import (
     RequestTooLarge,
     SessionBusy,
 )
-from engine.runner.null import null_generate
 from tests.unit.engine.driver import VOCAB, Driver, Talk, greedy, request, slot_kv
 from tests.unit.engine.engine_rig import WAIT_S, Rig, running
 from tests.unit.engine.fault_rig import Guesser, Watch, driver_of
+from tests.unit.engine.null_runner import null_generate
 
 PAGE_SIZES = (1, 4, 16)
 

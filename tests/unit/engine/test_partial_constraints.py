@@ -9,11 +9,11 @@ import pytest
 
 from engine.api import FinishReason, GenerateRequest, SamplingParams, StepFailed
 from engine.request import LiveRequest
-from engine.runner.null import nearest_allowed
 from engine.speculative.ngram_proposer import NgramProposer
 from engine.speculative.proposers import Proposal
 from tests.unit.engine.driver import Driver, Talk, greedy, request
 from tests.unit.engine.ladder import Ladder
+from tests.unit.engine.null_runner import nearest_allowed
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6, 7]
 RUNGS = [3, 1, 5, 2, 4]

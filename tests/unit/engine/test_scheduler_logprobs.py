@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.api import LogprobParams
-from engine.runner.null import FAKE_LOGPROB
 from engine.settings import SpeculationMethod
 from tests.unit.engine.driver import Driver, Outcome, Talk, request
+from tests.unit.engine.null_runner import FAKE_LOGPROB
 
 
 def assert_input_logprobs(outcome: Outcome, tokens: list[int], start: int) -> None:

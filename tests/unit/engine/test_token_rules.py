@@ -15,7 +15,6 @@ from engine.build import assemble_engine
 from engine.build_runner import build_runner
 from engine.models.loader import load_model
 from engine.request_check import RequestLimits, check_request
-from engine.runner.null import EOS_TOKEN_ID, nearest_allowed
 from engine.settings import (
     CacheSettings,
     ModelSettings,
@@ -27,6 +26,7 @@ from engine.token_rules import TokenRules
 from tests.unit.engine.driver import VOCAB, Driver, greedy, request
 from tests.unit.engine.engine_rig import WAIT_S, Rig
 from tests.unit.engine.ladder import Ladder, mask
+from tests.unit.engine.null_runner import EOS_TOKEN_ID, nearest_allowed
 
 MODEL = Path(__file__).parents[3] / "assets" / "models" / "kedge-chat"
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6, 7]

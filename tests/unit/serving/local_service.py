@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from msgspec.structs import replace
 
 from controllers.cluster import Cluster
-from controllers.errors import ControllerError, SessionNotFound
+from controllers.errors import SessionNotFound
 from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
@@ -27,7 +27,7 @@ from serving.replica.replica import replica_figures
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import cluster_audit, replica_audit
 from serving.wire.calls import KeepNote
-from serving.wire.errors import error_info
+from serving.wire.errors import error_info, told_to_clients
 from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
     ChatPrompt,
@@ -85,10 +85,8 @@ class LocalService:
             self.ended += 1
 
     def _epoch(self, key: str, *, create: bool) -> int:
-        try:
+        with told_to_clients():
             return self.cluster.resolve(key, create, tenant_in(key)).epoch
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def open_session(
         self,
@@ -100,17 +98,13 @@ class LocalService:
         tree: bool = False,
     ) -> str:
         open_key = (TREE_KEY if tree else "") + uuid.uuid4().hex
-        try:
+        with told_to_clients():
             opened = self.cluster.open_session(session_id, tenant, timeout_s, capacity_tokens, open_key)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
         return id_in(opened.session_id)
 
     async def is_tree(self, session_id: str, *, tenant: str) -> bool:
-        try:
+        with told_to_clients():
             entry = self.cluster.session(session_key(tenant, session_id))
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
         return (entry.open_key or "").startswith(TREE_KEY)
 
     async def fork_session(
@@ -124,54 +118,42 @@ class LocalService:
     ) -> ForkedSession:
         key, child_id = session_key(tenant, session_id), new_session_id or uuid.uuid4().hex
         order = ForkOrder(session_key(tenant, child_id), uuid.uuid4().hex, length, timeout_s)
-        try:
+        with told_to_clients():
             forked = await self.rig.host.fork(key, self._epoch(key, create=False), order)
             return replace(forked, session_id=child_id)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
         key = session_key(tenant, session_id)
-        try:
+        with told_to_clients():
             await self.rig.turns.rewind(key, self._epoch(key, create=False), length)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def keep_note(
         self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str
     ) -> None:
         key, once = session_key(tenant, session_id), f"{CALL_KEY}{uuid.uuid4().hex}"
         order = KeepNote(key, self._epoch(key, create=False), note, once, expected_turn)
-        try:
+        with told_to_clients():
             await self.rig.turns.keep_note(order)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
-        try:
+        with told_to_clients():
             notes = self.cluster.notes
             found = notes.page(session_id, tenant)
             while page := found and notes.page(session_id, tenant, found[-1].turn_index):
                 found += page
             return [transcript_of(note) for note in found]
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def forget_note(self, session_id: str, turn_index: int, *, tenant: str) -> None:
-        try:
+        with told_to_clients():
             self.cluster.notes.forget(session_id, tenant, turn_index)
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def drain_replica(self, replica_id: str) -> None:
         if replica_id != REPLICA_ID:
             raise ServiceError(
                 ErrorInfo(404, "replica_not_found", f"There is no replica {replica_id!r}.", "replica_id")
             )
-        try:
+        with told_to_clients():
             await self.rig.host.drain()
-        except ControllerError as error:
-            raise ServiceError(error_info(error)) from error
 
     async def audit(self) -> dict[str, Any]:
         report = await asyncio.wrap_future(self.rig.engine.audit())

@@ -23,7 +23,6 @@ from controllers.settings import ClusterSettings
 from controllers.sqlite_store import SqliteSessionStore
 from engine.api import Engine, SamplingParams
 from engine.build import assemble_engine
-from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import TurnEvents
@@ -39,6 +38,7 @@ from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.text.text import TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
+from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
 
 VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"

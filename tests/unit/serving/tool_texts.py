@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.tool_calls.formats import FORMATS, FormatName
-from serving.text.tool_calls.parser import CallParser
+from serving.text.tool_calls.json_parser import JsonCallParser
 
 SCRAPS: dict[FormatName, list[str]] = {
     "hermes": ["<tool_call>", "</tool_call>", "<tool", "_call>", "<tool_call>\n", "\n</tool_call>"],
@@ -38,7 +38,7 @@ def cut(text: str, places: Iterable[int]) -> list[str]:
 
 def read(name: FormatName, *parts: str) -> list[Piece]:
     """What is told of an answer, with neighbours joined: content as one string, a call as one piece."""
-    parser = CallParser(FORMATS[name])
+    parser = JsonCallParser(FORMATS[name])
     pieces = [piece for part in parts for piece in parser.push(part)] + parser.flush()
     joined: list[Piece] = []
     for piece in pieces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -24,18 +24,14 @@ from serving.front.api.messages.replies import MessageReply, blocks_of, no_edits
 from serving.front.api.messages.schema import CountTokensBody, MessagesBody
 from serving.front.api.messages.stream import MessageEncoder
 from serving.front.api.messages.tools import tools_in_use
-from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
 from serving.front.api.openai.requests import field_names, session_turn
-from serving.front.api.openai.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.openai.tools import ToolUse
 from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
+from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect
 from serving.wire.turns import ModelInfo, SessionTurn, TurnCall, TurnFinish
-
-FEW_MESSAGES = 256
-"""More are brought into shape on a thread: streams go on meanwhile."""
 
 REQUEST_ID = "request-id"
 
@@ -71,10 +67,8 @@ async def create_message(
     )
     tools = tools_in_use(body.tools, body.tool_choice, service.model)
     reply_id = new_id("msg_")
-    if len(body.messages) <= FEW_MESSAGES:
-        plan = _plan(body, tools, service.model, reply_id, session, tenant)
-    else:
-        plan = await asyncio.to_thread(_plan, body, tools, service.model, reply_id, session, tenant)
+    make_plan = partial(_plan, body, tools, service.model, reply_id, session, tenant)
+    plan = await beside_streams(make_plan, len(body.messages))
     (call,) = plan.calls
     reader = AnswerReader(call, tools, reads_thoughts(service.model, call.constraint))
     model_id = service.model.model_id
@@ -106,20 +100,15 @@ def _plan(
     tenant: str,
 ) -> TurnPlan:
     held = body.held_answer()
-    constraint = None if held is None else held.constraint
-    if tools is not None:
-        constraint = tools.constraint(held)
     call = TurnCall(
         request_id=reply_id,
         prompt=body.prompt(tools),
         sampling=body.sampling(model),
         max_new_tokens=most_tokens(model, body.max_tokens),
         stop=tuple(body.stop_sequences or ()),
-        shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
-        constraint=constraint,
-        strict_calls=None if tools is None else tools.strict_calls(model, constraint),
         session=session,
         tenant=tenant,
+        **answer_fields(model, held, tools),
     )
     return TurnPlan([call], field_names("messages", held))
 

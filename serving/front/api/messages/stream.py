@@ -20,22 +20,16 @@ from serving.front.api.messages.replies import (
 )
 from serving.front.api.openai.answers import AnswerPart, AnswerReader
 from serving.front.api.openai.tools_schema import CallDelta
-from serving.front.api.reply_json import encoded
-from serving.front.api.sse import server_event
+from serving.front.api.sse import typed_event
 from serving.wire.turns import ErrorInfo, TurnEvent
 
 Event = dict[str, Any]
-"""Its type is the event's name, too."""
-
-
-def as_event(event: Event) -> bytes:
-    return server_event(encoded(event), event["type"])
 
 
 class MessageEncoder:
     """Writes the events of one message."""
 
-    keep_alive = as_event({"type": "ping"})
+    keep_alive = typed_event({"type": "ping"})
 
     def __init__(self, reader: AnswerReader, reply_id: str, model_id: str, *, edits_asked: bool) -> None:
         self._reader = reader
@@ -47,13 +41,13 @@ class MessageEncoder:
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         assert index == 0
-        return b"".join(map(as_event, self._events(event)))
+        return b"".join(map(typed_event, self._events(event)))
 
     def closing(self) -> bytes:
-        return as_event({"type": "message_stop"})
+        return typed_event({"type": "message_stop"})
 
     def error(self, info: ErrorInfo) -> bytes:
-        return as_event(messages_error(info))
+        return typed_event(messages_error(info))
 
     def _events(self, event: TurnEvent) -> Iterator[Event]:
         if not self._started:

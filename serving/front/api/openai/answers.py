@@ -1,4 +1,4 @@
-"""The answers of a chat request: their text as content and, where it has tools, calls.
+"""The answers of a chat request: what they are held to, and their text as content, thoughts and calls.
 
 The text alone tells the calls, so a turn that goes on at another replica, or is told again from the log, has the same
 ones. Their ids follow from the turn, for the same reason.
@@ -9,22 +9,48 @@ from __future__ import annotations
 import hashlib
 from base64 import b32encode
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from serving.front.api.openai.chat_schema import AnswerMessage, Delta
+from serving.front.api.openai.structured import HeldAnswer
 from serving.front.api.openai.tools import ToolUse
 from serving.front.api.openai.tools_schema import CallDelta, CalledFunction, CalledTool, FunctionDelta
 from serving.front.api.reply_json import or_unset
 from serving.front.api.turn_streams import TurnResult
 from serving.text.answer_parsers import answer_parser
 from serving.text.answer_pieces import AnswerParser, Piece, Thought
-from serving.text.reasoning.formats import ReasoningName
-from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
+from serving.text.reasoning.formats import ReasoningName, shown_tokens
+from serving.wire.turns import ModelInfo, OutputConstraint, TurnCall, TurnEvent, TurnFinish
 
 _ID_CHARS = 9
 """Mistral's templates take ids of nine letters and digits, and no others."""
+
+
+def reads_thoughts(model: ModelInfo, constraint: OutputConstraint | None) -> ReasoningName | None:
+    """The format in which the answer's thoughts are looked for. An answer that is held to something has none."""
+    return None if constraint is not None else model.reasoning
+
+
+def constraint_of(held: HeldAnswer | None, tools: ToolUse | None) -> OutputConstraint | None:
+    """Raises ServiceError, which names the field."""
+    if tools is not None:
+        return tools.constraint(held)
+    return None if held is None else held.constraint
+
+
+def answer_fields(model: ModelInfo, held: HeldAnswer | None, tools: ToolUse | None) -> dict[str, Any]:
+    """Fields of a TurnCall: what holds its answer, and the special tokens that are part of its text, since they tell
+    calls and thoughts. Raises ServiceError, which names the field."""
+    constraint = constraint_of(held, tools)
+    of_calls = () if tools is None else tools.shown_tokens
+    reasoning = reads_thoughts(model, constraint)
+    return {
+        "constraint": constraint,
+        "strict_calls": None if tools is None else tools.strict_calls(model, constraint),
+        "shown_tokens": of_calls if reasoning is None else (*of_calls, *shown_tokens(reasoning)),
+    }
 
 
 @dataclass(slots=True)

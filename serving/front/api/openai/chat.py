@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from msgspec import UNSET
 
 from engine.api import LogprobParams
 from serving.front.api.documented_replies import STREAMED
-from serving.front.api.errors import openai_error, refusal
+from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     IdempotencyHeader,
     ModeHeader,
@@ -26,9 +25,8 @@ from serving.front.api.fields import (
     check_model_name,
     new_id,
     nth_seed,
-    stop_strings,
 )
-from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
 from serving.front.api.openai.chat_schema import (
     ChatBody,
     ChatChoice,
@@ -41,7 +39,7 @@ from serving.front.api.openai.chat_schema import (
 from serving.front.api.openai.extras import call_fields, chat_prompt_fields
 from serving.front.api.openai.logprobs import prompt_logprob_items, token_name
 from serving.front.api.openai.replies import (
-    UsageCounter,
+    ChunkEncoder,
     finite,
     stop_fields,
     top_choices,
@@ -53,24 +51,18 @@ from serving.front.api.openai.requests import (
     session_turn,
 )
 from serving.front.api.openai.structured import held_answer
-from serving.front.api.openai.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.openai.tools import ToolUse, tool_use
-from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import (
-    TextTemplate,
     filled,
     joined_items,
     json_reply,
     list_items,
     reply_json,
 )
-from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
+from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
-from serving.wire.turns import ChatPrompt, ErrorInfo, ModelInfo, TextLogprob, TurnCall, TurnEvent
-
-FEW_MESSAGES = 256
-"""More are brought into shape on a thread: streams go on meanwhile."""
+from serving.front.api.turn_streams import TurnPlan, TurnResult, beside_streams, collect, until_disconnect
+from serving.wire.turns import ChatPrompt, ModelInfo, TextLogprob, TurnCall, TurnEvent
 
 NO_LOGPROBS = ChatLogprobs(content=[])
 
@@ -107,13 +99,9 @@ async def chat_completions(
     tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.model)
     own_template: bool = request.app.state.request_chat_template
     prompt_fields = chat_prompt_fields(body, own_template=own_template)
-    fields = call_fields(body, session, service.model) | {
-        "session": session,
-        "tenant": tenant,
-        "priority": engine_priority(request.app.state.request_priority, lower_first=body.priority),
-    }
+    fields = call_fields(request, body, session, tenant, service.model)
     make_plan = partial(_plan, body, tools, reply_id, service.model, prompt_fields, fields)
-    plan = make_plan() if len(body.messages) <= FEW_MESSAGES else await asyncio.to_thread(make_plan)
+    plan = await beside_streams(make_plan, len(body.messages))
     readers = [
         AnswerReader(call, tools, reads_thoughts(service.model, call.constraint)) for call in plan.calls
     ]
@@ -138,27 +126,17 @@ def _plan(
         () if tools is None else tools.for_template(),
         **prompt_fields,
     )
-    sampling = body.sampling(model)
     logprobs = _logprobs(body)
     held = held_answer(body.response_format, body.structured_outputs, body)
-    constraint = None if held is None else held.constraint
-    if tools is not None:
-        constraint = tools.constraint(held)
+    fields = turn_fields | answer_fields(model, held, tools)
     count = body.n or 1
     calls = [
         TurnCall(
             request_id=reply_id if count == 1 else f"{reply_id}-{index}",
             prompt=prompt,
-            sampling=sampling,
             seed=nth_seed(body.seed, index),
-            stop=stop_strings(body.stop),
-            trim_stop=not body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens is not False,
-            shown_tokens=telling_tokens(tools, reads_thoughts(model, constraint)),
             logprobs=logprobs,
-            constraint=constraint,
-            strict_calls=None if tools is None else tools.strict_calls(model, constraint),
-            **turn_fields,
+            **fields,
         )
         for index in range(count)
     ]
@@ -236,20 +214,15 @@ async def _with_logprobs(body: ChatBody, text: bytes, entries: Sequence[TextLogp
     return filled(text, "content", await list_items(entries, partial(_chat_logprob, body)))
 
 
-class ChatEncoder:
-    """Writes the chunks of one request; the first of each choice names the role."""
-
-    keep_alive = KEEP_ALIVE_COMMENT
+class ChatEncoder(ChunkEncoder):
+    """The first chunk of each choice names the role."""
 
     def __init__(self, body: ChatBody, readers: Sequence[AnswerReader], reply_id: str, model_id: str) -> None:
+        super().__init__(body, reply_id, model_id, ChatChunk)
         self._body = body
         self._readers = readers
-        self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
-        self._started: set[int] = set()
-        self._usage = UsageCounter(body.n or 1)
         self._differs = bool(body.wants_usage_everywhere or body.return_token_ids)
         """Whether chunks that bring content differ in more than that."""
-        self._templates: dict[int, TextTemplate] = {}
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         self._usage.note(index, event)
@@ -258,7 +231,7 @@ class ChatEncoder:
         role: Literal["assistant"] | None = None if index in self._started else "assistant"
         plain = role is None and event.finish is None and not event.logprobs and not self._differs
         if plain and (content := part.content_alone) is not None:
-            return server_event(self._template(index).with_text(content))
+            return self._text_chunk(index, content)
         self._started.add(index)
         choice = ChunkChoice(
             index=index,
@@ -266,21 +239,8 @@ class ChatEncoder:
             logprobs=NO_LOGPROBS if event.logprobs else None,
             **_stop_fields(self._body, reader, event),
         )
-        usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
-        chunk = ChatChunk(**self._head, choices=[choice], usage=usage)
+        chunk = self._chunk_of(choices=[choice], usage=self._usage_so_far())
         return server_event(await _with_logprobs(self._body, reply_json(chunk), event.logprobs))
 
-    def _template(self, index: int) -> TextTemplate:
-        template = self._templates.get(index)
-        if template is None:
-            choice = ChunkChoice(index=index, delta=Delta(content=TextTemplate.TEXT))
-            template = self._templates[index] = TextTemplate(ChatChunk(**self._head, choices=[choice]))
-        return template
-
-    def closing(self) -> bytes:
-        if not self._body.wants_usage_chunk:
-            return DONE
-        return server_event(reply_json(ChatChunk(**self._head, choices=[], usage=self._usage.usage()))) + DONE
-
-    def error(self, info: ErrorInfo) -> bytes:
-        return error_then_done(openai_error(info))
+    def _choice_of(self, index: int, text: str) -> ChunkChoice:
+        return ChunkChoice(index=index, delta=Delta(content=text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from msgspec import UNSET
 
 from engine.api import LogprobParams
 from serving.front.api.documented_replies import STREAMED
-from serving.front.api.errors import openai_error, refusal
+from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     IdempotencyHeader,
     RetriesHeader,
@@ -28,7 +27,6 @@ from serving.front.api.fields import (
     check_token_ids,
     new_id,
     nth_seed,
-    stop_strings,
 )
 from serving.front.api.openai.completions_schema import (
     CompletionBody,
@@ -39,7 +37,7 @@ from serving.front.api.openai.completions_schema import (
 from serving.front.api.openai.extras import call_fields
 from serving.front.api.openai.logprobs import prompt_logprob_items, token_name
 from serving.front.api.openai.replies import (
-    UsageCounter,
+    ChunkEncoder,
     finite,
     stop_fields,
     top_choices,
@@ -50,22 +48,18 @@ from serving.front.api.openai.requests import (
     session_turn,
 )
 from serving.front.api.openai.structured import held_answer
-from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import (
-    TextTemplate,
     filled,
     joined_items,
     json_reply,
     list_items,
     reply_json,
 )
-from serving.front.api.sse import DONE, KEEP_ALIVE_COMMENT, TurnEventStream, error_then_done, server_event
+from serving.front.api.sse import TurnEventStream, server_event
 from serving.front.api.strict_json import StrictJsonRoute
 from serving.front.api.turn_streams import TurnPlan, TurnResult, collect, until_disconnect
 from serving.wire.turns import (
-    ErrorInfo,
     ModelInfo,
-    SessionTurn,
     TextLogprob,
     TextPrompt,
     TokenPrompt,
@@ -103,8 +97,8 @@ async def completions(
     if body.echo and body.truncate_prompt_tokens is not None:
         raise refusal("echo: not possible with truncate_prompt_tokens.", "echo")
     reply_id = f"cmpl-{body.request_id or new_id('')}"
-    priority = engine_priority(request.app.state.request_priority, lower_first=body.priority)
-    plan = _plan(body, prompts, reply_id, session, service.model, tenant, priority)
+    fields = call_fields(request, body, session, tenant, service.model)
+    plan = _plan(body, prompts, reply_id, fields)
     encoder = CompletionEncoder(body, prompts, reply_id, service.model.model_id)
     if body.stream:
         return TurnEventStream(service, plan, encoder)
@@ -123,34 +117,17 @@ def _check(body: CompletionBody, prompts: Prompts, model: ModelInfo) -> None:
             check_token_ids(prompt.token_ids, model, "prompt" if len(prompts) == 1 else f"prompt[{index}]")
 
 
-def _plan(
-    body: CompletionBody,
-    prompts: Prompts,
-    reply_id: str,
-    session: SessionTurn | None,
-    model: ModelInfo,
-    tenant: str,
-    priority: int,
-) -> TurnPlan:
-    sampling = body.sampling(model)
+def _plan(body: CompletionBody, prompts: Prompts, reply_id: str, turn_fields: dict[str, Any]) -> TurnPlan:
     held = held_answer(body.response_format, body.structured_outputs, body)
-    fields = call_fields(body, session, model)
     choices = range(body.n or 1)
     calls = [
         TurnCall(
             request_id=f"{reply_id}-{index}" if len(prompts) * len(choices) > 1 else reply_id,
             prompt=prompt,
-            sampling=sampling,
             seed=nth_seed(body.seed, choice),
-            stop=stop_strings(body.stop),
-            trim_stop=not body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens is not False,
             logprobs=_logprobs(body, prompt),
             constraint=None if held is None else held.constraint,
-            session=session,
-            tenant=tenant,
-            priority=priority,
-            **fields,
+            **turn_fields,
         )
         for index, (prompt, choice) in enumerate(product(prompts, choices))
     ]
@@ -186,18 +163,14 @@ class TextPlace:
         return begin
 
 
-class CompletionEncoder:
-    """Writes the reply of one request, in chunks or whole; knows where in each choice's text it stands."""
-
-    keep_alive = KEEP_ALIVE_COMMENT
+class CompletionEncoder(ChunkEncoder):
+    """Writes whole replies, too. Knows where in each choice's text it stands."""
 
     def __init__(self, body: CompletionBody, prompts: Prompts, reply_id: str, model_id: str) -> None:
+        super().__init__(body, reply_id, model_id, CompletionReply)
         self._body = body
         self._prompts = prompts
         self._num_choices = body.n or 1
-        self._head: dict[str, Any] = {"id": reply_id, "created": int(time.time()), "model": model_id}
-        self._usage = UsageCounter(self._num_choices)
-        self._started: set[int] = set()
         self._differs = bool(
             body.wants_usage_everywhere
             or body.return_token_ids
@@ -205,33 +178,18 @@ class CompletionEncoder:
             or body.prompt_logprobs is not None
         )
         """Whether a choice's chunks differ in more than their texts."""
-        self._templates: dict[int, TextTemplate] = {}
         self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         if index in self._started and event.finish is None and not self._differs:
             self._usage.note(index, event)
-            return server_event(self._template(index).with_text(event.text))
+            return self._text_chunk(index, event.text)
         choice = self._choice(index, event)
-        usage = self._usage.usage() if self._body.wants_usage_everywhere else UNSET
-        reply = CompletionReply(**self._head, choices=[choice], usage=usage)
+        reply = self._chunk_of(choices=[choice], usage=self._usage_so_far())
         return server_event(await self._with_logprobs(reply_json(reply), index, event))
 
-    def _template(self, index: int) -> TextTemplate:
-        template = self._templates.get(index)
-        if template is None:
-            choice = CompletionChoice(index=index, text=TextTemplate.TEXT)
-            template = self._templates[index] = TextTemplate(CompletionReply(**self._head, choices=[choice]))
-        return template
-
-    def closing(self) -> bytes:
-        if not self._body.wants_usage_chunk:
-            return DONE
-        usage = CompletionReply(**self._head, choices=[], usage=self._usage.usage())
-        return server_event(reply_json(usage)) + DONE
-
-    def error(self, info: ErrorInfo) -> bytes:
-        return error_then_done(openai_error(info))
+    def _choice_of(self, index: int, text: str) -> CompletionChoice:
+        return CompletionChoice(index=index, text=text)
 
     async def whole(self, results: Sequence[TurnResult]) -> bytes:
         """The reply to a request that is not streamed."""
@@ -239,7 +197,7 @@ class CompletionEncoder:
             await self._with_logprobs(reply_json(self._choice(index, result)), index, result)
             for index, result in enumerate(results)
         ]
-        reply = CompletionReply(**self._head, choices=[], usage=self._usage.usage())
+        reply = self._chunk_of(choices=[], usage=self._usage.usage())
         return filled(reply_json(reply), "choices", joined_items(choices))
 
     def _choice(self, index: int, output: TurnEvent | TurnResult) -> CompletionChoice:

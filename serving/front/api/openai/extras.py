@@ -1,4 +1,4 @@
-"""What the rarer fields mean to a call, most of them vLLM's, in chat and text completions; which exclude each other.
+"""What fields mean to a call, in chat and text completions, and which of the rarer ones exclude each other.
 
 A session has its history already: what would cut, salt or render the whole of it in another way is refused in one.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import Request
+
 from serving.front.api.errors import refusal
-from serving.front.api.fields import check_min_tokens
+from serving.front.api.fields import check_min_tokens, stop_strings
 from serving.front.api.openai.chat_schema import ChatBody
 from serving.front.api.openai.requests import OpenAiBody
+from serving.front.api.priorities import engine_priority
 from serving.wire.turns import ModelInfo, SessionTurn
 
 WHOLE_CONTEXT = -1
@@ -23,8 +26,10 @@ _NOT_IN_SESSIONS = (
 )
 
 
-def call_fields(body: OpenAiBody, session: SessionTurn | None, model: ModelInfo) -> dict[str, Any]:
-    """Fields of a TurnCall. Raises ServiceError, which names the field."""
+def call_fields(
+    request: Request, body: OpenAiBody, session: SessionTurn | None, tenant: str, model: ModelInfo
+) -> dict[str, Any]:
+    """Fields of a TurnCall that are the same for each choice. Raises ServiceError, which names the field."""
     most, most_field = body.most_tokens(model)
     check_min_tokens(body.min_tokens or 0, most, "min_tokens", most_field)
     if body.stream and body.prompt_logprobs is not None:
@@ -32,6 +37,13 @@ def call_fields(body: OpenAiBody, session: SessionTurn | None, model: ModelInfo)
     if session is not None:
         _check_session(body)
     return {
+        "session": session,
+        "tenant": tenant,
+        "priority": engine_priority(request.app.state.request_priority, lower_first=body.priority),
+        "sampling": body.sampling(model),
+        "stop": stop_strings(body.stop),
+        "trim_stop": not body.include_stop_str_in_output,
+        "skip_special_tokens": body.skip_special_tokens is not False,
         "max_new_tokens": most,
         "bad_words": tuple(body.bad_words or ()),
         "keep_last": _kept(body.truncate_prompt_tokens, most, model),

@@ -1,4 +1,4 @@
-"""What chat and text completions have in common on the way in."""
+"""What chat and text completions have in common on the way in, some of it with Responses."""
 
 from __future__ import annotations
 
@@ -40,6 +40,43 @@ from serving.wire.turns import HistoryMode, ModelInfo, SessionTurn
 
 MAX_METADATA = 64
 
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
+
+
+class SharedFields(StrictBody):
+    """Those that Responses have, too. None means the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    priority: Priority | None = Field(None, description=LOWER_FIRST)
+    prompt_cache_key: str | None = Field(
+        None, description="Requests of one key go to one replica while its load allows it."
+    )
+
+    # About the caller, or hints: without effect on the answer.
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    def sampling(self, model: ModelInfo) -> SamplingParams:
+        """The engine's parameters; the seed and the token limit travel beside them."""
+        return base_sampling(
+            model,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
 
 def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
     """What these protocols call the fields that the engine and the replica name in their errors."""
@@ -61,26 +98,18 @@ class StreamOptions(StrictBody):
     include_obfuscation: bool | None = Field(None, description="Taken, and without effect.")
 
 
-class OpenAiBody(GuidedFields):
-    """Sampling as OpenAI and vLLM name it. None means the default; vLLM's own fields follow OpenAI's."""
+class OpenAiBody(GuidedFields, SharedFields):
+    """Sampling as OpenAI and vLLM name it. vLLM's own fields follow OpenAI's."""
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: NumChoices | None = None
     max_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    seed: Seed | None = None
     stop: StopStrings | None = None
     frequency_penalty: AdditivePenalty | None = None
     presence_penalty: AdditivePenalty | None = None
     logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
 
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -101,18 +130,7 @@ class OpenAiBody(GuidedFields):
         None, description="Cached prefixes are shared with requests of the same salt only."
     )
     request_id: Name | None = Field(None, description="The end of the reply's id.")
-    priority: Priority | None = Field(None, description=LOWER_FIRST)
-
-    # About the caller, or hints: without effect on the answer.
-    prompt_cache_key: str | None = Field(
-        None, description="Requests of one key go to one replica while its load allows it."
-    )
-    user: str | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    store: bool | None = None
+    store: bool | None = Field(None, description="Without effect.")
 
     kv_transfer_params: NotSupported = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -132,20 +150,11 @@ class OpenAiBody(GuidedFields):
         )
 
     def sampling(self, model: ModelInfo) -> SamplingParams:
-        """The engine's parameters; the seed and the token limit travel beside them."""
         stop_ids = self.stop_token_ids or []
         check_token_ids(stop_ids, model, "stop_token_ids")
         check_token_ids(self.allowed_token_ids or [], model, "allowed_token_ids")
-        base = base_sampling(
-            model,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )
         return replace(
-            base,
+            super().sampling(model),
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             logit_bias=checked_bias(self.logit_bias, model, "logit_bias"),

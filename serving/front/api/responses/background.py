@@ -19,10 +19,17 @@ from fastapi import Depends, Request
 from msgspec.structs import replace
 
 from serving.front.api.errors import refusal
-from serving.front.api.recorded_turns import NOTHING_YET, RecordedTurn, ending
+from serving.front.api.responses.replayable_turn import NOTHING_YET, ReplayableTurn, ending
 from serving.front.api.responses.store import StoredResponse, find_response, note_begun, note_ended
 from serving.front.api.turn_streams import TurnPlan, open_turns
-from serving.wire.errors import error_info, unavailable
+from serving.wire.errors import (
+    SESSION_CLOSING,
+    SESSION_NOT_FOUND,
+    TURN_DIFFERS,
+    TURN_IN_FLIGHT,
+    error_info,
+    unavailable,
+)
 from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, TurnFinish, TurnService
 
 MOST_IN_BACKGROUND = 256
@@ -37,8 +44,7 @@ LOOK_INTERVAL_S = 0.5
 
 LOST = ErrorInfo(500, "front_end_lost", "The front end that ran this response has ended.")
 CANCELLED = TurnEvent(finish=TurnFinish("abort"))
-_TURN_IN_FLIGHT = "turn_in_flight"
-_ENDED_OTHERWISE = frozenset({"turn_differs", "session_not_found", "session_closing"})
+_ENDED_OTHERWISE = frozenset({TURN_DIFFERS, SESSION_NOT_FOUND, SESSION_CLOSING})
 
 Status = Literal["queued", "in_progress"]
 
@@ -57,7 +63,7 @@ class _Running:
     """`work` runs the turn, `task` waits for that and brings its end into the log. To break off is to cancel `work`."""
 
     call: TurnCall
-    turn: RecordedTurn
+    turn: ReplayableTurn
     work: asyncio.Task[None]
     task: asyncio.Task[None]
     broken_off: TurnEvent | None = None
@@ -86,7 +92,7 @@ class BackgroundResponses:
         self._running: dict[tuple[str, str], _Running] = {}
         self._num_beginning = 0
 
-    async def start(self, service: TurnService, plan: TurnPlan) -> RecordedTurn:
+    async def start(self, service: TurnService, plan: TurnPlan) -> ReplayableTurn:
         """Runs the plan's one turn behind the request, once the log has that it has begun. Raises ServiceError: (429,
         "overloaded") where too many run."""
         if len(self._running) + self._num_beginning >= self._most:
@@ -99,13 +105,13 @@ class BackgroundResponses:
             session = await note_begun(service, call.session, call.tenant)
         finally:
             self._num_beginning -= 1
-        call, turn = replace(call, session=session), RecordedTurn()
-        work = asyncio.create_task(_record(service, TurnPlan([call], plan.field_names), turn))
+        call, turn = replace(call, session=session), ReplayableTurn()
+        work = asyncio.create_task(_run(service, TurnPlan([call], plan.field_names), turn))
         task = asyncio.create_task(self._see_to_end(service, call))
         self._running[call.tenant, call.request_id] = _Running(call, turn, work, task)
         return turn
 
-    def recorded(self, response_id: str, tenant: str) -> RecordedTurn | None:
+    def running_turn(self, response_id: str, tenant: str) -> ReplayableTurn | None:
         """None: it does not run here."""
         running = self._running.get((tenant, response_id))
         return None if running is None else running.turn
@@ -166,7 +172,7 @@ class BackgroundResponses:
             del self._running[call.tenant, call.request_id]
 
 
-async def _record(service: TurnService, plan: TurnPlan, turn: RecordedTurn) -> None:
+async def _run(service: TurnService, plan: TurnPlan, turn: ReplayableTurn) -> None:
     async with open_turns(service, plan) as events:
         async for _, event in events:
             turn.add(event)
@@ -209,7 +215,7 @@ async def end_response(service: TurnService, stored: StoredResponse, end: TurnEv
         except ServiceError as error:
             if error.info.code in _ENDED_OTHERWISE:
                 return
-            if error.info.code != _TURN_IN_FLIGHT or loop.time() > deadline_s:
+            if error.info.code != TURN_IN_FLIGHT or loop.time() > deadline_s:
                 raise
             await asyncio.sleep(PAUSE_S)
         else:
@@ -233,7 +239,7 @@ async def look_up(
     try:
         await note_ended(service, stored, TurnEvent(error=LOST), tenant)
     except ServiceError as error:
-        if error.info.code == _TURN_IN_FLIGHT:  # Its front end has just gone; its replica will hear of that.
+        if error.info.code == TURN_IN_FLIGHT:  # Its front end has just gone; its replica will hear of that.
             return stored, Progress("in_progress")
         if error.info.code not in _ENDED_OTHERWISE:
             raise
@@ -271,7 +277,7 @@ class FollowedTurn:
 
     @asynccontextmanager
     async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        turn = self.background.recorded(call.request_id, call.tenant)
+        turn = self.background.running_turn(call.request_id, call.tenant)
         if turn is None:
             yield self._told(call)
             return

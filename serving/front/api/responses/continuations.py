@@ -10,10 +10,10 @@ say which response was the last: its request is no new session then, and the log
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from serving.front.api.errors import refusal
@@ -32,12 +32,11 @@ from serving.front.api.responses.store import (
     session_apart,
 )
 from serving.front.api.responses.tools import offered_tools
+from serving.front.api.turn_streams import beside_streams
 from serving.wire.turns import ModelInfo, ServiceError, SessionTurn, TurnService
 
 _PREVIOUS = "previous_response_id"
 _NOT_COMPARED: Json = {"id": None, "status": None}
-FEW_ITEMS = 256
-"""More are compared on a thread: streams go on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +132,8 @@ async def _repeated(service: TurnService, body: ResponsesBody, tenant: str) -> C
     given: list[Any] = list(body.input)
     if found is None or len(found.said) >= len(given):
         return anew
-    compare = (given[: len(found.said)], found.said)
-    same = (
-        _are_same(*compare) if len(found.said) <= FEW_ITEMS else await asyncio.to_thread(_are_same, *compare)
-    )
-    if not same:
+    compare = partial(_are_same, given[: len(found.said)], found.said)
+    if not await beside_streams(compare, len(found.said)):
         return anew
     behind = await _behind(service, found.response, tuple(found.said), body, tenant)
     return dataclasses.replace(behind, num_repeated=len(found.said))

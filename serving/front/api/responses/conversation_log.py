@@ -23,11 +23,11 @@ from serving.front.api.responses.items import Json
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import (
     NO_RESPONSE,
-    NO_SESSION,
     find_response,
     new_response_id,
     sessions_of,
 )
+from serving.wire.errors import ANOTHERS_TURN, SESSION_NOT_FOUND
 from serving.wire.turns import ServiceError, TurnService
 
 _ID = "conv_"
@@ -38,7 +38,6 @@ PAUSE_S = 0.05
 GIVEN_UP_AFTER_S = 600.0
 """A response that has neither a turn in flight nor a committed one by then came to nothing."""
 _NO_CONVERSATION = "conversation_not_found"
-_CHANGED_MEANWHILE = frozenset({"turn_differs", "turn_in_flight"})
 
 
 @dataclass(slots=True)
@@ -127,7 +126,7 @@ async def read_conversation(
     try:
         turns = await service.transcript(_session_of(conversation_id, param), tenant=tenant)
     except ServiceError as error:
-        if error.info.code != NO_SESSION:
+        if error.info.code != SESSION_NOT_FOUND:
             raise
         turns = []
     if not turns or not all(turn.said.note for turn in turns):
@@ -166,7 +165,7 @@ async def change_conversation(
                 _session_of(conversation_id, param), note, expected_turn=conversation.num_turns, tenant=tenant
             )
         except ServiceError as error:
-            if error.info.code not in _CHANGED_MEANWHILE:
+            if error.info.code not in ANOTHERS_TURN:
                 raise
             await asyncio.sleep(PAUSE_S)
         else:

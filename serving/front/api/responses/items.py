@@ -21,7 +21,6 @@ _SHOWN_CHARS = 60
 
 Json = dict[str, Any]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-OUTPUT_KINDS = frozenset({"output_text", "refusal"})
 
 
 def _refused_kind(kind: str) -> str:

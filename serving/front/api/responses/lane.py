@@ -12,7 +12,7 @@ import msgspec
 from serving.front.api.errors import ClientGone, openai_error, retry_headers, said_of
 from serving.front.api.ignored_fields import IGNORED_FIELDS, IgnoredFields
 from serving.front.api.priorities import engine_priority
-from serving.front.api.reply_json import encoded
+from serving.front.api.reply_json import reply_json
 from serving.front.api.responses.continuations import begun
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.output import Event
@@ -163,7 +163,7 @@ class Lane:
         """How many bytes the last of them has."""
         size_bytes = 0
         for event in events:
-            text = encoded(event)
+            text = reply_json(event)
             await self._socket.send(text)
             size_bytes = len(text)
         return size_bytes
@@ -177,4 +177,4 @@ def error_event(info: ErrorInfo, common: Json | None = None) -> bytes:
     headers = retry_headers(info)
     if headers:
         error["headers"] = headers
-    return encoded({"type": "error", "status": info.status, "error": error, **(common or {})})
+    return reply_json({"type": "error", "status": info.status, "error": error, **(common or {})})

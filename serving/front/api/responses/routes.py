@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -14,13 +13,12 @@ from msgspec.structs import replace
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
-from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
 from serving.front.api.openai.requests import field_names
-from serving.front.api.openai.thoughts import reads_thoughts, telling_tokens
 from serving.front.api.priorities import engine_priority
-from serving.front.api.reply_json import encoded, json_reply
+from serving.front.api.reply_json import json_reply, reply_json
 from serving.front.api.responses.background import Background, FollowedTurn, cancel, look_up
-from serving.front.api.responses.continuations import FEW_ITEMS, Continued
+from serving.front.api.responses.continuations import Continued
 from serving.front.api.responses.conversation_log import begin_response, keep_items
 from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
@@ -38,7 +36,7 @@ from serving.front.api.responses.tools import OfferedTools, offered_tools
 from serving.front.api.responses.turns import ResponseTurns
 from serving.front.api.sse import TurnEventStream
 from serving.front.api.strict_json import StrictJsonRoute
-from serving.front.api.turn_streams import TurnPlan, collect, until_disconnect
+from serving.front.api.turn_streams import TurnPlan, beside_streams, collect, until_disconnect
 from serving.wire.turns import ChatPrompt, ModelInfo, SessionTurn, TurnCall, TurnService
 
 MOST_NUMBER = 2**53
@@ -77,7 +75,7 @@ async def create_response(
         return TurnEventStream(asked.turns, asked.plan, encoder)
     (result,) = results = await until_disconnect(request.receive, collect(asked.turns, asked.plan))
     asked.reader.read(result)
-    return json_reply(encoded(asked.reader.response(result)), results)
+    return json_reply(reply_json(asked.reader.response(result)), results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,9 @@ async def asked_response(
     items = canonical_items(body.input[before.num_repeated :], response_id)
     session_turn = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]
-    make = (body, tools, model, response_id, said, session_turn(before), tenant, priority)
-    plan = _plan(*make) if len(items) <= FEW_ITEMS else await asyncio.to_thread(_plan, *make)
+    turn = session_turn(before)
+    make_plan = partial(_plan, body, tools, model, response_id, said, turn, tenant, priority)
+    plan = await beside_streams(make_plan, len(items))
     reader = ResponseReader(
         head,
         AnswerReader(calls_named_by(response_id), tools.use, reads_thoughts(model, plan.calls[0].constraint)),
@@ -129,9 +128,6 @@ def _plan(
     priority: int,
 ) -> TurnPlan:
     held, use = body.held(), tools.use
-    constraint = None if held is None else held.constraint
-    if use is not None:
-        constraint = use.constraint(held)
     call = TurnCall(
         request_id=response_id,
         prompt=ChatPrompt(
@@ -142,13 +138,11 @@ def _plan(
         sampling=body.sampling(model),
         seed=nth_seed(body.seed, 0),
         max_new_tokens=body.most_tokens(model),
-        shown_tokens=telling_tokens(use, reads_thoughts(model, constraint)),
-        constraint=constraint,
-        strict_calls=None if use is None else use.strict_calls(model, constraint),
         session=session,
         tenant=tenant,
         affinity_key=body.prompt_cache_key or "",
         priority=priority,
+        **answer_fields(model, held, use),
     )
     names = field_names("input", held) | {
         "max_new_tokens": "max_output_tokens",

@@ -6,25 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from engine.api import SamplingParams
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     Count,
     JsonSchema,
-    MinP,
     Name,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    base_sampling,
     most_tokens,
     schema_constraint,
 )
-from serving.front.api.openai.requests import MAX_METADATA
+from serving.front.api.openai.requests import SharedFields
 from serving.front.api.openai.structured import ANY_OBJECT, HeldAnswer
-from serving.front.api.priorities import LOWER_FIRST, Priority
 from serving.front.api.responses.items import Input, Json
 from serving.front.api.responses.tools import ResponsesToolChoice, ResponsesTools
 from serving.front.api.strict_json import NotSupported, StrictBody
@@ -104,10 +95,9 @@ NamedConversation = Annotated[
 ]
 
 
-class ResponsesBody(StrictBody):
+class ResponsesBody(SharedFields):
     """Items in `input`, or text. `top_k`, `min_p`, `repetition_penalty` and `seed` are vLLM's."""
 
-    model: str | None = None
     input: Input
     instructions: str | None = None
     previous_response_id: Name | None = None
@@ -115,15 +105,8 @@ class ResponsesBody(StrictBody):
     store: bool | None = Field(
         None, description="Unless false, the response can be had again, and gone on from."
     )
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    seed: Seed | None = None
     tools: ResponsesTools | None = None
     tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -131,18 +114,9 @@ class ResponsesBody(StrictBody):
     reasoning: ReasoningConfig | None = None
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
     chat_template_kwargs: Json | None = None
-    priority: Priority | None = Field(None, description=LOWER_FIRST)
-    prompt_cache_key: str | None = Field(
-        None, description="Requests of one key go to one replica while its load allows it."
-    )
 
-    # About the caller, or hints: without effect on the answer.
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    # Hints: without effect on the answer.
     client_metadata: Json | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     max_tool_calls: Count | None = Field(None, description="Of tools that run here, of which there are none.")
     truncation: Literal["disabled"] | None = None
 
@@ -179,17 +153,6 @@ class ResponsesBody(StrictBody):
 
     def held(self) -> HeldAnswer | None:
         return None if self.text is None else self.text.held()
-
-    def sampling(self, model: ModelInfo) -> SamplingParams:
-        """The engine's parameters; the seed and the token limit travel beside them."""
-        return base_sampling(
-            model,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )
 
     def most_tokens(self, model: ModelInfo) -> int | None:
         """Of the answer, what was thought included. None: as many as the context has room for."""

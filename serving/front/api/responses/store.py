@@ -19,13 +19,12 @@ from msgspec.structs import replace
 
 from engine.api import SamplingParams
 from serving.front.api.errors import refusal
-from serving.front.api.openai.answers import AnswerReader
-from serving.front.api.openai.thoughts import reads_thoughts
+from serving.front.api.openai.answers import AnswerReader, constraint_of, reads_thoughts
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
 from serving.front.api.responses.schema import ResponsesBody
-from serving.front.api.responses.tools import OfferedTools, offered_tools
-from serving.text.reasoning.formats import ReasoningName
+from serving.front.api.responses.tools import offered_tools
+from serving.wire.errors import SESSION_NOT_FOUND
 from serving.wire.turns import (
     ModelInfo,
     ServiceError,
@@ -40,7 +39,6 @@ from serving.wire.turns import (
 _ID = "resp_"
 _SESSION = "resp-"
 _SESSION_CHARS = 32
-NO_SESSION = "session_not_found"
 NO_RESPONSE = "response_not_found"
 _SCOPE = re.compile(r"[a-z]+_([0-9a-f]{48})o[0-9]+")
 """Of the id that an item of an answer has."""
@@ -168,18 +166,13 @@ class StoredResponse:
     def reader(self, model: ModelInfo) -> ResponseReader:
         """For its turn's events, from the first one on."""
         tools = offered_tools(self.body.tools, self.body.tool_choice, self.body.parallel_tool_calls, model)
+        reasoning = reads_thoughts(model, constraint_of(self.body.held(), tools.use))
         return ResponseReader(
             self.head,
-            AnswerReader(calls_named_by(self.head.id), tools.use, self._reasoning(tools, model)),
+            AnswerReader(calls_named_by(self.head.id), tools.use, reasoning),
             tools,
             encrypts_reasoning=self.body.encrypts_reasoning,
         )
-
-    def _reasoning(self, tools: OfferedTools, model: ModelInfo) -> ReasoningName | None:
-        held = self.body.held()
-        if tools.use is not None:
-            return reads_thoughts(model, tools.use.constraint(held))
-        return reads_thoughts(model, None if held is None else held.constraint)
 
 
 async def note_begun(service: TurnService, turn: SessionTurn, tenant: str) -> SessionTurn:
@@ -245,7 +238,7 @@ async def found_response(
         try:
             turns = await service.transcript(session_id, tenant=tenant)
         except ServiceError as error:
-            if error.info.code != NO_SESSION:
+            if error.info.code != SESSION_NOT_FOUND:
                 raise
             continue
         found = _found_in(turns, session_id, response_id, service.model)

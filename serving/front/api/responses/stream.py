@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from serving.front.api.recorded_turns import NOTHING_YET
-from serving.front.api.reply_json import encoded
 from serving.front.api.responses.output import Event
+from serving.front.api.responses.replayable_turn import NOTHING_YET
 from serving.front.api.responses.replies import ResponseHead, ResponseReader, usage_of
-from serving.front.api.sse import KEEP_ALIVE_COMMENT, server_event
+from serving.front.api.sse import KEEP_ALIVE_COMMENT, typed_event
 from serving.wire.turns import ErrorInfo, TurnEvent
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -126,14 +125,10 @@ class ResponseEncoder:
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         assert index == 0
-        return _written(self._events.of(event))
+        return b"".join(map(typed_event, self._events.of(event)))
 
     def closing(self) -> bytes:
         return b""
 
     def error(self, info: ErrorInfo) -> bytes:
-        return _written(self._events.failed(info))
-
-
-def _written(events: Iterable[Event]) -> bytes:
-    return b"".join(server_event(encoded(event), event["type"]) for event in events)
+        return b"".join(map(typed_event, self._events.failed(info)))

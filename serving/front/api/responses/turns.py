@@ -9,15 +9,13 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from serving.front.api.first_turns import close_unused, run_first_turn
-from serving.front.api.recorded_turns import RecordedTurn
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.api.responses.continuations import Continued
+from serving.front.api.responses.replayable_turn import ReplayableTurn
 from serving.front.api.turn_streams import TurnPlan
+from serving.front.api.unused_sessions import close_unused, run_first_turn
+from serving.wire.errors import ANOTHERS_TURN
 from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
-
-_TAKEN = frozenset({"turn_in_flight", "turn_differs"})
-"""Another's turn is being made there, or has been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class ResponseTurns:
                 events = await stack.enter_async_context(self._run(*self._apart(call)))
             yield events
 
-    async def start(self, background: BackgroundResponses, plan: TurnPlan) -> RecordedTurn:
+    async def start(self, background: BackgroundResponses, plan: TurnPlan) -> ReplayableTurn:
         """Behind the request: from then on the session says how the response ended, whatever comes of its turn. Raises
         ServiceError."""
         (call,) = plan.calls
@@ -61,7 +59,7 @@ class ResponseTurns:
 
     async def _start(
         self, before: Continued, call: TurnCall, background: BackgroundResponses, plan: TurnPlan
-    ) -> RecordedTurn:
+    ) -> ReplayableTurn:
         await before.make_fork(self.service, call.tenant)
         try:
             return await background.start(self.service, dataclasses.replace(plan, calls=[call]))
@@ -71,7 +69,7 @@ class ResponseTurns:
             raise
 
     def _is_taken(self, error: ServiceError) -> bool:
-        return self.before.needs_its_place and error.info.code in _TAKEN
+        return self.before.needs_its_place and error.info.code in ANOTHERS_TURN
 
     def _apart(self, call: TurnCall) -> tuple[Continued, TurnCall]:
         before = self.before.apart(call.request_id)

@@ -13,14 +13,15 @@ from contextlib import asynccontextmanager
 
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
-from serving.front.api.first_turns import FINISHED_TURNS, run_first_turn
 from serving.front.api.sessions.schema import SessionParams
+from serving.front.api.unused_sessions import FINISHED_TURNS, run_first_turn
+from serving.wire.errors import ANOTHERS_TURN, SESSION_CLOSING, SESSION_NOT_FOUND
 from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
 
 BEHIND_TREE = "\x1f"
 """Between a tree's name and a request's: no client's name has it."""
 MOST_AT_ONCE = 256
-_ANOTHERS = frozenset({"turn_in_flight", "turn_differs", "session_closing", "session_not_found"})
+_ANOTHERS = ANOTHERS_TURN | {SESSION_CLOSING, SESSION_NOT_FOUND}
 """A request hears so of a node that is not there for it: another of its name has it, or had."""
 
 
@@ -131,7 +132,7 @@ async def _left_over(service: TurnService, node: str, tenant: str) -> bool:
     except ServiceError as error:
         if error.info.code not in _ANOTHERS:
             raise
-        return error.info.code == "session_not_found"
+        return error.info.code == SESSION_NOT_FOUND
     return True
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from engine.attention.interface import AttentionItem
 from engine.attention.torch_backend import TorchAttention
-from engine.models.config import read_spec
+from engine.models.config import parse_spec, read_config
 from engine.models.errors import BadCheckpoint, ModelNotFound
 from engine.models.loader import LoadedModel, load_model, read_eos_ids
 from engine.models.weights import DummyWeights, tensor_shapes
@@ -39,7 +39,7 @@ def write_config(directory: Path, **changes: Any) -> Path:
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    spec = read_spec(directory)
+    spec = parse_spec(read_config(directory))
     source = DummyWeights(spec, torch.float32, 3)
     return {name: source.take(name) for name in tensor_shapes(spec)}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.models.config import RopeSpec, parse_spec, read_spec
+from engine.models.config import RopeSpec, parse_spec, read_config
 from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.runner.kv_pool import KVLayout
 
@@ -108,9 +108,9 @@ def test_broken_json(tmp_path: Path) -> None:
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UnsupportedModel, match=r"not (a )?JSON"):
-            read_spec(tmp_path)
+            parse_spec(read_config(tmp_path))
 
 
 def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
-        read_spec(tmp_path)
+        parse_spec(read_config(tmp_path))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models.config import ModelSpec, read_spec
+from engine.models.config import ModelSpec, parse_spec, read_config
 from engine.models.errors import UnsupportedModel
 from engine.models.loader import load_model
 from engine.models.shares import Shares, vocabulary_share
@@ -55,7 +55,7 @@ KEYS = ("k_proj", "v_proj")
 
 def write_model(directory: Path, **changes: Any) -> ModelSpec:
     (directory / "config.json").write_text(json.dumps({**BASE, **changes}))
-    return read_spec(directory)
+    return parse_spec(read_config(directory))
 
 
 def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:

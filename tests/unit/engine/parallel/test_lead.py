@@ -16,8 +16,8 @@ from engine.api import SamplingParams
 from engine.batch import BatchItem, ModelOutput, SampleSpec, ScheduledBatch
 from engine.parallel.lead import LeadRunner, all_done
 from engine.parallel.protocol import RanksLost, RanksNotStarted
-from engine.runner.null import NullRunner
 from tests.unit.engine.driver import VOCAB, Driver, Talk
+from tests.unit.engine.null_runner import NullRunner
 from tests.unit.engine.parallel.thread_follower import RecordingRunner, led
 
 SIZES: dict[str, Any] = {"num_pages": 48, "page_size": 4, "vocab_size": VOCAB, "max_context_len": 512}

@@ -14,8 +14,8 @@ from engine.parallel.link import Link
 from engine.parallel.process_ranks import ProcessRanks
 from engine.parallel.protocol import FAILED, READY, Timeouts, packed
 from engine.parallel.team import RankProcess, Team
-from engine.runner.null import NullRunner
 from engine.runner.protocol import Launch, Runner
+from tests.unit.engine.null_runner import NullRunner
 
 QUICK = Timeouts(start_s=5.0, join_s=5.0, step_s=2.0, stop_s=2.0)
 

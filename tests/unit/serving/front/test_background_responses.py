@@ -191,7 +191,7 @@ async def test_it_is_cancelled_from_any_front_end(both: FrontEnds, other: bool) 
 async def test_what_it_had_said_is_kept_when_it_is_cancelled(alone: FrontEnd) -> None:
     alone.cluster.service.rig.runner.step_s = 0.1
     begun = await alone.begin(max_output_tokens=200)
-    turn = alone.background.recorded(begun.id, "tenant-a")
+    turn = alone.background.running_turn(begun.id, "tenant-a")
     assert turn is not None
     while not turn.text():
         await asyncio.sleep(0.01)

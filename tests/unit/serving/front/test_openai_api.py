@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.runner.null import null_generate
 from serving.front.api.openai.replies import stop_fields
 from serving.front.api.reply_json import or_unset
 from serving.wire.turns import ChatPrompt, TurnFinish
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.local_service import MODEL, local_client, shown_text, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
 

@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from engine.runner.null import null_generate
 from serving.front.api.responses.history import template_messages
 from serving.front.http import create_http_app
 from serving.wire.turns import ChatPrompt, TurnFinish
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import (
     MODEL,

@@ -13,12 +13,12 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import SamplingParams
-from engine.runner.null import null_generate
 from serving.front.api.sessions.replies import GenerateEncoder
 from serving.front.api.sessions.schema import GenerateBody
 from serving.front.api.turn_streams import TurnPlan
 from serving.front.http import create_http_app
 from serving.wire.turns import TokenPrompt, TurnCall, TurnEvent, TurnFinish
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.local_service import LocalService, client_of, local_client, local_service, shown_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from engine.runner.null import null_generate
 from serving.front.api.sessions.trees import node_id
 from serving.wire.turns import SessionInfo
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.front.test_session_api import GREEDY, generate, refused
 from tests.unit.serving.local_service import local_client
 from tests.unit.serving.replica_rig import VOCAB_SIZE

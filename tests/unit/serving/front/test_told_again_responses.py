@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from serving.front.api.recorded_turns import ending
 from serving.front.api.responses import background as responses_background
+from serving.front.api.responses.replayable_turn import ending
 from serving.front.api.responses.stream import CharacterNumbers, EventNumbers
 from serving.front.http import create_http_app
 from serving.wire.turns import ErrorInfo, TurnCall, TurnEvent

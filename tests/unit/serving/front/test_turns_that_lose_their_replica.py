@@ -17,12 +17,12 @@ from controllers.errors import NoReplica, StaleEpoch
 from controllers.tokens import unpack_tokens
 from engine.api import EngineOverloaded, GenerateRequest, LogprobParams, RequestTooLarge, SamplingParams
 from engine.batch import ModelOutput, ScheduledBatch
-from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
 from serving.front import turn_dispatch
 from serving.front.replica_gone import ReplicaGone
 from serving.text.text import TextProcessor
 from serving.wire.turns import OutputConstraint, ResumedTurn, ServiceError, TurnCall, TurnEvent
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import STEP_S, Failover, at_the_end, behind, running_failover
 from tests.unit.serving.local_service import shown_text, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig

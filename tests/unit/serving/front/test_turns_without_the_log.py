@@ -11,10 +11,10 @@ import pytest
 
 from controllers.errors import NoAnswer, StoreError
 from controllers.records import ForkOrder
-from engine.runner.null import null_generate
 from serving.front import turn_dispatch
 from serving.wire.calls import ForkSession
 from serving.wire.turns import ServiceError, TurnEvent
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
 

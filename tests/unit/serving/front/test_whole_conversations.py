@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.runner.null import null_generate
 from serving.replica import turn_request
 from serving.text.chat_template import ChatTemplate
 from serving.text.text import TextProcessor
 from serving.wire.turns import ChatPrompt
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.local_service import local_client, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE
 

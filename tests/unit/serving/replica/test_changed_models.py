@@ -10,8 +10,8 @@ import pytest
 from controllers.records import ModelFingerprint, TurnRecord
 from controllers.served_model import ServedModel
 from controllers.tokens import encode_tokens, unpack_tokens
-from engine.runner.null import null_generate
 from serving.wire.turns import TurnEvent
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 MODEL = ServedModel(ModelFingerprint("tokenizer-a", "weights-a", "template-a"), VOCAB_SIZE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from controllers.errors import NoAnswer, NoReplica, StoreError
-from engine.runner.null import null_generate
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, tokens_of
 

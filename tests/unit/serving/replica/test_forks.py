@@ -14,8 +14,8 @@ from controllers.errors import SessionExists, StoreError, TurnInFlight
 from controllers.records import ForkOrder, ReplicaStatus
 from controllers.tokens import unpack_tokens
 from engine.api import EngineError
-from engine.runner.null import null_generate
 from serving.replica import turn_runner
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.local_service import local_client
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from controllers.errors import StoreError
-from engine.runner.null import null_generate
 from serving.replica import session_host
 from serving.replica.hand_over_pace import HandOverPace
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
 

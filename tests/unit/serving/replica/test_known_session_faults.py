@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.null import null_generate
 from serving.wire.turns import TurnEvent
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, WAIT_S, Rig, call, running_rig, tokens_of
 
 AT_ONCE_S = 1e-6

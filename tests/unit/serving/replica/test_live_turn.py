@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import Finish, FinishReason, TokenDelta, TokenLogprob
-from engine.runner.null import null_generate
 from engine.settings import SpeculationSettings
 from serving.front.api.openai.replies import UsageCounter
 from serving.front.api.reply_json import reply_json
@@ -22,6 +21,7 @@ from serving.replica.replay import MOST_LOGPROBS, decode_result, encode_result
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turn_events import merge_events
 from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.local_service import LocalService, client_of, small_text
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call, running_rig, tokens_of
 from tests.unit.serving.watch.test_metrics import stats

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.runner.null import null_generate
 from serving.replica import turn_runner
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 FIRST = [1, 2, 3]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from controllers.errors import IdempotencyConflict, NoAnswer, SessionNotFound, StaleEpoch, StoreError
-from engine.runner.null import null_generate
 from serving.replica import turn_commits
 from serving.wire.turns import TurnEvent
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 SHORT_S = 0.1

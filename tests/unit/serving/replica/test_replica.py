@@ -31,10 +31,10 @@ from engine.api import (
     InvalidRequest,
     StepFailed,
 )
-from engine.runner.null import null_generate
 from serving.replica.replica import execution_line, replica_figures
 from serving.wire.calls import KeepNote
 from serving.wire.transcripts import transcript_of
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, call, running_rig, tokens_of
 
 AT_ONCE_S = 1e-6

@@ -13,7 +13,7 @@ import pytest
 
 from controllers.records import ForkOrder
 from engine.api import SessionBusy
-from engine.runner.null import null_generate
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.replica_rig import VOCAB_SIZE, Rig, call, local_controller, running_rig, tokens_of
 
 

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from controllers.attended_clock import LATE_AFTER_S
 from controllers.errors import StaleEpoch, StoreError
 from controllers.records import ForkOrder, ReplicaStatus
-from engine.runner.null import null_generate
 from serving.front.ownership_cache import Owner
 from serving.replica import session_host, turn_runner
 from serving.wire.turns import TurnCall, TurnEvent
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
 

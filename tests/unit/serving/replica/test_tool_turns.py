@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.api import Finish, FinishReason
 from serving.grammars.constraints import ConstraintCompiler
+from serving.text.answer_pieces import CallPiece
 from serving.text.text import TextProcessor
 from serving.text.tool_calls.formats import FORMATS, FormatName
-from serving.text.tool_calls.parser import CallPiece
 from serving.wire.turns import ChatPrompt, OutputConstraint, ResumedTurn, TurnCall
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, call, running_rig, tokens_of
 from tests.unit.serving.small_tokenizer import END_ID, byte_level_tokenizer, piece_tokenizer

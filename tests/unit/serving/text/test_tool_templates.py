@@ -8,9 +8,9 @@ import pytest
 
 from engine.api import InvalidRequest
 from serving.text.answer_parsers import answer_parser
+from serving.text.answer_pieces import CallPiece
 from serving.text.text import TextProcessor
 from serving.text.tool_calls.formats import FORMATS, FormatName
-from serving.text.tool_calls.parser import CallPiece
 from serving.wire.turns import ChatPrompt
 from tests.unit.serving.small_tokenizer import BOS_ID, END_ID, START_ID, byte_level_tokenizer
 from tests.unit.serving.text.test_thoughts import read

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serving.text.answer_pieces import CallPiece, Piece
 from serving.text.tool_calls.formats import FORMATS, FormatName
-from serving.text.tool_calls.parser import CallParser
+from serving.text.tool_calls.json_parser import JsonCallParser
 from tests.unit.serving.tool_texts import cut, read, texts
 
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
@@ -122,7 +122,7 @@ def test_calls_as_the_format_has_them_are_all_found(
 
 
 def test_arguments_are_told_as_they_come() -> None:
-    parser = CallParser(FORMATS["hermes"])
+    parser = JsonCallParser(FORMATS["hermes"])
     assert parser.push('Now. <tool_call>\n{"name": "f", "arguments": ') == ["Now."]
     assert parser.push('{"a') == [CallPiece(0, "f", ""), CallPiece(0, None, '{"a')]
     assert parser.push('": "x') == [CallPiece(0, None, '": "x')]
@@ -132,7 +132,7 @@ def test_arguments_are_told_as_they_come() -> None:
 
 @pytest.mark.parametrize("scrap", ["<tool_call>", "{", '{"name": "f", "arguments": {', "<", " ", '"', "\\"])
 def test_time_is_linear_in_the_answer(scrap: str) -> None:
-    parser = CallParser(FORMATS["hermes"])
+    parser = JsonCallParser(FORMATS["hermes"])
     parser.push("<tool_call>{")
     started_s = time.perf_counter()
     for _ in range(20_000):

@@ -1,4 +1,4 @@
-"""Turns that are told again: while they run behind their request, and once they have ended."""
+"""Turns that are told again from their beginning: while they run behind their request, and once they have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTHING_YET = TurnEvent()
 """The first event of a turn that is told again: its listeners are answered before it says anything."""
 
 
-class RecordedTurn:
+class ReplayableTurn:
     """What a turn has said so far. Any number of listeners read it from its beginning, as if they ran it themselves
     (RunsTurns); who leaves ends nothing. `end` is its last event, with all of its text."""
 

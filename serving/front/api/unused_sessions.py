@@ -1,4 +1,4 @@
-"""A session's first turn: one that comes to nothing leaves nothing, neither a session nor the KV that it holds."""
+"""Sessions whose first turn comes to nothing are closed: they leave nothing, not even the KV that they hold."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from serving.wire.errors import ANOTHERS_TURN
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent, TurnService
 
 FINISHED_TURNS = 1
 _CLOSE_TIMEOUT_S = 5.0
-_ANOTHERS = frozenset({"turn_in_flight", "turn_differs"})
-"""Whoever hears so asked for a session in which another's turn is, or has been, the first."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ async def run_first_turn(service: TurnService, call: TurnCall) -> AsyncIterator[
         async with service.run(call) as events:
             yield watched(events)
     except ServiceError as error:
-        is_anothers = error.info.code in _ANOTHERS
+        is_anothers = error.info.code in ANOTHERS_TURN
         raise
     finally:
         if not (finished or is_anothers):

@@ -12,7 +12,7 @@ import pytest
 from cache.tiers import PoolPages
 from engine.api import SamplingParams
 from engine.batch import BatchItem, SampleSpec, ScheduledBatch
-from engine.runner.null import EOS_TOKEN_ID, NullRunner, null_generate
+from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner, null_generate
 
 VOCAB = 97
 
@@ -100,7 +100,7 @@ def test_input_logprobs_cover_the_positions_asked_for() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, engine.runner.null; sys.exit('torch' in sys.modules)"
+    code = "import sys, tests.unit.engine.null_runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

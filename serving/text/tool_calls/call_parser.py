@@ -1,0 +1,89 @@
+"""What all parsers of function calls have in common.
+
+What comes out depends on the text alone, never on how it was cut, and is not taken back. What is no call is content.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable
+
+from serving.text.answer_pieces import CallPiece, Piece
+from serving.text.state_parser import SPACE, StateParser, first_mark
+
+
+class CallParser(StateParser):
+    """An AnswerParser of calls and content. `_held` was read since the content ended, or the call before, and is
+    content unless a call follows. Calls begin with one of `openers`."""
+
+    def __init__(self, openers: tuple[str, ...], begin: Callable[[], bool]) -> None:
+        super().__init__(begin)
+        self._openers = openers
+        self._held = ""
+        self._num_calls = 0
+        self._num_arguments = 0
+        """Of the call, told by name."""
+        self._behind_call = False
+        """A call has begun, and nothing was said since."""
+
+    def flush(self) -> list[Piece]:
+        rest = f"{self._held}{self._unread}"
+        if not (self._behind_call and self._is_of_calls(rest.strip(SPACE))):
+            self._say(rest)
+        self._held = self._unread = ""
+        return self._take()
+
+    @abstractmethod
+    def _is_of_calls(self, rest: str) -> bool:
+        """Whether the end of an answer, behind the beginning of a call, says nothing."""
+
+    @abstractmethod
+    def _at_opener(self) -> bool:
+        """The state in which an opener is next."""
+
+    def _text(self) -> bool:
+        """Content, up to an opener. White space waits: before an opener it is none."""
+        place, mark = first_mark(self._unread, self._openers)
+        self._say(self._read(len(self._unread[:place].rstrip(SPACE))))
+        if mark:
+            self._hold(self._unread.index(mark))
+            self._state = self._at_opener
+        return bool(mark)
+
+    def _hold(self, count: int) -> None:
+        self._held += self._read(count)
+
+    def _skip_blanks(self) -> bool:
+        """Whether anything follows them."""
+        self._hold(len(self._unread) - len(self._unread.lstrip(SPACE)))
+        return bool(self._unread)
+
+    def _leave(self) -> bool:
+        """What was held is content, as is what follows it."""
+        held, self._held = self._held, ""
+        self._say(held)
+        self._state = self._text
+        return True
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._behind_call = False
+
+    def _begin_call(self, name: str, arguments: str = "") -> None:
+        self._pieces.append(CallPiece(self._num_calls, name, arguments))
+        self._held, self._num_arguments, self._behind_call = "", 0, True
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._pieces.append(CallPiece(self._num_calls, None, text))
+
+    def _argue_key(self, key: str, value: str = "") -> None:
+        separator = ", " if self._num_arguments else "{"
+        self._argue(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
+        self._num_arguments += 1
+
+    def _end_named_arguments(self) -> None:
+        self._argue("}" if self._num_arguments else "{}")
+        self._num_calls += 1
