@@ -6,7 +6,7 @@ python docs/metrics.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ray.dashboard.modules.metrics.dashboards.common import DashboardConfig
@@ -93,11 +93,14 @@ def _board(names: LLMNames) -> str:
             asked.pop(SERVE, None)
             empty = dict.fromkeys(why_empty(name) for name in asked if name not in told)
             shown = dict.fromkeys(told.get(name, "") for name in asked)
-            what = (
-                f"empty: {'; '.join(empty)}" if empty else "; ".join(shown) or "requests of the deployments"
-            )
-            lines.append(f"| {row.title}: {panel.title} | {what} |")
+            part = "in part " if any(name in told for name in asked) else ""
+            why = f"{part}empty: {'; '.join(empty)}"
+            lines.append(f"| {row.title}: {panel.title} | {why if empty else _told(shown)} |")
     return "\n".join([*lines, ""])
+
+
+def _told(shown: Iterable[str]) -> str:
+    return "; ".join(shown) or "requests of the deployments"
 
 
 def names_in(query: str) -> list[str]:

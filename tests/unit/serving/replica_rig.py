@@ -186,15 +186,7 @@ class Rig:
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats, metric_labels)
         self.builder = RequestBuilder(self.engine, text)
         self.unnamed = UnnamedSessions(time.monotonic, idle_timeout_s, self.engine)
-        self.kv_watch = KVWatch(
-            self.engine,
-            self.metrics,
-            lambda session_id: self.sessions.epoch(session_id) is not None or session_id in self.unnamed,
-            audit_interval_s=0.0,
-            clock=time.monotonic,
-            unix_clock=time.time,
-        )
-        self.metrics.read(replica_gauges(self.engine, self.sessions, self.unnamed, lambda: 0))
+        self.kv_watch = self._kv_watch()
         self.turns = TurnRunner(
             engine=self.engine,
             sessions=self.sessions,
@@ -209,6 +201,18 @@ class Rig:
             tasks=self.tasks,
             clock=time.perf_counter,
         )
+
+    def _kv_watch(self) -> KVWatch:
+        watch = KVWatch(
+            self.engine,
+            self.metrics,
+            lambda session_id: self.sessions.epoch(session_id) is not None or session_id in self.unnamed,
+            audit_interval_s=0.0,
+            clock=time.monotonic,
+            unix_clock=time.time,
+        )
+        self.metrics.read(replica_gauges(self.engine, self.sessions, self.unnamed, lambda: 0))
+        return watch
 
     def open_session(self, session_id: str, **options: Any) -> int:
         """Registers a session in the ledger; returns its epoch."""
