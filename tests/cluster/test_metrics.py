@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,11 +62,9 @@ def talk(client: httpx.Client) -> None:
             "max_tokens": 6,
             "stream": number % 2 == 0,
         }
-        for _ in range(2):
-            client.post(
-                "/v1/chat/completions", json=chat, headers={"x-session-id": f"metrics-{number}"}
-            ).raise_for_status()
-            client.post("/v1/chat/completions", json=chat).raise_for_status()
+        named = {"x-session-id": uuid.uuid4().hex}
+        for headers in (named, {}, {}):
+            client.post("/v1/chat/completions", json=chat, headers=headers).raise_for_status()
 
 
 def test_the_page_is_what_is_defined(cluster: ServedCluster, client: httpx.Client) -> None:

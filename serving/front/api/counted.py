@@ -13,6 +13,8 @@ WEBSOCKET = "websocket"
 OTHER = "other"
 LEFT = "left"
 EVENT_STREAM = b"text/event-stream"
+SIGNS_OF_LIFE = (b":", b"event: ping")
+"""How those begin that a stream sends while there is nothing to tell."""
 CONVERTER = ":path"
 """In a template, of parts that may have slashes."""
 SERVER_ERROR = 500
@@ -82,7 +84,7 @@ class _Watched:
         self.first_event_s: float | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
-        if self._streams and self.first_event_s is None and message.get("body"):
+        if self._streams and self.first_event_s is None and _tells(message.get("body", b"")):
             self.first_event_s = self._clock()
         elif not self.status:
             self._begin(message)
@@ -98,3 +100,7 @@ class _Watched:
                 self.status = SWITCHING_PROTOCOLS
             case "websocket.close":
                 self.status = FORBIDDEN
+
+
+def _tells(body: bytes) -> bool:
+    return bool(body) and not body.startswith(SIGNS_OF_LIFE)
