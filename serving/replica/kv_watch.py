@@ -23,7 +23,8 @@ OTHER_TENANTS = "other"
 
 
 class KVWatch:
-    """`known` says which sessions the replica knows of.     `clock` returns monotonic seconds, `unix_clock` Unix time. Used on the replica's event loop."""
+    """`known` says which sessions the replica knows of. `clock` returns monotonic seconds, `unix_clock` Unix time. Used
+    on the replica's event loop."""
 
     def __init__(
         self,
