@@ -30,8 +30,10 @@ from serving.background import BackgroundTasks
 from serving.garbage import settle
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
+from serving.replica.gauges import replica_gauges
 from serving.replica.generation_config import sampling_defaults
 from serving.replica.hand_over_pace import HandOverPace
+from serving.replica.kv_watch import LOOK_INTERVAL_S, KVWatch
 from serving.replica.link_server import TICK_S, Emit, LinkServer, PeerConnections, TakeFrame
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
@@ -46,8 +48,9 @@ from serving.settings.config import AppArgs
 from serving.settings.engine_args import ModelArgs
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import failed_audit, replica_audit
-from serving.watch.metrics import ReplicaMetrics
+from serving.watch.metrics import EndedTurn, ReplicaMetrics
 from serving.watch.ray_gauges import RayGauges
+from serving.watch.ray_llm import RayLLM
 from serving.wire.calls import (
     Abort,
     AnyCall,
@@ -102,10 +105,14 @@ class Listener(PeerConnections, Protocol):
     async def close(self) -> None: ...
 
 
+def nothing_told(_turn: EndedTurn) -> None:
+    """Where nobody wants to hear of turns."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
     """What a replica is given where it runs. `clock` returns monotonic seconds, `unix_clock` Unix time; `settle` is
-    called once everything is loaded."""
+    called once everything is loaded, `turn_ended` for each turn that the engine has ended."""
 
     replica_id: str
     controller: ControllerCalls
@@ -115,6 +122,7 @@ class ReplicaPlace:
     clock: Callable[[], float]
     unix_clock: Callable[[], float]
     settle: Callable[[], None]
+    turn_ended: Callable[[EndedTurn], None] = nothing_told
 
 
 class LLMReplica:
@@ -138,7 +146,8 @@ class LLMReplica:
         self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
         self._text = await asyncio.to_thread(place.load_text, settings.model, self._engine)
         self._sampling = await asyncio.to_thread(_sampling_of, args.model)
-        self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
+        self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats, args.metric_labels)
+        self._metrics.tell_ended(place.turn_ended)
         self._publish = place.publish_gauges
         self._controller = place.controller
         self._listener = place.listener
@@ -166,6 +175,15 @@ class LLMReplica:
             tasks=self._tasks,
             clock=place.clock,
         )
+        self._kv_watch = KVWatch(
+            self._engine,
+            self._metrics,
+            lambda session_id: sessions.epoch(session_id) is not None or session_id in self._unnamed,
+            args.metrics,
+            clock=place.clock,
+            unix_clock=place.unix_clock,
+        )
+        self._metrics.read(replica_gauges(self._engine, sessions, self._unnamed, lambda: len(self._links)))
         self._watch = EngineWatch(self._engine, self._host, step_timeout_s=args.replicas.step_timeout_s)
         self._drained = False
         self._clock = place.clock
@@ -187,6 +205,7 @@ class LLMReplica:
             ),
             engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
             settings_hash=self._args.settings_hash,
+            on_loaded=self._metrics.session_loaded,
         )
 
     async def serve(self, call: AnyCall, emit: Emit) -> None:
@@ -206,6 +225,7 @@ class LLMReplica:
         """Runs a turn, see TurnRunner.run. One that is drained takes none, also while it ends those that it has: front
         ends leave it, and Serve replaces it."""
         if self._host.emptied:
+            self._metrics.turn_ended("moved")
             emit(TurnEvent(error=unavailable("the replica is drained")))
             return
         try:
@@ -257,8 +277,7 @@ class LLMReplica:
 
     async def _audit(self) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
-                report = await asyncio.wrap_future(self._engine.audit())
+            report = await self._kv_watch.audit()
         except (EngineError, TimeoutError) as error:
             return failed_audit(self._replica_id, str(error) or "the engine did not answer")
         return replica_audit(self._replica_id, report)
@@ -332,6 +351,7 @@ class LLMReplica:
         )
         self._tasks.every(HAND_OVER_INTERVAL_S, self._hand_over, timeout_s=HAND_OVER_TIMEOUT_S)
         self._tasks.every(WATCH_INTERVAL_S, self._watch.look, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks.every(LOOK_INTERVAL_S, self._kv_watch.look, timeout_s=3 * ENGINE_CALL_TIMEOUT_S)
         self._tasks.every(TICK_S, self._links.watch, timeout_s=TICK_S)
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
 
@@ -368,6 +388,14 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPla
     """That of a replica of Ray Serve."""
     controller = connect_controller(args.controller.name, deployment)
     context = ray.get_runtime_context()
+    gauges, names = RayGauges(), args.metrics.ray_llm_names
+    boards = None if names == "none" else RayLLM(names, args.model.model_id)
+
+    def published(stats: EngineStats) -> None:
+        gauges.publish(stats)
+        if boards is not None:
+            boards.publish(stats)
+
     return ReplicaPlace(
         replica_id=serve.get_replica_context().replica_id.unique_id,
         controller=controller,
@@ -378,7 +406,8 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPla
             actor=context.get_actor_name(),
             namespace=context.namespace,
         ),
-        publish_gauges=RayGauges().publish,
+        publish_gauges=published,
+        turn_ended=nothing_told if boards is None else boards.ended,
         load_text=_load_text,
         clock=time.monotonic,
         unix_clock=time.time,

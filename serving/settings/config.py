@@ -263,6 +263,19 @@ class ControllerArgs(StrictModel):
         return SqliteLogSettings(path, self.full_sync, self.encrypted)
 
 
+class MetricsArgs(StrictModel):
+    """`cluster_name` is the label `cluster` of every metric: clusters that share a Prometheus need names of their own.
+    With `ray_llm_names` Ray's metrics have this cluster's figures also under the names that vLLM or SGLang have there,
+    which Ray's own boards for LLMs read. `audit_interval_s`: so often each replica walks over all of its pages by
+    itself (None: only when asked). With `tenant_names` the tenants that have the most KV are named on a page that needs
+    no key."""
+
+    cluster_name: NotEmpty = "kedge"
+    ray_llm_names: Literal["none", "vllm", "sglang"] = "none"
+    audit_interval_s: Seconds | None = 60.0
+    tenant_names: bool = False
+
+
 class AppArgs(StrictModel):
     """Everything `serving.app:build` takes."""
 
@@ -278,6 +291,7 @@ class AppArgs(StrictModel):
     tenants: TenantArgs = TenantArgs()
     rebalancing: RebalancingArgs = RebalancingArgs()
     controller: ControllerArgs = ControllerArgs()
+    metrics: MetricsArgs = MetricsArgs()
 
     @field_validator("execution")
     @classmethod
@@ -302,6 +316,17 @@ class AppArgs(StrictModel):
         if replicas.num_cpus == replicas.num_gpus == 0:
             raise ValueError("execution.tensor_parallel needs num_cpus or num_gpus, for each rank")
         return replicas
+
+    @property
+    def metric_labels(self) -> dict[str, str]:
+        """Those that every metric of the cluster has."""
+        return {"cluster": self.metrics.cluster_name, "model": self.model.model_id}
+
+    @property
+    def replicas_expected(self) -> int:
+        """With autoscaling the fewest that there should be."""
+        scaling = self.replicas.autoscaling
+        return self.replicas.count if scaling is None else scaling.min_replicas
 
     @property
     def settings_hash(self) -> str:
