@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray import serve
@@ -61,6 +61,7 @@ from serving.wire.calls import (
     GetModelInfo,
     KeepNote,
     MetricsText,
+    PlantFault,
     RewindSession,
     RunTurn,
     Tokenize,
@@ -71,11 +72,15 @@ from serving.wire.errors import error_info, unavailable
 from serving.wire.link_keys import CurveKeys
 from serving.wire.turns import (
     ChatPrompt,
+    ErrorInfo,
     ModelInfo,
     SamplingDefaults,
     ServiceError,
     TurnEvent,
 )
+
+if TYPE_CHECKING:
+    from serving.debug.replica_faults import ReplicaFaults
 
 logger = logging.getLogger(__name__)
 serve_logger = logging.getLogger("ray.serve")  # what it is told at level INFO reaches the replica's log
@@ -167,6 +172,7 @@ class LLMReplica:
             clock=place.clock,
         )
         self._watch = EngineWatch(self._engine, self._host, step_timeout_s=args.replicas.step_timeout_s)
+        self._faults = self._faults_to_plant() if args.debug.faults else None
         self._drained = False
         self._clock = place.clock
         self._answered_s = place.clock()
@@ -188,6 +194,11 @@ class LLMReplica:
             engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
             settings_hash=self._args.settings_hash,
         )
+
+    def _faults_to_plant(self) -> ReplicaFaults:
+        from serving.debug.replica_faults import ReplicaFaults  # nothing of it is loaded elsewhere
+
+        return ReplicaFaults(self._engine, self._host, self._tasks)
 
     async def serve(self, call: AnyCall, emit: Emit) -> None:
         """Carries out a front end's call. Errors are answers, too."""
@@ -240,6 +251,8 @@ class LLMReplica:
                 return self._describe()
             case MetricsText():
                 return self._metrics.render()
+            case PlantFault():
+                return await self._plant_fault(call)
             case GetModelInfo():
                 return self._model_info()
             case Tokenize():
@@ -249,6 +262,11 @@ class LLMReplica:
             case Detokenize():
                 return await self._builder.detokenize(call.token_ids, call.skip_special_tokens)
         raise AssertionError(f"no answer to {type(call).__name__}")
+
+    async def _plant_fault(self, order: PlantFault) -> dict[str, Any]:
+        if self._faults is None:
+            raise ServiceError(ErrorInfo(403, "no_faults_here", "debug.faults is off", "debug.faults"))
+        return await self._faults.plant(order)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """This replica's load, which Ray Serve asks for where `replicas.autoscaling` is set."""
