@@ -8,12 +8,13 @@ budget lasts, on to disk, then to nothing but the token log.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from cache.history import History
 from cache.journal import Owner
+from cache.kv_census import kv_bytes
 from cache.kv_demand import KVDemand
 from cache.prefix_cache import PrefixCache, PrefixMatch
 from cache.radix_tree import TokenArray
@@ -352,6 +353,16 @@ class SessionAwareCache:
     def flush(self) -> None:
         """Drops every cached prefix that nobody holds."""
         self._inner.evict(self._inner.cached_pages)
+
+    def kv_bytes(
+        self, in_turn: Iterable[SequenceKV], page_bytes: int, window_page_bytes: int
+    ) -> dict[tuple[str, str], int]:
+        """Of sessions and of requests that run, by namespace and tier, see cache/kv_census.py."""
+        return kv_bytes(self._slots, in_turn, page_bytes, window_page_bytes)
+
+    def session_ids(self) -> frozenset[str]:
+        """Of all that have a slot."""
+        return frozenset(slot.session_id for slot in self._slots)
 
     def held_tokens(self) -> dict[str, int]:
         """Tokens of KV each idle session holds, wherever they are."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from controllers.admission import admit_session, admit_timeout, admit_to_tenant
 from controllers.attended_clock import AttendedClock
+from controllers.cluster_measures import measures, session_figures
 from controllers.cluster_stats import ClusterStats
 from controllers.commits import Commits
 from controllers.errors import (
@@ -21,6 +22,7 @@ from controllers.errors import (
     SessionTakenOver,
     StoreError,
 )
+from controllers.histogram import Measure
 from controllers.ownership import OwnershipLedger
 from controllers.placement import choose_replica
 from controllers.rebalancing import Rebalancing, kv_tokens_at_owner
@@ -153,7 +155,9 @@ class Cluster:
 
     def deregister_replica(self, replica_id: str) -> int:
         """The replica says farewell. Sessions that it still owns move when they are next used; returns how many."""
-        self._replicas.deregister(replica_id)
+        drained_s = self._replicas.deregister(replica_id)
+        if drained_s is not None:
+            self._stats.drained(drained_s)
         self._reports.forget(replica_id)
         return self._ledger.count_of(replica_id)
 
@@ -345,22 +349,12 @@ class Cluster:
 
     def stats(self) -> dict[str, float]:
         """Figures for metrics: `*_total` only grow until the controller restarts, others are gauges."""
-        present = [status.replica_id for status in self._replicas.present()]
-        owned = sum(map(self._ledger.count_of, present))
-        in_turn = sum(map(self._ledger.in_turn, present))
-        return {
-            "sessions_in_turn": float(in_turn),
-            "sessions_idle": float(owned - in_turn),
-            "sessions_unowned": float(len(self._ledger) - owned),
-            "session_tokens": float(self._ledger.tokens),
-            "session_size_bytes": float(self._ledger.size_bytes),
-            **{
-                f"replicas_{state.value}": float(len(self._replicas.in_state(state)))
-                for state in ReplicaState
-                if state is not ReplicaState.GONE
-            },
-            **self._stats.figures(),
-        }
+        return session_figures(self._ledger, self._replicas) | self._stats.figures()
+
+    def measures(self, commits_queued: int = 0) -> list[Measure]:
+        """The same with labels and buckets. So many turns wait for their group of commits."""
+        queued = Measure("controller_commits_queued", float(commits_queued))
+        return [*measures(self._ledger, self._replicas, self._stats), queued]
 
     def _resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None) -> Assignment:
         claimed = self._claims.claimable(session_id)
@@ -397,6 +391,7 @@ class Cluster:
         for replica_id in self._reports.replicas():
             if self._replicas.gone(replica_id):
                 self._reports.forget(replica_id)
+        self._stats.count("replicas_lost", self._replicas.newly_lost())
         self._replicas.forget_silent(_FORGET_REPLICA_AFTER_S)
 
     def _must_move(self, entry: LedgerEntry) -> bool:

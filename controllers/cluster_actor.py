@@ -26,6 +26,7 @@ from controllers.attended_clock import TICK_S
 from controllers.cluster import Cluster
 from controllers.deployments import Deployments
 from controllers.errors import ControllerError
+from controllers.histogram import Measure
 from controllers.open_store import open_store
 from controllers.records import (
     Assignment,
@@ -184,6 +185,9 @@ class ClusterController:
 
     async def stats(self) -> dict[str, float]:
         return self._cluster.stats()
+
+    async def measures(self) -> list[Measure]:
+        return self._cluster.measures(self._commits.num_waiting)
 
     def _attend(self) -> None:
         """From a replica's first call on, ticks come from the loop of the calls: they are late when calls cannot run.

@@ -1,9 +1,12 @@
-"""Counters and store latencies of the cluster controller, as a plain dict."""
+"""What the cluster controller counts, and how long its log takes. Names are those of serving/watch/definitions.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from controllers.errors import StoreError
+from controllers.histogram import Histogram, Measure
 
 COUNTERS = (
     "sessions_opened",
@@ -18,6 +21,7 @@ COUNTERS = (
     "turns_committed",
     "turns_refused",
     "commits_failed",
+    "replicas_lost",
 )
 STORE_OPERATIONS = (
     "open",
@@ -33,6 +37,9 @@ STORE_OPERATIONS = (
     "claim",
     "changes",
 )
+STORE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+GROUP_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DRAIN_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 
 
 class ClusterStats:
@@ -41,12 +48,20 @@ class ClusterStats:
     def __init__(self, timer: Callable[[], float]) -> None:
         self._timer = timer
         self._counts = dict.fromkeys(COUNTERS, 0)
-        self._calls = dict.fromkeys(STORE_OPERATIONS, 0)
-        self._busy_s = dict.fromkeys(STORE_OPERATIONS, 0.0)
-        self._longest_s = dict.fromkeys(STORE_OPERATIONS, 0.0)
+        self._took_s = {operation: Histogram(STORE_BUCKETS_S) for operation in STORE_OPERATIONS}
+        self._failed = dict.fromkeys(STORE_OPERATIONS, 0)
+        self._groups = Histogram(GROUP_BUCKETS)
+        self._drains_s = Histogram(DRAIN_BUCKETS_S)
 
     def count(self, name: str, amount: int = 1) -> None:
         self._counts[name] += amount
+
+    def group_written(self, num_turns: int) -> None:
+        self._groups.observe(num_turns)
+
+    def drained(self, after_s: float) -> None:
+        """A replica that was to go has said farewell."""
+        self._drains_s.observe(after_s)
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
@@ -54,17 +69,32 @@ class ClusterStats:
         started_s = self._timer()
         try:
             yield
+        except StoreError:
+            self.store_failed(operation)
+            raise
         finally:
-            took_s = self._timer() - started_s
-            self._calls[operation] += 1
-            self._busy_s[operation] += took_s
-            self._longest_s[operation] = max(self._longest_s[operation], took_s)
+            self._took_s[operation].observe(self._timer() - started_s)
+
+    def store_failed(self, operation: str) -> None:
+        self._failed[operation] += 1
 
     def figures(self) -> dict[str, float]:
-        """`<counter>_total`; per store operation `store_<operation>_total`, `_seconds_total`, `_seconds_max`."""
+        """`<counter>_total`; per store operation `store_<operation>_total`, `_seconds_total`."""
         figures = {f"{name}_total": float(value) for name, value in self._counts.items()}
-        for operation in STORE_OPERATIONS:
-            figures[f"store_{operation}_total"] = float(self._calls[operation])
-            figures[f"store_{operation}_seconds_total"] = self._busy_s[operation]
-            figures[f"store_{operation}_seconds_max"] = self._longest_s[operation]
+        for operation, took_s in self._took_s.items():
+            figures[f"store_{operation}_total"] = float(took_s.count)
+            figures[f"store_{operation}_seconds_total"] = took_s.total
         return figures
+
+    def measures(self) -> Iterator[Measure]:
+        """Counters, and what is counted by operation or in buckets."""
+        for name, value in self._counts.items():
+            ownership = name in ("transfers", "rebalanced", "drained")
+            yield Measure(f"{'ownership' if ownership else 'controller'}_{name}", float(value))
+        for operation, took_s in self._took_s.items():
+            yield took_s.measure("controller_store_seconds", ("operation", operation))
+            yield Measure(
+                "controller_store_errors", float(self._failed[operation]), (("operation", operation),)
+            )
+        yield self._groups.measure("controller_commit_group_turns")
+        yield self._drains_s.measure("controller_drain_seconds")

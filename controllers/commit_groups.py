@@ -36,6 +36,11 @@ class CommitGroups:
         self._writer: asyncio.Task[None] | None = None
         self._groups: set[asyncio.Task[None]] = set()
 
+    @property
+    def num_waiting(self) -> int:
+        """Turns that no group has taken yet."""
+        return sum(len(records) for records, _ in self._waiting)
+
     async def commit(self, records: Sequence[TurnRecord]) -> Sequence[Outcome]:
         """Each turn's outcome, in order. Whoever leaves takes nothing back. Raises what writing them raised."""
         answer: asyncio.Future[Sequence[Outcome]] = asyncio.get_running_loop().create_future()

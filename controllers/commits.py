@@ -28,6 +28,7 @@ class Commits:
         """Turns that come at the same time are committed together, in one step of the event loop."""
 
         async def write(records: Sequence[TurnRecord]) -> Sequence[Outcome]:
+            self._stats.group_written(len(records))
             return self.commit(records)
 
         return CommitGroups(write)
@@ -61,6 +62,7 @@ class Commits:
         try:
             return self._store.append_turns(records)
         except StoreError as error:
+            self._stats.store_failed("commit")
             return [error] * len(records)
 
     def _noted(self, record: TurnRecord, outcome: Outcome) -> Outcome:

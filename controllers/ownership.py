@@ -32,7 +32,7 @@ class TenantUse:
 
 @dataclass(slots=True)
 class ReplicaUse:
-    """What a replica owns: sessions, and how many of them it has said to be in a turn.
+    """What a replica owns: sessions, how many of them it has said to hold, and of those to be in a turn.
 
     `stale`: sessions that it has said to hold, by the epoch at which it does, and that are closed by now or owned
     elsewhere. They are kept for a replica that `reports`, since it has to hear of them.
@@ -40,6 +40,7 @@ class ReplicaUse:
 
     owned: set[str] = field(default_factory=set)
     in_turn: int = 0
+    held: int = 0
     reports: bool = False
     stale: dict[str, int] = field(default_factory=dict)
 
@@ -180,6 +181,7 @@ class OwnershipLedger:
             return False
         use.stale.pop(session_id, None)
         use.in_turn += update.in_turn - entry.in_turn
+        use.held += entry.reported_s is None
         self._put(
             replace(
                 entry,
@@ -203,6 +205,7 @@ class OwnershipLedger:
             entry = self._find(session_id)
             if entry is not None and entry.replica_id == replica_id and entry.reported_s is not None:
                 use.in_turn -= entry.in_turn
+                use.held -= 1
                 self._put(replace(entry, reported_s=None, in_turn=False, size_bytes=0), entry)
 
     def report_no_others(self, replica_id: str, held: Collection[str]) -> None:
@@ -254,6 +257,11 @@ class OwnershipLedger:
         """How many of the replica's sessions it has said to be in a turn."""
         use = self._by_replica.get(replica_id)
         return 0 if use is None else use.in_turn
+
+    def held(self, replica_id: str) -> int:
+        """How many of the replica's sessions it has said to hold."""
+        use = self._by_replica.get(replica_id)
+        return 0 if use is None else use.held
 
     @property
     def tokens(self) -> int:
@@ -315,6 +323,7 @@ class OwnershipLedger:
         use, tenant = self._by_replica[entry.replica_id], self._by_tenant[entry.tenant]
         use.owned.discard(entry.session_id)
         use.in_turn -= entry.in_turn
+        use.held -= entry.reported_s is not None
         if entry.reported_s is not None and use.reports:
             use.stale[entry.session_id] = entry.epoch
         tenant.sessions -= 1

@@ -288,7 +288,8 @@ class ReplicaAddress:
 class ReplicaStatus:
     """What a replica reports of itself. `draining`: it is to go, and hands its sessions over. `step_age_s` is how long
     the engine's step has been under way (0: none is). `seen_s` is set by the cluster controller, on a clock of its own.
-    `settings_hash` is the same of all replicas with the same settings.
+    `settings_hash` is the same of all replicas with the same settings. `held` are the named sessions whose history it
+    has, once the controller has heard of all of them (None: it has not, or an earlier version does not say).
     """
 
     replica_id: str
@@ -302,6 +303,7 @@ class ReplicaStatus:
     step_age_s: float = 0.0
     settings_hash: str = ""
     address: ReplicaAddress | None = None
+    held: int | None = None
 
 
 @wire_record

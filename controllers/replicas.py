@@ -43,8 +43,9 @@ BY_PREFERENCE = (
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """`drains`: it is to go, by its own word or an operator's. `beats` counts its heartbeats since somebody last failed
-    to reach it, `suspect_since_s` since when they do."""
+    """`drains`: it is to go, by its own word or an operator's, and does so since `drains_since_s`. `beats` counts its
+    heartbeats since somebody last failed to reach it, `suspect_since_s` since when they do. `told_end`: it has said
+    farewell, or was counted as lost."""
 
     seen_s: float
     status: ReplicaStatus | None = None
@@ -53,6 +54,8 @@ class _Replica:
     beats: int = 0
     ended: bool = False
     assigned_tokens: int = 0
+    drains_since_s: float | None = None
+    told_end: bool = False
 
 
 class ReplicaDirectory:
@@ -76,7 +79,8 @@ class ReplicaDirectory:
         known = self._replicas.get(status.replica_id)
         if known is None or known.ended or self.state(status.replica_id) is ReplicaState.GONE:
             drains = known is not None and known.drains
-            self._replicas[status.replica_id] = _Replica(self._clock(), drains=drains)
+            since_s = None if known is None else known.drains_since_s
+            self._replicas[status.replica_id] = _Replica(self._clock(), drains=drains, drains_since_s=since_s)
         self._note(status)
 
     def heartbeat(self, status: ReplicaStatus) -> bool:
@@ -106,12 +110,30 @@ class ReplicaDirectory:
 
     def drain(self, replica_id: str) -> None:
         """It is to go, by its own word or an operator's. One that is not known yet is to go, too."""
-        self._replicas.setdefault(replica_id, _Replica(self._clock())).drains = True
+        known = self._replicas.setdefault(replica_id, _Replica(self._clock()))
+        known.drains = True
+        self._note_drain(known)
 
-    def deregister(self, replica_id: str) -> None:
-        """It says farewell: it answers nothing any more."""
-        if replica_id in self._replicas:
-            self._replicas[replica_id].drains = self._replicas[replica_id].ended = True
+    def deregister(self, replica_id: str) -> float | None:
+        """It says farewell: it answers nothing any more. Gives how long it drained; None if it did not, or had said so
+        before."""
+        known = self._replicas.get(replica_id)
+        if known is None:
+            return None
+        again, known.told_end = known.told_end, True
+        known.drains = known.ended = True
+        return None if again or known.drains_since_s is None else self._clock() - known.drains_since_s
+
+    def newly_lost(self) -> int:
+        """Of the replicas that are gone without a farewell those that were not counted yet."""
+        lost = [
+            known
+            for replica_id, known in self._replicas.items()
+            if not known.told_end and known.status is not None and self.state(replica_id) is ReplicaState.GONE
+        ]
+        for known in lost:
+            known.told_end = True
+        return len(lost)
 
     def state(self, replica_id: str) -> ReplicaState:
         """One never heard of is JOINING for `timeout_s` from the directory's start, since a restart of the controller
@@ -202,4 +224,9 @@ class ReplicaDirectory:
         known.seen_s = self._clock()
         known.status = replace(status, seen_s=known.seen_s)
         known.drains |= status.draining
+        self._note_drain(known)
         known.assigned_tokens = 0
+
+    def _note_drain(self, known: _Replica) -> None:
+        if known.drains and known.drains_since_s is None:
+            known.drains_since_s = self._clock()

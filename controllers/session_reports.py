@@ -59,6 +59,10 @@ class ReportWriter:
             if self._changed.get(name, report.number + 1) <= report.number:
                 del self._changed[name]
 
+    def tells_all_in(self, report: SessionReport) -> bool:
+        """Whether nothing is left to be told when this report, the last one, is taken."""
+        return len(self._changed) == len(report.changed) + len(report.dropped)
+
     @property
     def has_more(self) -> bool:
         """Whether there is something that is not known to be taken."""

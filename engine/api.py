@@ -236,7 +236,8 @@ class TokenDelta:
     Token ids are new since the last delta; counts are totals so far.
 
     `prompt_tokens` counts history and new tokens, `cached_tokens` the part whose KV was already there.
-    `draft_tokens` were proposed so far, `accepted_draft_tokens` of them agreed with the model.
+    `draft_tokens` were proposed so far, `accepted_draft_tokens` of them agreed with the model. `queued_s` it waited for
+    its first step.
     The last delta of a request, and only that one, carries `finish`.
     """
 
@@ -250,6 +251,16 @@ class TokenDelta:
     finish: Finish | None = None
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    queued_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KVCensus:
+    """Whose KV it is: `num_bytes` by namespace and tier (device, host, disk), pages that several share not among them;
+    and the sessions that have a slot."""
+
+    num_bytes: Mapping[tuple[str, str], int]
+    sessions: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +380,9 @@ class Engine(Protocol):
 
     def session_kv_tokens(self) -> Future[dict[str, int]]:
         """Tokens of KV held per idle session, wherever they are."""
+
+    def kv_census(self) -> Future[KVCensus]:
+        """Whose KV is where, and which sessions have any. Looks at all of them."""
 
     def audit(self) -> Future[AuditReport]:
         """Walks every page of every pool and names each that has no account, or two, and who had it last."""

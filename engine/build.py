@@ -116,6 +116,7 @@ def assemble_engine(
         _proposer(speculation, eos_token_ids),
         mirrors_prompts=speculation.method == "draft",
         decode_steps=execution.decode_steps,
+        clock=clock,
     )
     return LocalEngine(
         sessions, planner, runner, counters, scheduler, sink, cache.books, driver=driver, clock=clock

@@ -22,6 +22,7 @@ from engine.api import (
     EngineStopped,
     GenerateRequest,
     InvalidRequest,
+    KVCensus,
     SessionBusy,
     StepFailed,
     TokenDelta,
@@ -187,6 +188,16 @@ class LocalEngine:
 
     def session_kv_tokens(self) -> Future[dict[str, int]]:
         return self._call(self._cache.held_tokens)
+
+    def kv_census(self) -> Future[KVCensus]:
+        def operation() -> KVCensus:
+            facts = self._facts
+            num_bytes = self._cache.kv_bytes(
+                self._scheduler.kv_in_turn(), facts.page_size_bytes, facts.window_page_size_bytes
+            )
+            return KVCensus(num_bytes, self._cache.session_ids())
+
+        return self._call(operation)
 
     def audit(self) -> Future[AuditReport]:
         return self._call(self._cache.books.audit)

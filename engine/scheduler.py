@@ -13,9 +13,12 @@ back may be given away at once, since steps are done in the order in which they 
 
 from __future__ import annotations
 
+import time
 from bisect import insort
+from collections.abc import Callable, Iterator
 from itertools import repeat
 
+from cache.sequence_kv import SequenceKV
 from cache.session_cache import Room, SessionAwareCache
 from engine.admission import Admission
 from engine.api import (
@@ -41,7 +44,7 @@ class Scheduler:
     """Owns every live request. Called only from the engine's thread (`num_waiting` may be read anywhere).
 
     With `mirrors_prompts` a draft model computes its own KV of every prompt along with the target. When nothing waits
-    up to `decode_steps` steps are planned in one go.
+    up to `decode_steps` steps are planned in one go. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class Scheduler:
         *,
         mirrors_prompts: bool = False,
         decode_steps: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._cache = cache
         self._stops = stops
         self._settings = settings
@@ -96,6 +101,10 @@ class Scheduler:
         """True from a turn's arrival to its end."""
         return session_id in self._sessions_in_turn
 
+    def kv_in_turn(self) -> Iterator[SequenceKV]:
+        """Of the requests that run."""
+        return (request.kv for request in self._running if request.kv is not None)
+
     def add(self, spec: GenerateRequest) -> TokenDelta | None:
         """Queues a request. Returns its final delta if it cannot even wait, since its id or session is in use, or need
         not; and its first one if it resumes."""
@@ -106,7 +115,7 @@ class Scheduler:
             if spec.session_id in self._sessions_in_turn:
                 return _refusal(spec, SessionBusy(f"session {spec.session_id} has a turn in flight"))
             self._sessions_in_turn.add(spec.session_id)
-        request = LiveRequest(spec, self._arrivals)
+        request = LiveRequest(spec, self._arrivals, self._clock())
         self._arrivals += 1
         self._live[spec.request_id] = request
         self._queue(request)
@@ -305,6 +314,7 @@ class Scheduler:
         assert kv is not None
         if request.cached_tokens is None:
             request.cached_tokens = min(kv.committed_len, request.prompt_len)
+            request.queued_s = self._clock() - request.arrived_s
             self._counters.cached_tokens += request.cached_tokens
         self._counters.prefill_tokens += len(request.tokens) - kv.committed_len
         self._waiting.remove(request)

@@ -12,12 +12,12 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
 
 from controllers.errors import ControllerError, NoReplica, SessionNotFound, StoreError
+from controllers.histogram import Measure
 from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
@@ -30,7 +30,9 @@ from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import LOG_AWAY, RETRY_PAUSE_S, TurnDispatcher
 from serving.watch.audit_reply import cluster_audit
-from serving.watch.metrics import IngressMetrics, merge_expositions, render_gauges
+from serving.watch.metrics import IngressMetrics
+from serving.watch.page import controller_figures, merge_expositions
+from serving.watch.registry import Figure
 from serving.wire.calls import (
     Abort,
     Audit,
@@ -62,13 +64,6 @@ from serving.wire.turns import (
     TurnTranscript,
 )
 
-OWNERSHIP_METRICS = MappingProxyType(
-    {
-        "transfers_total": "kedge_ownership_transfers_total",
-        "rebalanced_total": "kedge_ownership_rebalanced_total",
-        "drained_total": "kedge_ownership_drained_total",
-    }
-)
 NEWCOMER_GRACE_S = 5.0
 """A replica makes itself known to the controller a moment before this ingress's router hears of it."""
 REPLICAS_ASKED = 3
@@ -94,6 +89,7 @@ class ClusterClient:
         metrics: IngressMetrics,
         settings: dict[str, Any],
         tasks: BackgroundTasks,
+        replicas_expected: int = 1,
         newcomer_grace_s: float = NEWCOMER_GRACE_S,
     ) -> None:
         self._model = model
@@ -104,6 +100,7 @@ class ClusterClient:
         self._conversations = conversations
         self._metrics = metrics
         self._settings = settings
+        self._replicas_expected = replicas_expected
         self._newcomer_grace_s = newcomer_grace_s
         # Both need no key, and each asks every process: once at a time, however many want to know. Nothing is kept:
         # another ingress may have told newer figures, and counters must not go back.
@@ -279,18 +276,21 @@ class ClusterClient:
         raise ServiceError(unavailable("no replica answers"))
 
     async def _gather_metrics(self) -> str:
-        replicas, ingresses, stats = await asyncio.gather(
+        replicas, ingresses, measures = await asyncio.gather(
             self._replicas.broadcast(MetricsText(), FIGURES_TIMEOUT_S),
             self._siblings.ask("metrics_text"),
-            self._controller_stats(),
+            self._controller_measures(),
         )
+        present = await self._replicas.present()
         figures = [
-            (_metric_name(name), f"Cluster controller: {name.replace('_', ' ')}.", value)
-            for name, value in stats.items()
+            Figure("kedge_replicas_expected", self._replicas_expected),
+            Figure("kedge_scrape_missing_replicas", max(0, len(present) - len(replicas))),
+            Figure("kedge_controller_up", measures is not None),
+            *controller_figures(measures or ()),
         ]
         # An ingress that runs shows at least its own.
         by_ingress = dict(ingresses) | {self._metrics.ingress_id: self._metrics.render()}
-        return merge_expositions([*replicas, render_gauges(figures), *by_ingress.values()])
+        return merge_expositions([*replicas, self._metrics.render_others(figures), *by_ingress.values()])
 
     async def _look_for_health(self) -> bool:
         return await self._replicas.any_answers(FIGURES_TIMEOUT_S)
@@ -308,6 +308,14 @@ class ClusterClient:
                 await asyncio.sleep(RETRY_PAUSE_S)
             else:
                 return answer
+
+    async def _controller_measures(self) -> list[Measure] | None:
+        """None if it does not answer."""
+        try:
+            async with asyncio.timeout(FIGURES_TIMEOUT_S):
+                return await self._controller.measures()
+        except (ControllerError, TimeoutError):
+            return None
 
     async def _controller_stats(self) -> dict[str, float]:
         try:
@@ -370,7 +378,3 @@ def _session_info(entry: LedgerEntry, now_s: float) -> SessionInfo:
         in_turn=entry.in_turn,
         tenant=entry.tenant,
     )
-
-
-def _metric_name(figure: str) -> str:
-    return OWNERSHIP_METRICS.get(figure, f"kedge_controller_{figure}")

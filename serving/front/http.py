@@ -11,6 +11,7 @@ from serving.front.api import admin, tokenization
 from serving.front.api.access import CallersKnown
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
+from serving.front.api.counted import RequestMetrics, RequestsCounted
 from serving.front.api.errors import install_error_handlers
 from serving.front.api.ignored_fields import IGNORED_FIELDS
 from serving.front.api.keys import KeyRing
@@ -44,13 +45,14 @@ def create_http_app(
     request_priority: bool = False,
     operators: bool = True,
     background: BackgroundResponses | None = None,
+    metrics: RequestMetrics | None = None,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
     `keys` calls need one of them. A stream is silent for `keep_alive_s` at most. Without `operators` what is for them
     is refused to everybody. With `ignore_unknown_fields` a body may have fields that nobody here knows,
     with `request_chat_template` a chat template of its own, with `request_priority` a priority. `background`: the
     responses that run behind their requests, for whoever stops them; None: there are no other front ends, and they end
-    with the process."""
+    with the process. `metrics`: who counts the requests."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
@@ -86,4 +88,6 @@ def create_http_app(
             allow_headers=("*",),
             expose_headers=(TURN_INDEX, REPLAYED, IGNORED_FIELDS, "retry-after"),
         )
+    if metrics is not None:
+        app.add_middleware(RequestsCounted, metrics=metrics)
     return app

@@ -91,7 +91,7 @@ class Ingress:
         place = await place_of(args)
         self._tasks = BackgroundTasks()
         controller = place.controller
-        metrics = self._metrics = IngressMetrics(place.ingress_id)
+        metrics = self._metrics = IngressMetrics(place.ingress_id, args.metric_labels)
         owners = OwnershipCache(CACHED_OWNERS)
         conversations = _conversations(args)
 
@@ -110,6 +110,7 @@ class Ingress:
             on_broken=metrics.connection_broke,
             on_gone=forget,
         )
+        metrics.read(calls.figures)
         self._tasks.every(LOOK_INTERVAL_S, calls.look, timeout_s=CONTROLLER_TIMEOUT_S)
         dispatcher = self._dispatcher = TurnDispatcher(
             calls,
@@ -130,6 +131,7 @@ class Ingress:
             conversations=conversations,
             metrics=metrics,
             settings=args.model_dump(mode="json"),
+            replicas_expected=args.replicas_expected,
             tasks=self._tasks,
         )
         self._expire_idle_sessions(controller)
@@ -197,6 +199,7 @@ class Ingress:
             request_priority=api.request_priority,
             operators=operators,
             background=self._background,
+            metrics=self._metrics,
         )
         if self._args.debug.faults:
             from serving.front.fault_calls import fault_routes  # it is loaded nowhere else

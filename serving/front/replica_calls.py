@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from random import Random
@@ -21,6 +21,7 @@ from serving.front.conversations import Affinity
 from serving.front.membership import Membership
 from serving.front.replica_gone import Loss, ReplicaGone
 from serving.front.replica_link import Connection, ConnectionEvents, LinkTimes, ReplicaLink
+from serving.watch.registry import Figure
 from serving.wire.calls import Answer, AnyCall, Describe, RunTurn, UnreadableMessage, result_of
 from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turn_events import merge_events
@@ -143,6 +144,15 @@ class ReplicaCalls:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
+
+    def figures(self) -> Iterator[Figure]:
+        """Of the links, for metrics."""
+        links = list(self._links.values())
+        broken = sum(link.broken for link in links)
+        yield Figure("kedge_links", len(links) - broken, ("up",))
+        yield Figure("kedge_links", broken, ("broken",))
+        yield Figure("kedge_link_calls", sum(link.calls for link in links))
+        yield Figure("kedge_link_unread_bytes", sum(link.unread_bytes for link in links))
 
     def stop(self) -> None:
         """To calls that still wait their replica is lost."""

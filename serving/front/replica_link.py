@@ -114,6 +114,11 @@ class ReplicaLink:
         """How many wait."""
         return len(self._waiting)
 
+    @property
+    def unread_bytes(self) -> int:
+        """Sent, and not known to have arrived."""
+        return self._channel.unread_bytes
+
     def begin(self, call: AnyCall, deliver: Deliver) -> int:
         """Sends a call; returns its number. Whoever begins a call ends it."""
         number = next(self._numbers)

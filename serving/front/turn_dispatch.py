@@ -203,6 +203,7 @@ class TurnDispatcher:
         """Tries until a replica answers; `stack` then holds the stream. Raises ServiceError."""
         deadline_s = _now_s() + self._failover_timeout_s
         failed, asked_anew = call.resumed is not None, False
+        moved_s: float | None = None
         while True:
             owner = await self._owner_for(call, deadline_s)
             if owner is None:
@@ -218,6 +219,8 @@ class TurnDispatcher:
                 refusal = first.error
                 if refusal is None:
                     self._conversations.note(call, replica_id)
+                    if moved_s is not None:
+                        self._metrics.found_moved(_now_s() - moved_s)
                     stack.push_async_exit(entered.pop_all())
                     return Attempt(replica_id, first, stream)
             except ReplicaGone as gone:
@@ -233,6 +236,8 @@ class TurnDispatcher:
             if refusal.code in LOG_AWAY:
                 await self._pause(deadline_s, refusal)
                 continue
+            if refusal.code == SESSION_MOVED and moved_s is None:
+                moved_s = _now_s()
             if refusal.code in LET_GO and call.session is not None and not asked_anew:
                 # The remembered owner let it go (moved, timed out, closed elsewhere): the controller has the last word.
                 self._owners.forget(call.session.session_id)
@@ -302,6 +307,7 @@ class TurnDispatcher:
     async def _take_over(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
         """The turn goes on behind what the client knows; None if it was aborted. Raises ServiceError."""
         self._metrics.failed_over()
+        lost_s = _now_s()
         call = turn.call
         if call.session is not None:
             self.forget(call.session.session_id)
@@ -315,7 +321,7 @@ class TurnDispatcher:
                 raise ServiceError(LOST) from error
             raise
         if attempt is not None:
-            self._metrics.taken_over()
+            self._metrics.taken_over(_now_s() - lost_s)
         return attempt
 
     async def _report(self, gone: ReplicaGone) -> None:

@@ -10,7 +10,7 @@ from controllers.turns import Turn
 from engine.api import EngineError, Finish, FinishReason, TokenDelta, TokenLogprob
 from serving.replica.prompt_places import PlacedPrompt
 from serving.text.text import OutputText, TextProcessor
-from serving.watch.metrics import ReplicaMetrics
+from serving.watch.metrics import EndedTurn, ReplicaMetrics
 from serving.wire.turn_events import end_behind
 from serving.wire.turns import (
     ChatPrompt,
@@ -33,7 +33,8 @@ class LiveTurn:
     `turn` is None outside a session; its client knows only of the `named` one. `emit` takes its events while somebody
     listens. `finish` is set once the engine has sent its final delta, and `ended` with it; `settled` once the turn has
     been committed or rolled back (or will be, by a task of its own). `resumed` is what the engine's first delta tells
-    again: no time is counted for it, and the log-probabilities in it are added to what is sent.
+    again: no time is counted for it, and the log-probabilities in it are added to what is sent. Times are those of the
+    replica's clock, `queued_s` how long it waited in the engine.
     """
 
     call: TurnCall
@@ -48,6 +49,9 @@ class LiveTurn:
     events: list[TurnEvent] = field(default_factory=list)
     in_thought: bool = False
     resumed: ResumedTurn = NOTHING
+    submitted_s: float = 0.0
+    queued_s: float = 0.0
+    first_token_s: float | None = None
     last_token_s: float | None = None
     finish: Finish | None = None
     settled: bool = False
@@ -99,6 +103,7 @@ class EventMaker:
     def take(self, live: LiveTurn, delta: TokenDelta) -> None:
         """Emits what is new, if anything is. Notes the finish, if it is there, whatever goes wrong."""
         try:
+            live.queued_s = delta.queued_s
             self._time(live, len(delta.token_ids) - len(live.resumed.token_ids))
             event = self._event(live, delta)
             live.events.append(event)
@@ -111,6 +116,23 @@ class EventMaker:
             raise
         if delta.finish is not None:
             live.end(delta.finish)
+            self._count(live, delta, delta.finish)
+
+    def _count(self, live: LiveTurn, delta: TokenDelta, finish: Finish) -> None:
+        first_s, last_s = live.first_token_s, live.last_token_s
+        ended = EndedTurn(
+            finish.reason.value,
+            delta.prompt_tokens,
+            delta.cached_tokens,
+            delta.completion_tokens,
+            turn_s=self._clock() - live.started_s,
+            queue_s=live.queued_s,
+            decode_s=None if first_s is None or last_s is None else last_s - first_s,
+        )
+        self._metrics.computed(ended)
+        kind = _conversation_kind(live.call)
+        if kind is not None:
+            self._metrics.conversation(kind, ended, recognized=live.prompt.kept_len > 0)
 
     def _event(self, live: LiveTurn, delta: TokenDelta) -> TurnEvent:
         known, live.resumed = live.resumed, NOTHING
@@ -145,7 +167,20 @@ class EventMaker:
             return
         now_s = self._clock()
         if live.last_token_s is None:
-            self._metrics.first_token(now_s - live.started_s)
+            live.first_token_s = now_s
+            self._metrics.first_token(
+                now_s - live.started_s,
+                queue_s=live.queued_s,
+                prefill_s=max(0.0, now_s - live.submitted_s - live.queued_s),
+            )
         else:
             self._metrics.next_tokens(count, now_s - live.last_token_s)
         live.last_token_s = now_s
+
+
+def _conversation_kind(call: TurnCall) -> str | None:
+    """Of a turn whose client sends all that was said: whether it names the session. None of others."""
+    prompt, session = call.prompt, call.session
+    if not isinstance(prompt, ChatPrompt) or not prompt.said:
+        return None
+    return "unnamed" if session is None else "named"

@@ -30,8 +30,10 @@ from serving.background import BackgroundTasks
 from serving.garbage import settle
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
+from serving.replica.gauges import replica_gauges
 from serving.replica.generation_config import sampling_defaults
 from serving.replica.hand_over_pace import HandOverPace
+from serving.replica.kv_watch import LOOK_INTERVAL_S, KVWatch
 from serving.replica.link_server import TICK_S, Emit, LinkServer, PeerConnections, TakeFrame
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
@@ -143,7 +145,7 @@ class LLMReplica:
         self._engine = await asyncio.to_thread(build_engine, settings, mailbox.deliver)
         self._text = await asyncio.to_thread(place.load_text, settings.model, self._engine)
         self._sampling = await asyncio.to_thread(_sampling_of, args.model)
-        self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats)
+        self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats, args.metric_labels)
         self._publish = place.publish_gauges
         self._controller = place.controller
         self._listener = place.listener
@@ -171,6 +173,15 @@ class LLMReplica:
             tasks=self._tasks,
             clock=place.clock,
         )
+        self._kv_watch = KVWatch(
+            self._engine,
+            self._metrics,
+            lambda session_id: sessions.epoch(session_id) is not None or session_id in self._unnamed,
+            audit_interval_s=args.metrics.audit_interval_s,
+            clock=place.clock,
+            unix_clock=place.unix_clock,
+        )
+        self._metrics.read(replica_gauges(self._engine, sessions, self._unnamed, lambda: len(self._links)))
         self._watch = EngineWatch(self._engine, self._host, step_timeout_s=args.replicas.step_timeout_s)
         self._faults = self._faults_to_plant() if args.debug.faults else None
         self._drained = False
@@ -193,6 +204,7 @@ class LLMReplica:
             ),
             engine_timeout_s=ENGINE_CALL_TIMEOUT_S,
             settings_hash=self._args.settings_hash,
+            on_loaded=self._metrics.session_loaded,
         )
 
     def _faults_to_plant(self) -> ReplicaFaults:
@@ -217,6 +229,7 @@ class LLMReplica:
         """Runs a turn, see TurnRunner.run. One that is drained takes none, also while it ends those that it has: front
         ends leave it, and Serve replaces it."""
         if self._host.emptied:
+            self._metrics.turn_ended("moved")
             emit(TurnEvent(error=unavailable("the replica is drained")))
             return
         try:
@@ -275,8 +288,7 @@ class LLMReplica:
 
     async def _audit(self) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
-                report = await asyncio.wrap_future(self._engine.audit())
+            report = await self._kv_watch.audit()
         except (EngineError, TimeoutError) as error:
             return failed_audit(self._replica_id, str(error) or "the engine did not answer")
         return replica_audit(self._replica_id, report)
@@ -350,6 +362,7 @@ class LLMReplica:
         )
         self._tasks.every(HAND_OVER_INTERVAL_S, self._hand_over, timeout_s=HAND_OVER_TIMEOUT_S)
         self._tasks.every(WATCH_INTERVAL_S, self._watch.look, timeout_s=CONTROLLER_TIMEOUT_S)
+        self._tasks.every(LOOK_INTERVAL_S, self._kv_watch.look, timeout_s=3 * ENGINE_CALL_TIMEOUT_S)
         self._tasks.every(TICK_S, self._links.watch, timeout_s=TICK_S)
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -50,7 +51,8 @@ T = TypeVar("T")
 
 class SessionHost:
     """`engine_timeout_s` bounds every wait for the engine to do something between two steps. `pace` is that of a drain,
-    for sessions in use. `settings_hash` tells replicas of a rolling update's two sides apart."""
+    for sessions in use. `settings_hash` tells replicas of a rolling update's two sides apart. `on_loaded` hears how
+    many seconds it took to load a session."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class SessionHost:
         *,
         engine_timeout_s: float,
         settings_hash: str = "",
+        on_loaded: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._replica_id = replica_id
         self._engine = engine
@@ -72,6 +75,7 @@ class SessionHost:
         self._pace = pace
         self._engine_timeout_s = engine_timeout_s
         self._settings_hash = settings_hash
+        self._on_loaded = on_loaded
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}  # by child
         self._forked: dict[str, asyncio.Task[ForkedSession]] = {}  # by parent
@@ -297,8 +301,10 @@ class SessionHost:
             self._pace.begin()
 
     async def _report(self) -> None:
-        load = self.status()
         report = self._reports.next(partial(self._status_of, self._engine.stats()), self._sessions.held)
+        load = self.status()
+        if self._reports.tells_all_in(report):
+            load = replace(load, held=len(self._sessions))
         reply = await self._controller.heartbeat(load, report)
         self._reports.answered(report, reply)
         self._crowded = reply.crowded
@@ -398,9 +404,11 @@ class SessionHost:
             return 0
 
     async def _load(self, session_id: str, epoch: int) -> None:
+        began_s = asyncio.get_running_loop().time()
         record = await self._controller.load_session(session_id, epoch, self._replica_id)
         await self._free_kv(session_id)
         self._sessions.adopt(record)
+        self._on_loaded(asyncio.get_running_loop().time() - began_s)
 
     async def _end(self, session_id: str, epoch: int) -> None:
         """Ends an idle session whoever still waits. A turn that comes meanwhile finds it ended.

@@ -52,12 +52,14 @@ class TurnCommits:
                         self._metrics.commit_retried()
                         tries += 1
         except TimeoutError:
+            self._metrics.committed(loop.time() - began_s)
             raise StoreError(
                 f"the turn was not committed within {self._patience_s:g} s ({reason}). The log may have it"
                 " nevertheless: sent again with the same idempotency key it runs once"
             ) from None
+        waited_s = loop.time() - began_s
+        self._metrics.committed(waited_s)
         if tries > 1:
-            waited_s = loop.time() - began_s
             logger.info("session %s: committed after %.1f s, %d tries", record.session_id, waited_s, tries)
 
     async def _try(self, record: TurnRecord) -> Exception | None:

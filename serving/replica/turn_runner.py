@@ -99,7 +99,11 @@ class TurnRunner:
     async def run(self, call: TurnCall, epoch: int | None, tell: Emit) -> TurnEvent:
         """Emits events as they come; returns the last event, which has a finish or an error."""
         with self._overlaps.client() as left:
-            return await self._run(call, epoch, tell, left)
+            try:
+                return await self._run(call, epoch, tell, left)
+            except Exception:  # nobody expected it: a fault of ours
+                self._metrics.turn_ended("error")
+                raise
 
     async def _run(
         self,
@@ -287,6 +291,7 @@ class TurnRunner:
             started_s=started_s,
             in_thought=in_thought,
             resumed=call.resumed or NOTHING,
+            submitted_s=self._clock(),
             last_token_s=None if call.resumed is None else started_s,
         )
         self._mailbox.open(engine_id, partial(self._take, live))

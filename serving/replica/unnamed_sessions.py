@@ -43,6 +43,10 @@ class UnnamedSessions:
     def __len__(self) -> int:
         return len(self._used)
 
+    def __contains__(self, session_id: str) -> bool:
+        """Those that are about to begin among them."""
+        return self._sessions.epoch(session_id) is not None
+
     @property
     def num_tokens(self) -> int:
         """Of all conversations."""

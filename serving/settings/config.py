@@ -269,6 +269,15 @@ class DebugArgs(StrictModel):
     but this machine may call."""
 
     faults: bool = False
+class MetricsArgs(StrictModel):
+    """`cluster_name` is the label `cluster` of every metric: clusters that share a Prometheus need names of their own.
+    With `ray_llm_names` Ray's metrics have this cluster's figures also under the names that vLLM or SGLang have there,
+    which Ray's own boards for LLMs read. `audit_interval_s`: so often each replica walks over all of its pages by
+    itself (None: only when asked)."""
+
+    cluster_name: NotEmpty = "kedge"
+    ray_llm_names: Literal["none", "vllm", "sglang"] = "none"
+    audit_interval_s: Seconds | None = 60.0
 
 
 class AppArgs(StrictModel):
@@ -287,6 +296,7 @@ class AppArgs(StrictModel):
     rebalancing: RebalancingArgs = RebalancingArgs()
     controller: ControllerArgs = ControllerArgs()
     debug: DebugArgs = DebugArgs()
+    metrics: MetricsArgs = MetricsArgs()
 
     @field_validator("execution")
     @classmethod
@@ -318,6 +328,17 @@ class AppArgs(StrictModel):
             refuse_faults_in_the_open(
                 {"http_options.host": http_host, "ingress.operator_host": self.ingress.operator_host}
             )
+
+    @property
+    def metric_labels(self) -> dict[str, str]:
+        """Those that every metric of the cluster has."""
+        return {"cluster": self.metrics.cluster_name, "model": self.model.model_id}
+
+    @property
+    def replicas_expected(self) -> int:
+        """With autoscaling the fewest that there should be."""
+        scaling = self.replicas.autoscaling
+        return self.replicas.count if scaling is None else scaling.min_replicas
 
     @property
     def settings_hash(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cache.audit import AuditReport, Finding
-from serving.watch.metrics import pages_by_account
+from serving.watch.engine_figures import pages_by_account
 
 
 def replica_audit(replica_id: str, report: AuditReport) -> dict[str, Any]:

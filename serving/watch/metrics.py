@@ -1,170 +1,89 @@
-"""Metric definitions: what a replica and an ingress count, and how their expositions become one page.
-
-Every process has a registry of its own; the ingress gathers the texts and `merge_expositions` groups them by family.
-Engine figures are read from the engine's snapshot at scrape time, so that they cannot drift from the books.
-"""
+"""What a replica and a front end count. Used on their event loops only; names are those of definitions.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from cache.audit import AuditReport
+from engine.api import EngineStats, FinishReason
+from serving.watch.engine_figures import engine_figures
+from serving.watch.registry import NO_LABELS, Figure, MetricSet, ReadFigures
 
-from cache.audit import PageAccounts, PoolName
-from engine.api import EngineStats
-
-TTFT_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-INTER_TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-PAGE_ACCOUNTS = ("free", "cached", "protected", "session", "in_flight", "leaked")
-
-
-def pages_by_account(pages: PageAccounts) -> dict[str, int]:
-    """The books of one pool as label → pages; all of them together make the pool."""
-    return {account: getattr(pages, account) for account in PAGE_ACCOUNTS}
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure of EngineStats under its metric name."""
-
-    name: str
-    help: str
-    read: Callable[[EngineStats], float]
-
-
-ENGINE_GAUGES = (
-    Figure("kedge_sessions", "Sessions with a slot in the engine.", lambda s: s.sessions),
-    Figure("kedge_requests_running", "Requests in the running batch.", lambda s: s.running),
-    Figure("kedge_requests_waiting", "Requests waiting for admission.", lambda s: s.waiting),
-    Figure(
-        "kedge_kv_utilization",
-        "Share of the KV pool that turns take and lack; above 1 there is not enough for all.",
-        lambda s: s.kv_utilization,
-    ),
-    Figure("kedge_host_kv_bytes", "Host memory that idle sessions' KV takes.", lambda s: s.host.used_bytes),
-    Figure("kedge_host_kv_budget_bytes", "Host memory that it may take.", lambda s: s.host.budget_bytes),
-    Figure("kedge_host_sessions", "Idle sessions whose KV is in host memory.", lambda s: s.host.sessions),
-    Figure("kedge_disk_kv_bytes", "Disk that idle sessions' KV takes.", lambda s: s.disk.used_bytes),
-    Figure("kedge_disk_kv_budget_bytes", "Disk that it may take.", lambda s: s.disk.budget_bytes),
-    Figure("kedge_disk_sessions", "Idle sessions whose KV is on disk.", lambda s: s.disk.sessions),
+OUTCOMES = (
+    "committed",
+    "replayed",
+    "aborted",
+    "moved",
+    "refused",
+    "overloaded",
+    "unavailable",
+    "stale",
+    "store_failed",
+    "error",
 )
-ENGINE_COUNTERS = (
-    Figure("kedge_engine_steps", "Steps of the engine.", lambda s: s.steps),
-    Figure("kedge_retractions", "Running requests put back to wait for memory.", lambda s: s.retractions),
-    Figure("kedge_disk_failures", "Writes and reads of KV on disk that failed.", lambda s: s.disk_failures),
-    Figure("kedge_evicted_pages", "Cached pages dropped for memory.", lambda s: s.evicted_pages),
-    Figure("kedge_generated_tokens", "Tokens generated.", lambda s: s.generated_tokens),
-    Figure("kedge_prefill_tokens", "Input tokens computed.", lambda s: s.prefill_tokens),
-    Figure("kedge_cached_tokens", "Input tokens whose KV was there.", lambda s: s.cached_tokens),
-    Figure("kedge_draft_tokens", "Tokens proposed ahead of the model.", lambda s: s.draft_tokens),
-    Figure(
-        "kedge_accepted_draft_tokens",
-        "Proposed tokens that the model agreed with.",
-        lambda s: s.accepted_draft_tokens,
-    ),
-)
+AUDIT_RESULTS = ("clean", "findings", "failed")
+CONVERSATION_KINDS = ("unnamed", "named")
 
 
-def pools_of(stats: EngineStats) -> dict[PoolName, PageAccounts]:
-    """The books of each pool that the engine has."""
-    if stats.window_pages is None:
-        return {"full": stats.pages}
-    return {"full": stats.pages, "window": stats.window_pages}
+class EndedTurn(NamedTuple):
+    """What a turn that the engine has ended took. Times in seconds: `queue_s` until its first step; `decode_s` from its
+    first token to its last (None: it has none)."""
 
-
-class EngineCollector:
-    """Turns the engine's snapshot into metric families, at scrape time."""
-
-    def __init__(self, stats: Callable[[], EngineStats], replica_id: str) -> None:
-        self._stats = stats
-        self._replica_id = replica_id
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        yield from self._pages(stats)
-        yield self._by_tier(
-            "kedge_demotions",
-            "Idle sessions whose KV gave way: to host memory, on to disk, or to the log alone.",
-            host=stats.demotions_to_host,
-            disk=stats.demotions_to_disk,
-            log=stats.demotions_to_log,
-        )
-        yield self._by_tier(
-            "kedge_promotions",
-            "Idle sessions whose KV came back: from host memory, or from disk.",
-            host=stats.promotions_from_host,
-            disk=stats.promotions_from_disk,
-        )
-        for figure in ENGINE_GAUGES:
-            gauge = GaugeMetricFamily(figure.name, figure.help, labels=["replica"])
-            gauge.add_metric([self._replica_id], figure.read(stats))
-            yield gauge
-        for figure in ENGINE_COUNTERS:
-            counter = CounterMetricFamily(figure.name, figure.help, labels=["replica"])
-            counter.add_metric([self._replica_id], figure.read(stats))
-            yield counter
-
-    def _by_tier(self, name: str, text: str, **counts: int) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["replica", "tier"])
-        for tier, count in counts.items():
-            family.add_metric([self._replica_id, tier], count)
-        return family
-
-    def _pages(self, stats: EngineStats) -> Iterator[Metric]:
-        pages = GaugeMetricFamily(
-            "kedge_kv_pages", "Pages of KV by account; leaked is 0.", labels=["replica", "pool", "account"]
-        )
-        totals = GaugeMetricFamily(
-            "kedge_kv_pool_pages", "Pages of KV in the pool.", labels=["replica", "pool"]
-        )
-        for pool, accounts in pools_of(stats).items():
-            totals.add_metric([self._replica_id, pool], accounts.total)
-            for account, count in pages_by_account(accounts).items():
-                pages.add_metric([self._replica_id, pool, account], count)
-        yield pages
-        yield totals
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    turn_s: float
+    queue_s: float
+    decode_s: float | None
 
 
 class ReplicaMetrics:
-    """What one replica counts. Used on the replica's event loop only."""
+    """`constant` are the labels that all metrics of the cluster have."""
 
-    def __init__(self, replica_id: str, stats: Callable[[], EngineStats]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(stats, replica_id))
-        self._replica_id = replica_id
-        labels = ["replica"]
-        self._turns = Counter(
-            "kedge_turns", "Turns by outcome.", [*labels, "outcome"], registry=self._registry
+    def __init__(
+        self, replica_id: str, stats: Callable[[], EngineStats], constant: Mapping[str, str] = NO_LABELS
+    ) -> None:
+        self._stats = stats
+        self._told: list[Callable[[EndedTurn], None]] = []
+        made = self._set = MetricSet(replica_id, constant)
+        made.read(lambda: engine_figures(stats()))
+        made.read(self._tenant_figures)
+        self._tenant_kv: Mapping[tuple[str, str], int] = {}
+        self._turns = made.counters("kedge_turns", [(each,) for each in OUTCOMES])
+        self._finished = made.counters("kedge_finished_turns", [(each.value,) for each in FinishReason])
+        self._queue = made.histogram("kedge_queue_seconds")
+        self._ttft = made.histogram("kedge_ttft_seconds")
+        self._prefill = made.histogram("kedge_prefill_seconds")
+        self._decode = made.histogram("kedge_decode_seconds")
+        self._turn = made.histogram("kedge_turn_seconds")
+        self._inter_token = made.histogram("kedge_inter_token_seconds")
+        self._prompt_tokens = made.histogram("kedge_prompt_tokens")
+        self._output_tokens = made.histogram("kedge_output_tokens")
+        self._commits_pending = made.gauge("kedge_commits_pending")
+        self._commit_retries = made.counter("kedge_commit_retries")
+        self._commit = made.histogram("kedge_commit_seconds")
+        self._load = made.histogram("kedge_session_load_seconds")
+        kinds = [(kind,) for kind in CONVERSATION_KINDS]
+        self._conversations = made.counters(
+            "kedge_conversations", [(*kind, outcome) for kind in kinds for outcome in ("recognized", "new")]
         )
-        self._commits_pending = Gauge(
-            "kedge_commits_pending",
-            "Finished turns that wait for the session log.",
-            labels,
-            registry=self._registry,
-        ).labels(replica_id)
-        self._commit_retries = Counter(
-            "kedge_commit_retries",
-            "Commits told to the session log again, because it or its controller did not answer.",
-            labels,
-            registry=self._registry,
-        ).labels(replica_id)
-        self._ttft = Histogram(
-            "kedge_ttft_seconds",
-            "Arrival at the replica to first token.",
-            labels,
-            buckets=TTFT_BUCKETS_S,
-            registry=self._registry,
-        ).labels(replica_id)
-        self._inter_token = Histogram(
-            "kedge_inter_token_seconds",
-            "Time between tokens of one request.",
-            labels,
-            buckets=INTER_TOKEN_BUCKETS_S,
-            registry=self._registry,
-        ).labels(replica_id)
+        self._conversation_prompts = made.counters("kedge_conversation_prompt_tokens", kinds)
+        self._conversation_cached = made.counters("kedge_conversation_cached_tokens", kinds)
+        self._orphans = made.gauge("kedge_orphaned_sessions")
+        self._audits = made.counters("kedge_audits", [(each,) for each in AUDIT_RESULTS])
+        self._findings = made.gauge("kedge_audit_findings")
+        self._audited_at = made.gauge("kedge_audit_timestamp_seconds")
+
+    def read(self, figures: ReadFigures) -> None:
+        """Others' figures that are read when the text is rendered."""
+        self._set.read(figures)
+
+    def tell_ended(self, told: Callable[[EndedTurn], None]) -> None:
+        """`told` hears of each turn that ends."""
+        self._told.append(told)
 
     def commit_pending(self) -> AbstractContextManager[None]:
         """Around what commits a turn, from the first try to the last."""
@@ -173,59 +92,97 @@ class ReplicaMetrics:
     def commit_retried(self) -> None:
         self._commit_retries.inc()
 
-    def turn_ended(self, outcome: str) -> None:
-        """`outcome`: committed, replayed, aborted, refused (the client's fault), overloaded (no room), unavailable (the
-        engine or the log does not answer), moved, stale, store_failed or error (a fault of ours)."""
-        self._turns.labels(self._replica_id, outcome).inc()
+    def committed(self, after_s: float) -> None:
+        self._commit.observe(after_s)
 
-    def first_token(self, after_s: float) -> None:
+    def session_loaded(self, after_s: float) -> None:
+        self._load.observe(after_s)
+
+    def turn_ended(self, outcome: str) -> None:
+        """`outcome` is one of OUTCOMES; docs/metrics.md says what each is."""
+        self._turns[outcome,].inc()
+
+    def first_token(self, after_s: float, *, queue_s: float = 0.0, prefill_s: float | None = None) -> None:
+        """`after_s` its arrival at the replica, `queue_s` of them in the engine's queue, `prefill_s` computing."""
         self._ttft.observe(after_s)
+        self._queue.observe(queue_s)
+        self._prefill.observe(after_s - queue_s if prefill_s is None else prefill_s)
 
     def next_tokens(self, count: int, after_s: float) -> None:
         """`count` tokens that arrived together, `after_s` after the ones before."""
         for _ in range(count):
             self._inter_token.observe(after_s / count)
 
+    def computed(self, turn: EndedTurn) -> None:
+        """The engine has ended a turn."""
+        self._finished[turn.reason,].inc()
+        self._turn.observe(turn.turn_s)
+        self._prompt_tokens.observe(turn.prompt_tokens)
+        self._output_tokens.observe(turn.output_tokens)
+        if turn.decode_s is not None:
+            self._decode.observe(turn.decode_s)
+        for told in self._told:
+            told(turn)
+
+    def conversation(self, kind: str, turn: EndedTurn, *, recognized: bool) -> None:
+        """A turn whose client sent all that was said."""
+        self._conversations[kind, "recognized" if recognized else "new"].inc()
+        self._conversation_prompts[kind,].inc(turn.prompt_tokens)
+        self._conversation_cached[kind,].inc(turn.cached_tokens)
+
+    def audited(self, report: AuditReport | None, unix_s: float) -> None:
+        """None: the engine did not answer."""
+        if report is None:
+            self._audits["failed",].inc()
+            return
+        self._audits["clean" if report.clean else "findings",].inc()
+        self._findings.set(len(report.findings) + len(report.mismatches))
+        self._audited_at.set(unix_s)
+
+    def tenant_kv(self, num_bytes: Mapping[tuple[str, str], int], orphans: int) -> None:
+        """KV by tenant and tier, of few tenants; and how many sessions' nobody knows."""
+        self._tenant_kv = num_bytes
+        self._orphans.set(orphans)
+
+    def _tenant_figures(self) -> Iterable[Figure]:
+        return [Figure("kedge_tenant_kv_bytes", count, key) for key, count in self._tenant_kv.items()]
+
     def render(self) -> str:
-        return generate_latest(self._registry).decode()
+        return self._set.render()
 
 
 class IngressMetrics:
     """What one HTTP front end counts."""
 
-    def __init__(self, ingress_id: str) -> None:
+    def __init__(self, ingress_id: str, constant: Mapping[str, str] = NO_LABELS) -> None:
         self.ingress_id = ingress_id
-        self._registry = CollectorRegistry()
-        self._failovers = Counter(
-            "kedge_failovers",
-            "Calls sent again because their owner was lost.",
-            ["ingress"],
-            registry=self._registry,
-        ).labels(ingress_id)
-        self._takeovers = Counter(
-            "kedge_takeovers",
-            "Turns that went on at another replica in mid-stream.",
-            ["ingress"],
-            registry=self._registry,
-        ).labels(ingress_id)
-        self._connection_breaks = Counter(
-            "kedge_connection_breaks",
-            "Times that the stream of events from a replica broke, and was to be opened again.",
-            ["ingress"],
-            registry=self._registry,
-        ).labels(ingress_id)
-        self._resolves = Counter(
-            "kedge_ownership_lookups",
-            "Turns whose owner the controller was asked for, rather than found in the cache.",
-            ["ingress"],
-            registry=self._registry,
-        ).labels(ingress_id)
+        self._constant = constant
+        made = self._set = MetricSet(ingress_id, constant)
+        self._failovers = made.counter("kedge_failovers")
+        self._takeovers = made.counter("kedge_takeovers")
+        self._takeover = made.histogram("kedge_takeover_seconds")
+        self._move = made.histogram("kedge_move_seconds")
+        self._connection_breaks = made.counter("kedge_connection_breaks")
+        self._resolves = made.counter("kedge_ownership_lookups")
+        self._requests = made.labelled("kedge_http_requests")
+        self._in_flight = made.gauge("kedge_http_requests_in_flight")
+        self._request = made.histograms("kedge_http_request_seconds")
+        self._ttft = made.histograms("kedge_http_ttft_seconds")
+
+    def read(self, figures: ReadFigures) -> None:
+        """Others' figures that are read when the text is rendered."""
+        self._set.read(figures)
 
     def failed_over(self) -> None:
         self._failovers.inc()
 
-    def taken_over(self) -> None:
+    def taken_over(self, after_s: float) -> None:
         self._takeovers.inc()
+        self._takeover.observe(after_s)
+
+    def found_moved(self, after_s: float) -> None:
+        """A turn's session had moved, and its new owner has begun to answer."""
+        self._move.observe(after_s)
 
     def connection_broke(self) -> None:
         self._connection_breaks.inc()
@@ -233,38 +190,25 @@ class IngressMetrics:
     def looked_up(self) -> None:
         self._resolves.inc()
 
+    def request_begins(self) -> None:
+        """It is under way until `request_ended`."""
+        self._in_flight.inc()
+
+    def request_ended(self, route: str, method: str, status: str) -> None:
+        self._in_flight.dec()
+        self._requests.labels(self.ingress_id, route, method, status).inc()
+
+    def answered(self, route: str, after_s: float) -> None:
+        self._request.labels(self.ingress_id, route).observe(after_s)
+
+    def first_event(self, route: str, after_s: float) -> None:
+        self._ttft.labels(self.ingress_id, route).observe(after_s)
+
     def render(self) -> str:
-        return generate_latest(self._registry).decode()
+        return self._set.render()
 
-
-def render_gauges(figures: Iterable[tuple[str, str, float]]) -> str:
-    """Exposition text of unlabelled gauges given as (name, help, value); names in `_total` become counters."""
-    registry = CollectorRegistry()
-
-    class Figures:
-        def collect(self) -> Iterator[Metric]:
-            for name, text, value in figures:
-                counts = name.endswith("_total")
-                family = CounterMetricFamily if counts else GaugeMetricFamily
-                yield family(name.removesuffix("_total"), text, value=value)
-
-    registry.register(Figures())
-    return generate_latest(registry).decode()
-
-
-def merge_expositions(texts: Iterable[str]) -> str:
-    """One exposition out of several: every family once, with the samples of all."""
-    headers: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for text in texts:
-        family = ""
-        for line in text.splitlines():
-            if line.startswith("# HELP ") or line.startswith("# TYPE "):
-                family = line.split(" ", 3)[2]
-                lines = headers.setdefault(family, [])
-                if not any(line[:7] == seen[:7] for seen in lines):
-                    lines.append(line)
-            elif line and not line.startswith("#"):
-                samples.setdefault(family, []).append(line)
-    blocks = ["\n".join([*headers.get(name, []), *lines]) for name, lines in samples.items()]
-    return "\n".join(blocks) + "\n" if blocks else ""
+    def render_others(self, figures: Sequence[Figure]) -> str:
+        """What others count who render nothing, with the labels of the cluster."""
+        others = MetricSet("", self._constant)
+        others.read(lambda: figures)
+        return others.render()

@@ -8,21 +8,23 @@ from __future__ import annotations
 from ray.serve.metrics import Gauge
 
 from engine.api import EngineStats
-from serving.watch.metrics import ENGINE_GAUGES, pages_by_account, pools_of
+from serving.watch.definitions import DEFINITIONS, Kind
+from serving.watch.engine_figures import engine_figures
 
 
 class RayGauges:
     """To be created inside a replica."""
 
     def __init__(self) -> None:
-        self._pages = Gauge("kedge_kv_pages", "Pages of KV by account.", ("pool", "account"))
-        self._pool_pages = Gauge("kedge_kv_pool_pages", "Pages of KV in the pool.", ("pool",))
-        self._figures = [(figure, Gauge(figure.name, figure.help)) for figure in ENGINE_GAUGES]
+        self._gauges: dict[str, Gauge] = {}
 
     def publish(self, stats: EngineStats) -> None:
-        for pool, accounts in pools_of(stats).items():
-            self._pool_pages.set(accounts.total, {"pool": pool})
-            for account, count in pages_by_account(accounts).items():
-                self._pages.set(count, {"pool": pool, "account": account})
-        for figure, gauge in self._figures:
-            gauge.set(figure.read(stats))
+        for figure in engine_figures(stats):
+            known = DEFINITIONS[figure.name]
+            if known.kind is not Kind.GAUGE:
+                continue
+            labels = known.labels[1:]
+            gauge = self._gauges.get(figure.name)
+            if gauge is None:
+                gauge = self._gauges[figure.name] = Gauge(figure.name, known.help, labels)
+            gauge.set(figure.value, dict(zip(labels, figure.labels, strict=True)))

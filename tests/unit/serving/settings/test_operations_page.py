@@ -8,7 +8,6 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from serving.settings.config import AppArgs, AutoscalingArgs
-from serving.watch import metrics
 
 PAGE = (Path(__file__).parents[4] / "docs" / "operations.md").read_text()
 
@@ -42,16 +41,6 @@ def setting_names() -> set[str]:
 def test_every_setting_is_in_the_table_and_nothing_else():
     listed = {name for name in first_cells("") if "." in name}
     assert listed == setting_names()
-
-
-def test_every_engine_metric_is_in_the_table():
-    gauges = {figure.name for figure in metrics.ENGINE_GAUGES}
-    counters = {f"{figure.name}_total" for figure in metrics.ENGINE_COUNTERS}
-    assert gauges | counters <= first_cells("kedge_")
-
-
-def test_every_account_of_pages_is_named():
-    assert all(f"`{account}`" in PAGE for account in metrics.PAGE_ACCOUNTS)
 
 
 def test_every_alert_is_in_the_table():

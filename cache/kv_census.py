@@ -1,0 +1,31 @@
+"""Whose KV is where: bytes by namespace and tier. A walk over all sessions; who asks often asks for too much."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from cache.sequence_kv import SequenceKV
+from cache.slots import SessionSlot
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+
+
+def kv_bytes(
+    slots: Iterable[SessionSlot], in_turn: Iterable[SequenceKV], page_bytes: int, window_page_bytes: int
+) -> dict[tuple[str, str], int]:
+    """Of sessions and of the requests that run. Pages that the radix tree has are everybody's, and not counted."""
+    num_bytes: Counter[tuple[str, str]] = Counter()
+
+    def count(kv: SequenceKV) -> None:
+        private = 0 if kv.window is None else kv.window.num_private(kv.num_protected_pages)
+        num_bytes[kv.namespace, DEVICE] += kv.num_private_pages * page_bytes + private * window_page_bytes
+
+    for kv in in_turn:
+        count(kv)
+    for slot in slots:
+        if slot.kv is not None:
+            count(slot.kv)
+        if (entry := slot.entry) is not None:
+            num_bytes[entry.namespace, DISK if entry.on_disk else HOST] += entry.num_bytes
+    return dict(num_bytes)

@@ -1,0 +1,53 @@
+"""The controller's figures, of ledger, replicas and log. Names are those of serving/watch/definitions.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.cluster_stats import ClusterStats
+from controllers.histogram import Measure
+from controllers.ownership import OwnershipLedger
+from controllers.records import ReplicaStatus
+from controllers.replicas import ReplicaDirectory, ReplicaState
+
+
+def session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dict[str, float]:
+    """Gauges without labels, of sessions and replicas."""
+    present = [status.replica_id for status in replicas.present()]
+    owned = sum(map(ledger.count_of, present))
+    in_turn = sum(map(ledger.in_turn, present))
+    return {
+        "sessions_in_turn": float(in_turn),
+        "sessions_idle": float(owned - in_turn),
+        "sessions_unowned": float(len(ledger) - owned),
+        "session_tokens": float(ledger.tokens),
+        "session_size_bytes": float(ledger.size_bytes),
+        **{
+            f"replicas_{state.value}": float(len(replicas.in_state(state)))
+            for state in ReplicaState
+            if state is not ReplicaState.GONE
+        },
+    }
+
+
+def measures(ledger: OwnershipLedger, replicas: ReplicaDirectory, stats: ClusterStats) -> Iterator[Measure]:
+    """All of them. Looks at replicas, not at sessions."""
+    stats.count("replicas_lost", replicas.newly_lost())
+    for name, value in session_figures(ledger, replicas).items():
+        yield Measure(f"controller_{name}", value)
+    for status in replicas.present():
+        label = ("replica", status.replica_id)
+        age_s = replicas.silence_s(status.replica_id)
+        yield Measure("controller_heartbeat_age_seconds", age_s, (label,))
+        for kind, count in _orphans(ledger, status).items():
+            yield Measure("controller_orphaned_sessions", float(count), (label, ("kind", kind)))
+    yield from stats.measures()
+
+
+def _orphans(ledger: OwnershipLedger, status: ReplicaStatus) -> dict[str, int]:
+    """What a replica holds and the ledger does not give it; what the ledger takes it to hold and it does not; what it
+    holds and has not told. All as of its last heartbeat: each may be there for the time of one."""
+    stale = len(ledger.stale(status.replica_id))
+    held = ledger.held(status.replica_id) + stale
+    told = held if status.held is None else status.held
+    return {"stale": stale, "missing": max(0, held - told), "untold": max(0, told - held)}

@@ -1,0 +1,95 @@
+"""Looks at what the engine holds: each tenant's KV, KV that nobody knows, and now and then every page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+from cache.audit import AuditReport
+from engine.api import Engine, EngineError
+from serving.watch.metrics import ReplicaMetrics
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 5.0
+ENGINE_TIMEOUT_S = 10.0
+MOST_TENANTS = 8
+NO_TENANT = "-"
+OTHER_TENANTS = "other"
+
+
+class KVWatch:
+    """`known` says which sessions the replica knows of. `audit_interval_s` None: no walks but those that are asked for.
+    `clock` returns monotonic seconds, `unix_clock` Unix time. Used on the replica's event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: ReplicaMetrics,
+        known: Callable[[str], bool],
+        *,
+        audit_interval_s: float | None,
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._known = known
+        self._audit_interval_s = audit_interval_s
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._next_audit_s = clock()
+        self._unknown: frozenset[str] = frozenset()
+
+    async def look(self) -> None:
+        """To be called every LOOK_INTERVAL_S. An engine that does not answer is others' affair."""
+        try:
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                census = await asyncio.wrap_future(self._engine.kv_census())
+        except (EngineError, TimeoutError):
+            return
+        # What is being opened or closed is there for a moment on one side only.
+        unknown = frozenset(session_id for session_id in census.sessions if not self._known(session_id))
+        self._metrics.tenant_kv(by_tenant(census.num_bytes), len(unknown & self._unknown))
+        self._unknown = unknown
+        if self._audit_interval_s is not None and self._clock() >= self._next_audit_s:
+            self._next_audit_s = self._clock() + self._audit_interval_s
+            with suppress(EngineError, TimeoutError):
+                await self.audit()
+
+    async def audit(self) -> AuditReport:
+        """Walks over all pages. Raises EngineError, and TimeoutError if the engine does not answer."""
+        report = None
+        try:
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                report = await asyncio.wrap_future(self._engine.audit())
+        finally:
+            self._metrics.audited(report, self._unix_clock())
+        if not report.clean:
+            logger.error("the books do not balance: %s", report)
+        return report
+
+
+def by_tenant(num_bytes: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    """By tenant and tier, of the few tenants that have the most, and of all others together. Namespaces are tenants,
+    with a salt behind a NUL where a request has one."""
+    tenants: Counter[str] = Counter()
+    for (namespace, _), count in num_bytes.items():
+        tenants[_tenant(namespace)] += count
+    shown = {tenant for tenant, _ in _most(tenants.items())}
+    told: Counter[tuple[str, str]] = Counter()
+    for (namespace, tier), count in num_bytes.items():
+        tenant = _tenant(namespace)
+        told[tenant if tenant in shown else OTHER_TENANTS, tier] += count
+    return dict(told)
+
+
+def _most(tenants: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return sorted(tenants, key=lambda each: (-each[1], each[0]))[:MOST_TENANTS]
+
+
+def _tenant(namespace: str) -> str:
+    return namespace.partition("\0")[0] or NO_TENANT

@@ -1,0 +1,443 @@
+"""Every metric that Kedge serves: name, kind, labels, unit, help, buckets. The one place where they are said.
+
+Processes make their prometheus_client objects of it (`serving/watch/registry.py`), `docs/metrics.py` writes the page
+docs/metrics.md of it, and a test compares it with what a running cluster serves.
+
+Every label has few values: routes, states, tiers, replicas, and of tenants only those with the most KV. None is ever a
+session's id, a request's, or anything that a client makes up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from controllers.cluster_stats import DRAIN_BUCKETS_S, GROUP_BUCKETS, STORE_BUCKETS_S
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Source(StrEnum):
+    """Who counts it. Replicas and front ends put their name into a label of that name. PAGE is the front end that
+    gathers the page, of the page as a whole: the same whoever that is."""
+
+    REPLICA = "replica"
+    INGRESS = "ingress"
+    CONTROLLER = "controller"
+    PAGE = "page"
+
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+INTER_TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+QUEUE_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+REQUEST_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
+COMMIT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0)
+MOVE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+CONSTANT_LABELS = ("cluster", "model")
+"""On every metric, so that several clusters can share one Prometheus: `metrics.cluster_name`, and the model's id."""
+
+LABELS = MappingProxyType(
+    {
+        "cluster": "the setting `metrics.cluster_name`",
+        "model": "the name by which clients ask for the model",
+        "replica": "the replica that counts, or of which the controller tells",
+        "ingress": "the front end that counts",
+        "pool": "`full`, and `window` if the model has sliding-window layers",
+        "account": "`free`, `cached`, `protected`, `session`, `in_flight`, `leaked`",
+        "tier": "`device`, `host`, `disk`; of demotions also `log`: dropped, to be computed again",
+        "tenant": "the eight that have the most KV at the replica; `-` is who names no tenant, `other` all others",
+        "outcome": "of turns see [below](#outcomes-of-turns); of conversations `recognized` or `new`",
+        "reason": "`stop`, `length`, `abort`, `error`",
+        "kind": "of conversations `unnamed` or `named` (a session whose client sends all of it); "
+        "of orphans see [below](#orphans)",
+        "result": "`clean`, `findings`, `failed` (the engine did not answer)",
+        "route": "the path's template, such as `/v1/kedge/sessions/{session_id}`; `other` where there is none",
+        "method": "`GET`, `POST`, `PUT`, `PATCH`, `DELETE`, `HEAD`, `OPTIONS`, `websocket`, `other`",
+        "status": "`1xx` to `5xx`; `left`: the client went away before an answer",
+        "operation": "of the session log: `open`, `fork`, `assign`, `touch`, `load`, `notes`, `commit`, `close`, "
+        "`close_after`, and `find`, `claim`, `changes` of a log that clusters share",
+        "state": "of links `up` or `broken`",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """`name` is without the `_total` that counters have in an exposition. `labels` are without the constant ones; who
+    counts is the first. `unit` is what is counted, in base units."""
+
+    name: str
+    kind: Kind
+    source: Source
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """Its name in an exposition, less the suffixes of a histogram's series."""
+        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+
+
+def _counter(source: Source, name: str, unit: str, text: str, *labels: str) -> Definition:
+    return Definition(f"kedge_{name}", Kind.COUNTER, source, unit, _of(source, labels), text)
+
+
+def _gauge(source: Source, name: str, unit: str, text: str, *labels: str) -> Definition:
+    return Definition(f"kedge_{name}", Kind.GAUGE, source, unit, _of(source, labels), text)
+
+
+def _histogram(
+    source: Source, name: str, unit: str, text: str, buckets: tuple[float, ...], *labels: str
+) -> Definition:
+    return Definition(f"kedge_{name}", Kind.HISTOGRAM, source, unit, _of(source, labels), text, buckets)
+
+
+def _of(source: Source, labels: tuple[str, ...]) -> tuple[str, ...]:
+    own = (source.value,) if source in (Source.REPLICA, Source.INGRESS) else ()
+    return (*own, *labels)
+
+
+REPLICA, INGRESS, CONTROLLER, PAGE = Source
+
+MEMORY = (
+    _gauge(REPLICA, "kv_pages", "pages", "Pages of KV by account; leaked is 0.", "pool", "account"),
+    _gauge(REPLICA, "kv_pool_pages", "pages", "Pages of KV in the pool.", "pool"),
+    _gauge(
+        REPLICA,
+        "kv_utilization",
+        "ratio",
+        "Share of the KV pool that turns take and lack; above 1 there is not enough for all.",
+    ),
+    _gauge(
+        REPLICA,
+        "tenant_kv_bytes",
+        "bytes",
+        "KV of a tenant's sessions and of its turns in flight; what is shared with others is not in it.",
+        "tenant",
+        "tier",
+    ),
+    _gauge(REPLICA, "host_kv_bytes", "bytes", "Host memory that idle sessions' KV takes."),
+    _gauge(REPLICA, "host_kv_budget_bytes", "bytes", "Host memory that it may take."),
+    _gauge(REPLICA, "host_sessions", "sessions", "Idle sessions whose KV is in host memory."),
+    _gauge(REPLICA, "disk_kv_bytes", "bytes", "Disk that idle sessions' KV takes."),
+    _gauge(REPLICA, "disk_kv_budget_bytes", "bytes", "Disk that it may take."),
+    _gauge(REPLICA, "disk_sessions", "sessions", "Idle sessions whose KV is on disk."),
+    _counter(REPLICA, "disk_failures", "operations", "Writes and reads of KV on disk that failed."),
+    _counter(REPLICA, "evicted_pages", "pages", "Cached pages dropped for memory."),
+    _counter(
+        REPLICA,
+        "demotions",
+        "sessions",
+        "Idle sessions whose KV gave way: to host memory, on to disk, or to the log alone.",
+        "tier",
+    ),
+    _counter(
+        REPLICA,
+        "promotions",
+        "sessions",
+        "Idle sessions whose KV came back: from host memory, or from disk.",
+        "tier",
+    ),
+    _counter(REPLICA, "retractions", "requests", "Running requests put back to wait for memory."),
+)
+ENGINE = (
+    _gauge(REPLICA, "sessions", "sessions", "Sessions with a slot in the engine."),
+    _gauge(REPLICA, "requests_running", "requests", "Requests in the running batch."),
+    _gauge(REPLICA, "requests_waiting", "requests", "Requests waiting for admission."),
+    _counter(REPLICA, "engine_steps", "steps", "Steps of the engine."),
+    _gauge(
+        REPLICA,
+        "engine_step_age_seconds",
+        "seconds",
+        "Since the engine's present step began; 0 between steps.",
+    ),
+    _counter(REPLICA, "generated_tokens", "tokens", "Tokens generated."),
+    _counter(REPLICA, "prefill_tokens", "tokens", "Input tokens computed."),
+    _counter(REPLICA, "cached_tokens", "tokens", "Input tokens whose KV was there."),
+    _counter(REPLICA, "draft_tokens", "tokens", "Tokens proposed ahead of the model."),
+    _counter(REPLICA, "accepted_draft_tokens", "tokens", "Proposed tokens that the model agreed with."),
+)
+TURNS = (
+    _counter(REPLICA, "turns", "turns", "Turns by outcome.", "outcome"),
+    _counter(REPLICA, "finished_turns", "turns", "Turns that the engine has ended, by why it did.", "reason"),
+    _histogram(
+        REPLICA, "queue_seconds", "seconds", "Arrival at the engine to its first step.", QUEUE_BUCKETS_S
+    ),
+    _histogram(REPLICA, "ttft_seconds", "seconds", "Arrival at the replica to first token.", TTFT_BUCKETS_S),
+    _histogram(
+        REPLICA,
+        "prefill_seconds",
+        "seconds",
+        "A turn's first step to its first token.",
+        QUEUE_BUCKETS_S,
+    ),
+    _histogram(REPLICA, "decode_seconds", "seconds", "A turn's first token to its last.", REQUEST_BUCKETS_S),
+    _histogram(
+        REPLICA,
+        "turn_seconds",
+        "seconds",
+        "Arrival of a turn at the replica to its last token.",
+        REQUEST_BUCKETS_S,
+    ),
+    _histogram(
+        REPLICA,
+        "inter_token_seconds",
+        "seconds",
+        "Time between tokens of one request.",
+        INTER_TOKEN_BUCKETS_S,
+    ),
+    _histogram(REPLICA, "prompt_tokens", "tokens", "Input of a turn, its history included.", TOKEN_BUCKETS),
+    _histogram(REPLICA, "output_tokens", "tokens", "Output of a turn.", TOKEN_BUCKETS),
+    _gauge(REPLICA, "commits_pending", "turns", "Finished turns that wait for the session log."),
+    _counter(
+        REPLICA,
+        "commit_retries",
+        "commits",
+        "Commits told to the session log again, because it or its controller did not answer.",
+    ),
+    _histogram(
+        REPLICA,
+        "commit_seconds",
+        "seconds",
+        "The end of a turn's computing to its place in the log, or the end of patience; all tries are in it.",
+        COMMIT_BUCKETS_S,
+    ),
+)
+SESSIONS = (
+    _gauge(REPLICA, "sessions_held", "sessions", "Named sessions whose history the replica has."),
+    _gauge(
+        REPLICA,
+        "unnamed_sessions",
+        "sessions",
+        "Conversations without a session whose KV is kept, to be recognized.",
+    ),
+    _counter(
+        REPLICA,
+        "conversations",
+        "turns",
+        "Turns whose client sends the whole conversation, by whether what it had before was here.",
+        "kind",
+        "outcome",
+    ),
+    _counter(
+        REPLICA, "conversation_prompt_tokens", "tokens", "Input of such turns, all that was sent.", "kind"
+    ),
+    _counter(REPLICA, "conversation_cached_tokens", "tokens", "The part of it whose KV was there.", "kind"),
+    _histogram(
+        REPLICA,
+        "session_load_seconds",
+        "seconds",
+        "To get a session's history from the log, as after a move.",
+        MOVE_BUCKETS_S,
+    ),
+    _gauge(REPLICA, "orphaned_sessions", "sessions", "KV in the engine of sessions that nobody has here."),
+)
+AUDITS = (
+    _counter(REPLICA, "audits", "audits", "Walks over all pages, by what they found.", "result"),
+    _gauge(
+        REPLICA,
+        "audit_findings",
+        "findings",
+        "What the last one found: pages without just one account, and counters that disagree.",
+    ),
+    _gauge(
+        REPLICA,
+        "audit_timestamp_seconds",
+        "seconds",
+        "When the last one ended, in Unix time; 0: there was none yet.",
+    ),
+)
+LINKS = (
+    _gauge(REPLICA, "replica_links", "links", "Front ends that are connected to the replica."),
+    _gauge(INGRESS, "links", "links", "Connections to replicas.", "state"),
+    _gauge(INGRESS, "link_calls", "calls", "Calls and turns at replicas that are not over."),
+    _gauge(INGRESS, "link_unread_bytes", "bytes", "Sent to replicas, and not known to have arrived."),
+    _counter(
+        INGRESS,
+        "connection_breaks",
+        "connections",
+        "Times that the stream of events from a replica broke, and was to be opened again.",
+    ),
+)
+HTTP = (
+    _counter(
+        INGRESS,
+        "http_requests",
+        "requests",
+        "Requests that have ended, by the path's template and the class of the status.",
+        "route",
+        "method",
+        "status",
+    ),
+    _gauge(INGRESS, "http_requests_in_flight", "requests", "Requests under way, WebSockets among them."),
+    _histogram(
+        INGRESS,
+        "http_request_seconds",
+        "seconds",
+        "Arrival of a request to the end of its answer; WebSockets are not in it.",
+        REQUEST_BUCKETS_S,
+        "route",
+    ),
+    _histogram(
+        INGRESS,
+        "http_ttft_seconds",
+        "seconds",
+        "Arrival of a request to the first event of its stream.",
+        TTFT_BUCKETS_S,
+        "route",
+    ),
+)
+DISPATCH = (
+    _counter(INGRESS, "failovers", "calls", "Calls sent again because their owner was lost."),
+    _counter(INGRESS, "takeovers", "turns", "Turns that went on at another replica in mid-stream."),
+    _histogram(
+        INGRESS,
+        "takeover_seconds",
+        "seconds",
+        "The loss of a turn's replica in mid-stream to its next event, at another one.",
+        MOVE_BUCKETS_S,
+    ),
+    _histogram(
+        INGRESS,
+        "move_seconds",
+        "seconds",
+        "What a turn waited because its session had moved: the former owner's refusal to the next one's answer.",
+        MOVE_BUCKETS_S,
+    ),
+    _counter(
+        INGRESS,
+        "ownership_lookups",
+        "turns",
+        "Turns whose owner the controller was asked for, rather than found in the cache.",
+    ),
+    _gauge(
+        PAGE,
+        "replicas_expected",
+        "replicas",
+        "Replicas that the settings ask for; with autoscaling, the fewest.",
+    ),
+    _gauge(
+        PAGE,
+        "scrape_missing_replicas",
+        "replicas",
+        "Replicas that should be on this page and did not answer.",
+    ),
+    _gauge(PAGE, "controller_up", "bool", "1 if the controller answered this scrape, else 0."),
+)
+LEDGER = (
+    _gauge(CONTROLLER, "controller_sessions_idle", "sessions", "Sessions in the ledger without a turn."),
+    _gauge(CONTROLLER, "controller_sessions_in_turn", "sessions", "Sessions with a turn in flight."),
+    _gauge(
+        CONTROLLER,
+        "controller_sessions_unowned",
+        "sessions",
+        "Sessions whose replica is gone; their next turn gets them a new owner.",
+    ),
+    _gauge(CONTROLLER, "controller_session_tokens", "tokens", "Committed tokens of all sessions."),
+    _gauge(
+        CONTROLLER,
+        "controller_session_size_bytes",
+        "bytes",
+        "KV that is held for them; what forks share counts for each.",
+    ),
+    _gauge(
+        CONTROLLER,
+        "controller_orphaned_sessions",
+        "sessions",
+        "Sessions of which the ledger and a replica say different things.",
+        "replica",
+        "kind",
+    ),
+    *(
+        _counter(CONTROLLER, f"controller_{name}", unit, text)
+        for name, unit, text in (
+            ("sessions_opened", "sessions", "Sessions opened."),
+            ("sessions_forked", "sessions", "Sessions forked from others."),
+            ("sessions_closed", "sessions", "Sessions closed."),
+            ("sessions_expired", "sessions", "Sessions past their idle timeout."),
+            ("sessions_claimed", "sessions", "Sessions taken from other clusters on the same log."),
+            ("sessions_taken_over", "sessions", "Sessions that other clusters took."),
+            ("turns_committed", "turns", "Turns in the log."),
+            ("turns_refused", "turns", "Commits refused, as those of former owners."),
+            ("commits_failed", "turns", "Commits that found no log and are told again."),
+        )
+    ),
+    _counter(CONTROLLER, "ownership_transfers", "sessions", "Sessions that moved to another replica."),
+    _counter(
+        CONTROLLER, "ownership_rebalanced", "sessions", "Those that left a busy replica for a less busy one."
+    ),
+    _counter(CONTROLLER, "ownership_drained", "sessions", "Those that left a replica that was to go."),
+)
+MEMBERS = (
+    *(
+        _gauge(CONTROLLER, f"controller_replicas_{state}", "replicas", text)
+        for state, text in (
+            ("live", "Replicas in use."),
+            ("joining", "Replicas not heard since the controller began."),
+            ("suspect", "Replicas that somebody cannot reach."),
+            ("draining", "Replicas that are to go."),
+        )
+    ),
+    _gauge(
+        CONTROLLER,
+        "controller_heartbeat_age_seconds",
+        "seconds",
+        "Since a replica was last heard, of those that are not gone.",
+        "replica",
+    ),
+    _counter(
+        CONTROLLER, "controller_replicas_lost", "replicas", "Replicas that were gone without a farewell."
+    ),
+    _histogram(
+        CONTROLLER,
+        "controller_drain_seconds",
+        "seconds",
+        "A replica's word that it is to go, to its farewell.",
+        DRAIN_BUCKETS_S,
+    ),
+)
+LOG = (
+    _histogram(
+        CONTROLLER,
+        "controller_store_seconds",
+        "seconds",
+        "Operations of the session log, failed ones too.",
+        STORE_BUCKETS_S,
+        "operation",
+    ),
+    _counter(
+        CONTROLLER, "controller_store_errors", "operations", "Operations that the log failed in.", "operation"
+    ),
+    _gauge(
+        CONTROLLER, "controller_commits_queued", "turns", "Turns that wait for their group to be written."
+    ),
+    _histogram(
+        CONTROLLER, "controller_commit_group_turns", "turns", "Turns written together.", GROUP_BUCKETS
+    ),
+)
+
+GROUPS = MappingProxyType(
+    {
+        "KV memory": MEMORY,
+        "Engine": ENGINE,
+        "Turns": TURNS,
+        "Sessions and conversations": SESSIONS,
+        "Audits": AUDITS,
+        "HTTP, as clients see it": HTTP,
+        "Front ends and replicas": DISPATCH,
+        "Links": LINKS,
+        "Ledger": LEDGER,
+        "Replicas, as the controller sees them": MEMBERS,
+        "Session log": LOG,
+    }
+)
+DEFINITIONS = MappingProxyType({each.name: each for group in GROUPS.values() for each in group})

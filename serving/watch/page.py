@@ -1,0 +1,43 @@
+"""The page of a whole cluster, out of the texts of its processes.
+
+Lines are put together by family, and are not read: each is whole, and all were written by prometheus_client, which
+escapes line ends. Its parser and writer in place of this took 290 to 530 ms for 16 replicas (15,000 lines, 740 kB) on
+a busy machine where this takes 20 to 30 ms, in which no stream gets a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from controllers.histogram import Measure
+from serving.watch.definitions import DEFINITIONS
+from serving.watch.registry import Figure
+
+
+def merge_expositions(texts: Iterable[str]) -> str:
+    """One exposition out of several: every family once, with the samples of all."""
+    headers: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in texts:
+        family = ""
+        for line in text.split("\n"):
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = line.split(" ", 3)[2]
+                lines = headers.setdefault(family, [])
+                if not any(line[:7] == seen[:7] for seen in lines):
+                    lines.append(line)
+            elif line and not line.startswith("#"):
+                samples.setdefault(family, []).append(line)
+    blocks = ["\n".join([*headers.get(name, []), *lines]) for name, lines in samples.items()]
+    return "\n".join(blocks) + "\n" if blocks else ""
+
+
+def controller_figures(measures: Iterable[Measure]) -> Iterator[Figure]:
+    """Those that this version knows: the controller may be of a later one."""
+    for measure in measures:
+        name = f"kedge_{measure.name}"
+        known = DEFINITIONS.get(name)
+        if known is None or known.labels != tuple(label for label, _ in measure.labels):
+            continue
+        if len(measure.counts) == (len(known.buckets) + 1 if known.buckets else 0):
+            yield Figure(name, measure.value, tuple(value for _, value in measure.labels), measure.counts)
