@@ -132,12 +132,12 @@ class ReplicaFaults:
         return remove, {"session_id": name, "page": twin.last_page}
 
     async def _lose(self, session_id: str | None) -> tuple[Undo, dict[str, Any]]:
-        """The replica forgets a session that the ledger says it has. The session's next turn loads it again."""
+        """The replica forgets a session and tells nobody; its KV stays. The session's next turn loads it again."""
         name, _ = await self._on_step_thread(lambda cache: _idle_session(cache, session_id))
         epoch = self._host._sessions.epoch(name)
         if epoch is None:
             raise _refused(f"session {name} is not held here")
-        await self._host.release(name)
+        self._host._sessions._sessions.pop(name)  # as if it had never been here: nobody notes a change
 
         async def load_again() -> None:
             await self._host.hold(name, epoch)

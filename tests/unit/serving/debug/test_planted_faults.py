@@ -96,8 +96,16 @@ async def test_refused_turns_count_as_what_they_are(tmp_path: Path, kind: FaultK
 
 async def test_a_lost_session_is_loaded_again_by_its_next_turn(tmp_path: Path) -> None:
     async with rig_with_session(tmp_path) as (rig, faults, epoch):
+        await rig.host.heartbeat()
         await faults.plant(order(FaultKind.LOSE_SESSION))
         assert rig.sessions.epoch("s") is None
+        await rig.host.heartbeat()
+        (orphaned,) = (
+            measure
+            for measure in rig.controller.cluster.measures()
+            if measure.name == "controller_orphaned_sessions" and ("kind", "missing") in measure.labels
+        )
+        assert orphaned.value == 1
         assert rig.controller.cluster.session("s").replica_id == rig.replica_id
         assert (await rig.run(call([7], "s"), epoch))[-1].finish is not None
         await faults.plant(MEND)
