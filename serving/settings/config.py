@@ -269,6 +269,8 @@ class DebugArgs(StrictModel):
     but this machine may call."""
 
     faults: bool = False
+
+
 class MetricsArgs(StrictModel):
     """`cluster_name` is the label `cluster` of every metric: clusters that share a Prometheus need names of their own.
     With `ray_llm_names` Ray's metrics have this cluster's figures also under the names that vLLM or SGLang have there,
