@@ -138,14 +138,21 @@ def test_errors_of_ours_and_those_of_clients(cluster: ServedCluster, prometheus:
     plant(cluster, "fail_turns", replica_id=failing, for_s=120)
     with clients(cluster, 4, short_stream, 0.1) as told, clients(cluster, 8, nonsense, 0.02) as refused:
         prometheus.fires("KedgeTurnErrors", severity="page", **LABELS)
-        prometheus.fires("KedgeServerErrors", severity="page", **LABELS)
+        prometheus.fires("KedgeReplicaErrors", severity="page", replica=failing, **LABELS)
+        prometheus.fires("KedgeHttpErrors", severity="page", **LABELS)
         prometheus.fires("KedgeOverloaded", severity="warning", **LABELS)
         prometheus.fires("KedgeClientErrors", severity="info", **LABELS)
         assert set(refused) == {400}
         assert {429, 500} <= set(told)
     mend(cluster)
     with clients(cluster, 4, short_stream, 0.02):
-        for name in ("KedgeTurnErrors", "KedgeServerErrors", "KedgeOverloaded", "KedgeClientErrors"):
+        for name in (
+            "KedgeReplicaErrors",
+            "KedgeTurnErrors",
+            "KedgeHttpErrors",
+            "KedgeOverloaded",
+            "KedgeClientErrors",
+        ):
             prometheus.resolves(name, **LABELS)
 
 
