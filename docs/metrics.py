@@ -5,11 +5,20 @@ python docs/metrics.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from serving.watch.definitions import CONSTANT_LABELS, GROUPS, LABELS, Definition, Source
+from ray.dashboard.modules.metrics.dashboards.common import DashboardConfig
+from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import serve_llm_dashboard_config
+from ray.dashboard.modules.metrics.dashboards.serve_llm_sglang_dashboard_panels import (
+    serve_llm_sglang_dashboard_config,
+)
 
+from serving.watch.definitions import CONSTANT_LABELS, GROUPS, LABELS, Definition, Source
+from serving.watch.ray_llm import FINISHED, NOT_TOLD, NOW_FIGURES, SERVE_REQUESTS, TURN_FIGURES, LLMNames
+
+SERVE = f"ray_{SERVE_REQUESTS}"
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 HEAD = """# Metrics
 
@@ -54,10 +63,58 @@ two looks one after another.
 """
 
 
+RAY = """## Ray's own boards for LLMs
+
+Ray ships Grafana boards "Serve LLM" and "Serve LLM SGLang", which read `ray_vllm_*` and `ray_sglang_*`. With
+`metrics.ray_llm_names: vllm` (or `sglang`) each replica tells Ray's metrics what it truly has under those names, beside
+the `kedge_*` gauges; the label `model_name` is the model's name. A turn that a replica begins and another one ends
+counts at the other. With `vllm` turns count in Serve's own `ray_serve_deployment_request_counter_total`, too: that
+board takes from it which process is which replica, and Serve does not see turns.
+"""
+BOARDS: Mapping[LLMNames, DashboardConfig] = {
+    "vllm": serve_llm_dashboard_config,
+    "sglang": serve_llm_sglang_dashboard_config,
+}
+
+
 def page() -> str:
     """The whole page, Markdown."""
     parts = [HEAD, *(f"## {title}\n\n{_table(group)}" for title, group in GROUPS.items())]
-    return "\n".join([*parts, _labels(), NOTES])
+    return "\n".join([*parts, _labels(), NOTES, RAY, *map(_board, BOARDS)])
+
+
+def _board(names: LLMNames) -> str:
+    told = {f"ray_{each.name}": each.source for each in (*TURN_FIGURES[names], *NOW_FIGURES[names])}
+    told |= {f"ray_{FINISHED}": "`kedge_finished_turns_total`"} if names == "vllm" else {}
+    lines = [f"### `ray_{names}_*`", "", "| panel | shows |", "|---|---|"]
+    for row in BOARDS[names].rows:
+        for panel in row.panels:
+            asked = dict.fromkeys(_base(name) for target in panel.targets for name in names_in(target.expr))
+            asked.pop(SERVE, None)
+            empty = dict.fromkeys(why_empty(name) for name in asked if name not in told)
+            shown = dict.fromkeys(told.get(name, "") for name in asked)
+            part = "in part " if any(name in told for name in asked) else ""
+            why = f"{part}empty: {'; '.join(empty)}"
+            lines.append(f"| {row.title}: {panel.title} | {why if empty else _told(shown)} |")
+    return "\n".join([*lines, ""])
+
+
+def _told(shown: Iterable[str]) -> str:
+    return "; ".join(shown) or "requests of the deployments"
+
+
+def names_in(query: str) -> list[str]:
+    """Of the metrics in a query of Ray's boards."""
+    return re.findall(r"\bray_(?:vllm|sglang|serve)_\w+", query)
+
+
+def _base(name: str) -> str:
+    return re.sub(r"_(bucket|count|sum|total)$", "", name)
+
+
+def why_empty(name: str) -> str:
+    """Raises KeyError for what nobody has thought of."""
+    return next(why for start, why in NOT_TOLD.items() if name.startswith(f"ray_{start}"))
 
 
 def _table(group: tuple[Definition, ...]) -> str:

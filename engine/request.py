@@ -74,10 +74,10 @@ class LiveRequest:
     `stop_ids`, `longest_output` and `rules`, see StopCriteria, which lets go of rules that are over.
     """
 
-    __slots__ = ("accepted_draft_tokens", "arrival", "arrived_s", "cached_tokens", "draft_tokens", "history", "in_flight",
-                 "kv", "launched_len", "longest_output", "next_input_logprob", "num_output", "num_pending", "place",
-                 "prompt_len", "queued_s", "request_id", "rules", "run", "sample", "seen", "shares_prompt", "spec",
-                 "status", "stop_ids", "tokens", "total_len")  # fmt: skip
+    __slots__ = ("accepted_draft_tokens", "arrival", "arrived_s", "cached_tokens", "draft_tokens", "history",
+                 "in_flight", "kv", "launched_len", "longest_output", "next_input_logprob", "num_output",
+                 "num_pending", "place", "prompt_len", "queued_s", "request_id", "rules", "run", "sample",
+                 "seen", "shares_prompt", "spec", "status", "stop_ids", "tokens", "total_len")  # fmt: skip
 
     def __init__(self, spec: GenerateRequest, arrival: int, arrived_s: float = 0.0) -> None:
         self.spec = spec

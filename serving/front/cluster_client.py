@@ -31,8 +31,7 @@ from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import LOG_AWAY, RETRY_PAUSE_S, TurnDispatcher
 from serving.watch.audit_reply import cluster_audit
 from serving.watch.metrics import IngressMetrics
-from serving.watch.page import controller_figures, merge_expositions
-from serving.watch.registry import Figure
+from serving.watch.page import cluster_page
 from serving.wire.calls import (
     Abort,
     Audit,
@@ -281,16 +280,14 @@ class ClusterClient:
             self._siblings.ask("metrics_text"),
             self._controller_measures(),
         )
-        present = await self._replicas.present()
-        figures = [
-            Figure("kedge_replicas_expected", self._replicas_expected),
-            Figure("kedge_scrape_missing_replicas", max(0, len(present) - len(replicas))),
-            Figure("kedge_controller_up", measures is not None),
-            *controller_figures(measures or ()),
-        ]
-        # An ingress that runs shows at least its own.
-        by_ingress = dict(ingresses) | {self._metrics.ingress_id: self._metrics.render()}
-        return merge_expositions([*replicas, self._metrics.render_others(figures), *by_ingress.values()])
+        return cluster_page(
+            self._metrics,
+            replicas,
+            ingresses,
+            measures,
+            present=len(await self._replicas.present()),
+            expected=self._replicas_expected,
+        )
 
     async def _look_for_health(self) -> bool:
         return await self._replicas.any_answers(FIGURES_TIMEOUT_S)

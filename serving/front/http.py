@@ -79,7 +79,15 @@ def create_http_app(
     ):
         app.include_router(protocol.routes())
     app.add_middleware(CallersKnown, keys=keys, operators=operators)
-    app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=not keys)
+    _add_outer_middleware(app, browser_rules, keyless=not keys, metrics=metrics)
+    return app
+
+
+def _add_outer_middleware(
+    app: FastAPI, browser_rules: BrowserRules, *, keyless: bool, metrics: RequestMetrics | None
+) -> None:
+    """Each is outside of those before. What is refused counts, too."""
+    app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=keyless)
     if browser_rules.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -90,4 +98,3 @@ def create_http_app(
         )
     if metrics is not None:
         app.add_middleware(RequestsCounted, metrics=metrics)
-    return app

@@ -128,6 +128,8 @@ class EventMaker:
             turn_s=self._clock() - live.started_s,
             queue_s=live.queued_s,
             decode_s=None if first_s is None or last_s is None else last_s - first_s,
+            ttft_s=None if first_s is None else first_s - live.started_s,
+            prefill_s=None if first_s is None else _prefill_s(live, first_s),
         )
         self._metrics.computed(ended)
         kind = _conversation_kind(live.call)
@@ -171,11 +173,16 @@ class EventMaker:
             self._metrics.first_token(
                 now_s - live.started_s,
                 queue_s=live.queued_s,
-                prefill_s=max(0.0, now_s - live.submitted_s - live.queued_s),
+                prefill_s=_prefill_s(live, now_s),
             )
         else:
             self._metrics.next_tokens(count, now_s - live.last_token_s)
         live.last_token_s = now_s
+
+
+def _prefill_s(live: LiveTurn, first_token_s: float) -> float:
+    """The engine's clock and the replica's tell the same time, if not to the microsecond."""
+    return max(0.0, first_token_s - live.submitted_s - live.queued_s)
 
 
 def _conversation_kind(call: TurnCall) -> str | None:

@@ -48,8 +48,9 @@ from serving.settings.config import AppArgs
 from serving.settings.engine_args import ModelArgs
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import failed_audit, replica_audit
-from serving.watch.metrics import ReplicaMetrics
+from serving.watch.metrics import EndedTurn, ReplicaMetrics
 from serving.watch.ray_gauges import RayGauges
+from serving.watch.ray_llm import RayLLM
 from serving.wire.calls import (
     Abort,
     AnyCall,
@@ -109,10 +110,14 @@ class Listener(PeerConnections, Protocol):
     async def close(self) -> None: ...
 
 
+def nothing_told(_turn: EndedTurn) -> None:
+    """Where nobody wants to hear of turns."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
     """What a replica is given where it runs. `clock` returns monotonic seconds, `unix_clock` Unix time; `settle` is
-    called once everything is loaded."""
+    called once everything is loaded, `turn_ended` for each turn that the engine has ended."""
 
     replica_id: str
     controller: ControllerCalls
@@ -122,6 +127,7 @@ class ReplicaPlace:
     clock: Callable[[], float]
     unix_clock: Callable[[], float]
     settle: Callable[[], None]
+    turn_ended: Callable[[EndedTurn], None] = nothing_told
 
 
 class LLMReplica:
@@ -146,6 +152,7 @@ class LLMReplica:
         self._text = await asyncio.to_thread(place.load_text, settings.model, self._engine)
         self._sampling = await asyncio.to_thread(_sampling_of, args.model)
         self._metrics = ReplicaMetrics(self._replica_id, self._engine.stats, args.metric_labels)
+        self._metrics.tell_ended(place.turn_ended)
         self._publish = place.publish_gauges
         self._controller = place.controller
         self._listener = place.listener
@@ -399,6 +406,14 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPla
     """That of a replica of Ray Serve."""
     controller = connect_controller(args.controller.name, deployment)
     context = ray.get_runtime_context()
+    gauges, names = RayGauges(), args.metrics.ray_llm_names
+    boards = None if names == "none" else RayLLM(names, args.model.model_id)
+
+    def published(stats: EngineStats) -> None:
+        gauges.publish(stats)
+        if boards is not None:
+            boards.publish(stats)
+
     return ReplicaPlace(
         replica_id=serve.get_replica_context().replica_id.unique_id,
         controller=controller,
@@ -409,7 +424,8 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPla
             actor=context.get_actor_name(),
             namespace=context.namespace,
         ),
-        publish_gauges=RayGauges().publish,
+        publish_gauges=published,
+        turn_ended=nothing_told if boards is None else boards.ended,
         load_text=_load_text,
         clock=time.monotonic,
         unix_clock=time.time,

@@ -28,8 +28,8 @@ CONVERSATION_KINDS = ("unnamed", "named")
 
 
 class EndedTurn(NamedTuple):
-    """What a turn that the engine has ended took. Times in seconds: `queue_s` until its first step; `decode_s` from its
-    first token to its last (None: it has none)."""
+    """What a turn that the engine has ended took. Times in seconds: `queue_s` until its first step, `prefill_s` from
+    there to its first token, `decode_s` from there to its last. None: it has no token, or began elsewhere."""
 
     reason: str
     prompt_tokens: int
@@ -37,7 +37,9 @@ class EndedTurn(NamedTuple):
     output_tokens: int
     turn_s: float
     queue_s: float
-    decode_s: float | None
+    decode_s: float | None = None
+    ttft_s: float | None = None
+    prefill_s: float | None = None
 
 
 class ReplicaMetrics:

@@ -7,11 +7,34 @@ a busy machine where this takes 20 to 30 ms, in which no stream gets a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from controllers.histogram import Measure
 from serving.watch.definitions import DEFINITIONS
+from serving.watch.metrics import IngressMetrics
 from serving.watch.registry import Figure
+
+
+def cluster_page(
+    own: IngressMetrics,
+    replicas: Sequence[str],
+    ingresses: Iterable[tuple[str, str]],
+    measures: Iterable[Measure] | None,
+    *,
+    present: int,
+    expected: int,
+) -> str:
+    """Of the front end with these metrics: texts of `replicas` that answered, of all that are `present`; texts of other
+    front ends by their ids; the controller's `measures`, None if it did not answer."""
+    figures = [
+        Figure("kedge_replicas_expected", expected),
+        Figure("kedge_scrape_missing_replicas", max(0, present - len(replicas))),
+        Figure("kedge_controller_up", measures is not None),
+        *controller_figures(measures or ()),
+    ]
+    # One that runs shows at least its own.
+    by_ingress = dict(ingresses) | {own.ingress_id: own.render()}
+    return merge_expositions([*replicas, own.render_others(figures), *by_ingress.values()])
 
 
 def merge_expositions(texts: Iterable[str]) -> str:

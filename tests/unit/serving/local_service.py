@@ -8,6 +8,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
+from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -23,9 +25,13 @@ from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import EngineError, Finish, FinishReason
 from serving.front.conversations import Conversations
 from serving.front.http import create_http_app
+from serving.front.replica_calls import ReplicaCalls
+from serving.front.replica_link import LinkTimes
 from serving.replica.replica import replica_figures
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import cluster_audit, replica_audit
+from serving.watch.metrics import IngressMetrics
+from serving.watch.page import cluster_page
 from serving.wire.calls import KeepNote
 from serving.wire.errors import error_info
 from serving.wire.transcripts import transcript_of
@@ -45,6 +51,7 @@ from serving.wire.turns import (
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, running_rig
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
 
+METRIC_LABELS = MappingProxyType({"cluster": "kedge", "model": "null-model"})
 MODEL = ModelInfo("null-model", "/models/null", "/models/null", 512, VOCAB_SIZE, 1_700_000_000, "hermes")
 
 
@@ -55,6 +62,8 @@ class LocalService:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
+        self.metrics = IngressMetrics("front", METRIC_LABELS)
+        self.metrics.read(_calls_of(rig).figures)
         self.conversations = Conversations(1000)
         self.calls: list[TurnCall] = []
         self.ended = 0
@@ -217,10 +226,23 @@ class LocalService:
         return {"replicas": [replica_figures(REPLICA_ID, 0, 0, self.rig.engine)]}
 
     async def metrics_text(self) -> str:
-        return self.rig.metrics.render()
+        await self.rig.host.heartbeat()
+        await self.rig.kv_watch.look()
+        page = [self.rig.metrics.render()]
+        return cluster_page(self.metrics, page, (), self.cluster.measures(), present=1, expected=1)
 
     async def healthy(self) -> bool:
         return self.rig.engine.alive
+
+
+def _calls_of(rig: Rig) -> ReplicaCalls:
+    """A front end's calls, of which there are none: turns go to the rig by themselves."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("no replica is called")
+
+    unused: Any = rig.controller
+    return ReplicaCalls(unused, refuse, refuse, rig.tasks, Random(0), times=LinkTimes(), call_timeout_s=1.0)
 
 
 @contextmanager
@@ -264,7 +286,7 @@ def shown_text(token_ids: list[int]) -> str:
 
 @asynccontextmanager
 async def local_service(directory: Path) -> AsyncIterator[LocalService]:
-    async with running_rig(directory, text=small_text()) as rig:
+    async with running_rig(directory, text=small_text(), metric_labels=METRIC_LABELS) as rig:
         yield LocalService(rig)
 
 
@@ -275,7 +297,10 @@ def client_of(app: FastAPI) -> httpx.AsyncClient:
 
 @asynccontextmanager
 async def local_client(directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient, LocalService]]:
-    async with local_service(directory) as service, client_of(create_http_app(lambda: service)) as client:
+    async with (
+        local_service(directory) as service,
+        client_of(create_http_app(lambda: service, metrics=service.metrics)) as client,
+    ):
         yield client, service
 
 

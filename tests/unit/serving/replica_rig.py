@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from engine.runner.null import EOS_TOKEN_ID, NullRunner
 from engine.settings import CacheSettings, SchedulerSettings, SpeculationSettings
 from serving.background import BackgroundTasks
 from serving.front.replica_calls import TurnEvents
+from serving.replica.gauges import replica_gauges
 from serving.replica.hand_over_pace import HandOverPace
+from serving.replica.kv_watch import KVWatch
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.session_host import SessionHost
@@ -38,6 +40,7 @@ from serving.replica.turn_runner import TurnRunner
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.text.text import TextProcessor
 from serving.watch.metrics import ReplicaMetrics
+from serving.watch.registry import NO_LABELS
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
 
 VOCAB_SIZE = 1000
@@ -156,6 +159,7 @@ class Rig:
         pace: HandOverPace | None = None,
         load: TenantLoad | None = None,
         max_running: int = 64,
+        metric_labels: Mapping[str, str] = NO_LABELS,
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
@@ -177,10 +181,12 @@ class Rig:
             self.tasks,
             pace or HandOverPace(time.monotonic, tokens_per_s=5000.0, within_s=10.0),
             engine_timeout_s=5.0,
+            on_loaded=lambda after_s: self.metrics.session_loaded(after_s),
         )
-        self.metrics = ReplicaMetrics(replica_id, self.engine.stats)
+        self.metrics = ReplicaMetrics(replica_id, self.engine.stats, metric_labels)
         self.builder = RequestBuilder(self.engine, text)
         self.unnamed = UnnamedSessions(time.monotonic, idle_timeout_s, self.engine)
+        self.kv_watch = self._kv_watch()
         self.turns = TurnRunner(
             engine=self.engine,
             sessions=self.sessions,
@@ -195,6 +201,18 @@ class Rig:
             tasks=self.tasks,
             clock=time.perf_counter,
         )
+
+    def _kv_watch(self) -> KVWatch:
+        watch = KVWatch(
+            self.engine,
+            self.metrics,
+            lambda session_id: self.sessions.epoch(session_id) is not None or session_id in self.unnamed,
+            audit_interval_s=0.0,
+            clock=time.monotonic,
+            unix_clock=time.time,
+        )
+        self.metrics.read(replica_gauges(self.engine, self.sessions, self.unnamed, lambda: 0))
+        return watch
 
     def open_session(self, session_id: str, **options: Any) -> int:
         """Registers a session in the ledger; returns its epoch."""

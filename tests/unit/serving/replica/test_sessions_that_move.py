@@ -92,7 +92,8 @@ async def test_it_is_no_failover_and_no_failure(crowd: Crowd) -> None:
     assert 'kedge_failovers_total{ingress="i"} 0.0' in crowd.metrics.render()
     text = crowd.rigs[0].metrics.render()
     assert 'kedge_turns_total{outcome="moved",replica="a"} 1.0' in text
-    assert 'outcome="stale"' not in text
+    assert 'kedge_turns_total{outcome="stale",replica="a"} 0.0' in text
+    assert 'kedge_move_seconds_count{ingress="i"} 1.0' in crowd.metrics.render()
 
 
 async def test_the_former_owner_refuses_front_ends_that_remember_it(crowd: Crowd) -> None:

@@ -1,18 +1,13 @@
-"""Metric pages: families are merged, not repeated, and the engine's books appear by account."""
+"""What replicas and front ends count; the engine's books appear by account."""
 
 from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache.audit import PageAccounts, TierAccounts
+from cache.audit import AuditReport, Finding, PageAccounts, TierAccounts
 from engine.api import EngineStats
-from serving.watch.metrics import (
-    IngressMetrics,
-    ReplicaMetrics,
-    merge_expositions,
-    pages_by_account,
-    render_gauges,
-)
+from serving.watch.engine_figures import pages_by_account
+from serving.watch.metrics import OUTCOMES, EndedTurn, IngressMetrics, ReplicaMetrics
 
 
 def stats(*, window: PageAccounts | None = None, **pages: int) -> EngineStats:
@@ -90,6 +85,7 @@ def test_replica_page() -> None:
     assert found["kedge_accepted_draft_tokens_total", (("replica", "a"),)] == 30
     assert found["kedge_cached_tokens_total", (("replica", "a"),)] == 800
     assert found["kedge_turns_total", (("outcome", "committed"), ("replica", "a"))] == 1
+    assert sum(found["kedge_turns_total", (("outcome", each), ("replica", "a"))] for each in OUTCOMES) == 1
     assert found["kedge_ttft_seconds_bucket", (("le", "0.005"), ("replica", "a"))] == 1
     assert found["kedge_inter_token_seconds_count", (("replica", "a"),)] == 4
     assert found["kedge_inter_token_seconds_bucket", (("le", "0.001"), ("replica", "a"))] == 4
@@ -103,26 +99,64 @@ def test_the_window_pool_has_books_of_its_own() -> None:
     assert found["kedge_kv_pool_pages", (("pool", "window"), ("replica", "a"))] == 5
 
 
-def test_merged_page_has_every_family_once_and_every_sample() -> None:
-    ingress = IngressMetrics("front")
-    ingress.failed_over()
-    parts = [ReplicaMetrics(name, stats).render() for name in ("a", "b")]
-    parts.append(
-        render_gauges([("kedge_controller_sessions_idle", "Idle.", 3.0), ("kedge_x_total", "X.", 2.0)])
-    )
-    parts.append(ingress.render())
-    page = merge_expositions(parts)
-    types = [line for line in page.splitlines() if line.startswith("# TYPE")]
-    assert len(types) == len(set(types))
-    merged = samples(page)
-    apart: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    for part in parts:
-        apart |= samples(part)
-    assert merged == apart
-    assert merged["kedge_failovers_total", (("ingress", "front"),)] == 1
-    assert merged["kedge_x_total", ()] == 2
+def test_a_turns_times_and_tokens() -> None:
+    metrics = ReplicaMetrics("a", stats)
+    told: list[EndedTurn] = []
+    metrics.tell_ended(told.append)
+    metrics.first_token(0.5, queue_s=0.3, prefill_s=0.15)
+    ended = EndedTurn("stop", 100, 60, 8, turn_s=1.2, queue_s=0.3, decode_s=0.7)
+    metrics.computed(ended)
+    metrics.conversation("unnamed", ended, recognized=True)
+    found = samples(metrics.render())
+    replica = (("replica", "a"),)
+    assert found["kedge_queue_seconds_sum", replica] == 0.3
+    assert found["kedge_prefill_seconds_sum", replica] == 0.15
+    assert found["kedge_decode_seconds_sum", replica] == 0.7
+    assert found["kedge_turn_seconds_sum", replica] == 1.2
+    assert found["kedge_prompt_tokens_sum", replica] == 100
+    assert found["kedge_output_tokens_sum", replica] == 8
+    assert found["kedge_finished_turns_total", (("reason", "stop"), *replica)] == 1
+    assert found["kedge_conversation_cached_tokens_total", (("kind", "unnamed"), *replica)] == 60
+    recognized = (("kind", "unnamed"), ("outcome", "recognized"), *replica)
+    assert found["kedge_conversations_total", recognized] == 1
+    assert told == [ended]
 
 
-def test_nothing_to_merge() -> None:
-    assert merge_expositions([]) == ""
-    assert merge_expositions(["", ""]) == ""
+def test_a_turn_that_said_nothing_has_no_decode() -> None:
+    metrics = ReplicaMetrics("a", stats)
+    metrics.computed(EndedTurn("abort", 5, 0, 0, turn_s=0.1, queue_s=0.1, decode_s=None))
+    assert samples(metrics.render())["kedge_decode_seconds_count", (("replica", "a"),)] == 0
+
+
+def test_audits() -> None:
+    metrics = ReplicaMetrics("a", stats)
+    tier, finding = TierAccounts(0, 0, 0), Finding("leaked", "full", 7, (), None)
+    metrics.audited(AuditReport({}, tier, tier, (finding,), ("free: 2, not 3",)), 1_700_000_000.0)
+    metrics.audited(None, 1_700_000_060.0)
+    found, replica = samples(metrics.render()), (("replica", "a"),)
+    assert found["kedge_audits_total", (*replica, ("result", "findings"))] == 1
+    assert found["kedge_audits_total", (*replica, ("result", "failed"))] == 1
+    assert found["kedge_audits_total", (*replica, ("result", "clean"))] == 0
+    assert found["kedge_audit_findings", replica] == 2
+    assert found["kedge_audit_timestamp_seconds", replica] == 1_700_000_000.0
+
+
+def test_front_end() -> None:
+    metrics = IngressMetrics("f", {"cluster": "kedge"})
+    metrics.failed_over()
+    metrics.taken_over(0.3)
+    metrics.found_moved(0.02)
+    metrics.request_begins()
+    metrics.request_begins()
+    metrics.request_ended("/v1/models", "GET", "2xx")
+    found, own = samples(metrics.render()), (("cluster", "kedge"), ("ingress", "f"))
+    assert found["kedge_failovers_total", own] == found["kedge_takeovers_total", own] == 1
+    assert found["kedge_takeover_seconds_sum", own] == 0.3
+    assert found["kedge_move_seconds_sum", own] == 0.02
+    assert found["kedge_http_requests_in_flight", own] == 1
+    one = (*own, ("method", "GET"), ("route", "/v1/models"), ("status", "2xx"))
+    assert found["kedge_http_requests_total", one] == 1
+
+
+def test_nothing_tells_when_counters_were_made() -> None:
+    assert "_created" not in ReplicaMetrics("a", stats).render() + IngressMetrics("f").render()

@@ -1,0 +1,258 @@
+"""A replica's figures in Ray's metrics under the names that vLLM and SGLang have there.
+
+Ray's own Grafana boards for LLMs read `ray_vllm_*` or `ray_sglang_*` (Ray puts `ray_` before each name). Here is which
+of those Kedge can truly tell, and from what; and which it cannot, and why. Nothing is told that stands for something
+else. Ray adds the labels `deployment`, `replica`, `application` and `WorkerId`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+from engine.api import EngineStats, FinishReason
+from serving.watch.definitions import (
+    INTER_TOKEN_BUCKETS_S,
+    QUEUE_BUCKETS_S,
+    REQUEST_BUCKETS_S,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS_S,
+)
+from serving.watch.metrics import EndedTurn
+
+LLMNames = Literal["vllm", "sglang"]
+
+MODEL = "model_name"
+SERVE_REQUESTS = "serve_deployment_request_counter"
+"""Serve's count of a deployment's requests. Ray's board for vLLM takes from it which replica a process is, and Serve
+does not count turns, which come by links of Kedge's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFigure:
+    """One figure of each turn that ends: counted up, or observed where there are `buckets`. `of` is None for a turn
+    that has none. `source` says what it is."""
+
+    name: str
+    source: str
+    of: Callable[[EndedTurn], float | None]
+    buckets: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NowFigure:
+    """A gauge, of the engine's snapshot, and of the one that was published before."""
+
+    name: str
+    source: str
+    of: Callable[[EngineStats, EngineStats], float | None]
+
+
+def _time_per_token(turn: EndedTurn) -> float | None:
+    if turn.decode_s is None or turn.output_tokens < 2:
+        return None
+    return turn.decode_s / (turn.output_tokens - 1)
+
+
+def _used_share(stats: EngineStats, _before: EngineStats) -> float:
+    """Cached pages give way at once, and count as free."""
+    pages = stats.pages
+    return 1.0 - (pages.free + pages.cached) / pages.total if pages.total else 0.0
+
+
+def _cache_hit_rate(stats: EngineStats, before: EngineStats) -> float | None:
+    """None where there was no input meanwhile: what it was stays."""
+    cached = stats.cached_tokens - before.cached_tokens
+    wanted = cached + stats.prefill_tokens - before.prefill_tokens
+    return cached / wanted if wanted else None
+
+
+def _aborted(turn: EndedTurn) -> float:
+    return float(turn.reason == FinishReason.ABORT.value)
+
+
+TURN_FIGURES: Mapping[LLMNames, tuple[TurnFigure, ...]] = MappingProxyType(
+    {
+        "vllm": (
+            TurnFigure("vllm_prompt_tokens", "input of turns", lambda t: t.prompt_tokens),
+            TurnFigure("vllm_generation_tokens", "output of turns", lambda t: t.output_tokens),
+            TurnFigure("vllm_prefix_cache_queries", "input of turns", lambda t: t.prompt_tokens),
+            TurnFigure("vllm_prefix_cache_hits", "input whose KV was there", lambda t: t.cached_tokens),
+            TurnFigure(
+                "vllm_request_prompt_tokens",
+                "`kedge_prompt_tokens`",
+                lambda t: t.prompt_tokens,
+                TOKEN_BUCKETS,
+            ),
+            TurnFigure(
+                "vllm_request_generation_tokens",
+                "`kedge_output_tokens`",
+                lambda t: t.output_tokens,
+                TOKEN_BUCKETS,
+            ),
+            TurnFigure(
+                "vllm_time_to_first_token_seconds", "`kedge_ttft_seconds`", lambda t: t.ttft_s, TTFT_BUCKETS_S
+            ),
+            TurnFigure(
+                "vllm_request_time_per_output_token_seconds",
+                "`kedge_decode_seconds` by the tokens behind the first",
+                _time_per_token,
+                INTER_TOKEN_BUCKETS_S,
+            ),
+            TurnFigure(
+                "vllm_e2e_request_latency_seconds",
+                "`kedge_turn_seconds`",
+                lambda t: t.turn_s,
+                REQUEST_BUCKETS_S,
+            ),
+            TurnFigure(
+                "vllm_request_queue_time_seconds",
+                "`kedge_queue_seconds`",
+                lambda t: t.queue_s,
+                QUEUE_BUCKETS_S,
+            ),
+            TurnFigure(
+                "vllm_request_prefill_time_seconds",
+                "`kedge_prefill_seconds`",
+                lambda t: t.prefill_s,
+                QUEUE_BUCKETS_S,
+            ),
+            TurnFigure(
+                "vllm_request_decode_time_seconds",
+                "`kedge_decode_seconds`",
+                lambda t: t.decode_s,
+                REQUEST_BUCKETS_S,
+            ),
+        ),
+        "sglang": (
+            TurnFigure("sglang_prompt_tokens", "input of turns", lambda t: t.prompt_tokens),
+            TurnFigure("sglang_generation_tokens", "output of turns", lambda t: t.output_tokens),
+            TurnFigure("sglang_num_aborted_requests", "turns that ended in `abort`", _aborted),
+            TurnFigure(
+                "sglang_prompt_tokens_histogram",
+                "`kedge_prompt_tokens`",
+                lambda t: t.prompt_tokens,
+                TOKEN_BUCKETS,
+            ),
+            TurnFigure(
+                "sglang_generation_tokens_histogram",
+                "`kedge_output_tokens`",
+                lambda t: t.output_tokens,
+                TOKEN_BUCKETS,
+            ),
+            TurnFigure(
+                "sglang_time_to_first_token_seconds",
+                "`kedge_ttft_seconds`",
+                lambda t: t.ttft_s,
+                TTFT_BUCKETS_S,
+            ),
+            TurnFigure(
+                "sglang_inter_token_latency_seconds",
+                "`kedge_decode_seconds` by the tokens behind the first; once a turn",
+                _time_per_token,
+                INTER_TOKEN_BUCKETS_S,
+            ),
+            TurnFigure(
+                "sglang_e2e_request_latency_seconds",
+                "`kedge_turn_seconds`",
+                lambda t: t.turn_s,
+                REQUEST_BUCKETS_S,
+            ),
+            TurnFigure(
+                "sglang_queue_time_seconds", "`kedge_queue_seconds`", lambda t: t.queue_s, QUEUE_BUCKETS_S
+            ),
+        ),
+    }
+)
+NOW_FIGURES: Mapping[LLMNames, tuple[NowFigure, ...]] = MappingProxyType(
+    {
+        "vllm": (
+            NowFigure("vllm_num_requests_running", "`kedge_requests_running`", lambda s, _: s.running),
+            NowFigure("vllm_num_requests_waiting", "`kedge_requests_waiting`", lambda s, _: s.waiting),
+            NowFigure(
+                "vllm_kv_cache_usage_perc", "share of `kedge_kv_pages` not `free` or `cached`", _used_share
+            ),
+        ),
+        "sglang": (
+            NowFigure("sglang_num_running_reqs", "`kedge_requests_running`", lambda s, _: s.running),
+            NowFigure("sglang_num_queue_reqs", "`kedge_requests_waiting`", lambda s, _: s.waiting),
+            NowFigure("sglang_token_usage", "share of `kedge_kv_pages` not `free` or `cached`", _used_share),
+            NowFigure(
+                "sglang_cache_hit_rate",
+                "`kedge_cached_tokens_total` of all input, over five seconds",
+                _cache_hit_rate,
+            ),
+        ),
+    }
+)
+FINISHED = "vllm_request_success"
+NOT_TOLD: Mapping[str, str] = MappingProxyType(
+    {
+        "vllm_num_requests_swapped": "Kedge moves idle sessions' KV to the host, not running requests",
+        "vllm_nixl": "NIXL brings KV from replica to replica; Kedge's KV stays at its replica",
+        "vllm_kv_offload": "bytes and times of single copies are not counted: see `kedge_demotions_total`, "
+        "`kedge_promotions_total`, `kedge_host_kv_bytes`",
+        "vllm_external_prefix_cache": "there is no cache outside: what came back from the host counts as a hit",
+        "sglang_num_paused_reqs": "Kedge pauses no requests for new weights",
+    }
+)
+"""By the beginning of the names, what Ray's boards ask for and Kedge does not have."""
+
+
+class RayLLM:
+    """To be created inside a replica. `model` is the label `model_name`."""
+
+    def __init__(self, names: LLMNames, model: str) -> None:
+        self._names: LLMNames = names
+        self._counters: dict[str, Counter] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for figure in TURN_FIGURES[names]:
+            if figure.buckets:
+                made = Histogram(figure.name, figure.source, list(figure.buckets), (MODEL,))
+                made.set_default_tags({MODEL: model})
+                self._histograms[figure.name] = made
+            else:
+                self._counters[figure.name] = _counter(figure.name, figure.source, model)
+        self._before: EngineStats | None = None
+        self._told: dict[str, float] = {}
+        self._gauges: dict[str, Gauge] = {}
+        for now in NOW_FIGURES[names]:
+            gauge = self._gauges[now.name] = Gauge(now.name, now.source, (MODEL,))
+            gauge.set_default_tags({MODEL: model})
+        self._finished = self._requests = None
+        if names == "vllm":
+            self._finished = _counter(FINISHED, "Turns by why they ended.", model, "finished_reason")
+            self._requests = Counter(SERVE_REQUESTS, "Turns.", ("route",))
+
+    def ended(self, turn: EndedTurn) -> None:
+        """A turn of this replica has ended."""
+        for figure in TURN_FIGURES[self._names]:
+            value = figure.of(turn)
+            if value is None:
+                continue
+            if figure.buckets:
+                self._histograms[figure.name].observe(value, {})
+            elif value:
+                self._counters[figure.name].inc(value, {})
+        if self._finished is not None and self._requests is not None:
+            self._finished.inc(1, {"finished_reason": turn.reason})
+            self._requests.inc(1, {"route": ""})
+
+    def publish(self, stats: EngineStats) -> None:
+        """To be called every few seconds, see RayGauges."""
+        before, self._before = self._before or stats, stats
+        for now in NOW_FIGURES[self._names]:
+            value = now.of(stats, before)
+            if value is not None:
+                self._told[now.name] = value
+            self._gauges[now.name].set(self._told.get(now.name, 0.0), {})
+
+
+def _counter(name: str, text: str, model: str, *labels: str) -> Counter:
+    made = Counter(name, text, (MODEL, *labels))
+    made.set_default_tags({MODEL: model})
+    return made
