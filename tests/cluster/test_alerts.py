@@ -72,9 +72,13 @@ def idle_sessions(client: httpx.Client, count: int) -> list[Conversation]:
 
 def test_late_first_tokens_use_up_the_budget(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
     """First of all, while few good ones are within the windows."""
-    with clients(cluster, 12, short_stream):
-        for replica in cluster.replicas():
-            plant(cluster, "slow_steps", replica_id=replica, delay_s=2.5, for_s=120)
+
+    def one_token(client: httpx.Client, rng: Any) -> int:
+        return stream(client, random_tokens(rng, 5), 1)
+
+    for replica in cluster.replicas():
+        plant(cluster, "slow_steps", replica_id=replica, delay_s=2.2, for_s=120)
+    with clients(cluster, 24, one_token):
         fired = prometheus.fires("KedgeSlowFirstToken", severity="page", **LABELS)
         assert fired["annotations"]["runbook_url"] == "docs/runbooks.md#kedgeslowfirsttoken"
         mend(cluster)
@@ -102,7 +106,7 @@ def test_a_leak_pages_and_the_audit_names_page_session_and_operation(
         assert twice["page"] in {each["page"] for each in found[other] if each["kind"] == "doubly accounted"}
         for replica in (leaky, other):
             prometheus.fires("KedgeAuditFindings", severity="page", replica=replica, **LABELS)
-        prometheus.fires("KedgeOrphanedSessions", replica=other, kind="missing", **LABELS)
+        prometheus.fires("KedgeOrphanedSessions", severity="warning", replica=other, **LABELS)
         mend(cluster)
         for name in ("KedgeLeakedPages", "KedgeAuditFindings", "KedgeOrphanedSessions"):
             prometheus.resolves(name, **LABELS)
