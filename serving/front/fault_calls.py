@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -37,19 +38,27 @@ class FaultCalls:
         if body.kind in IN_CONTROLLER:
             await self._in_controller(body.kind.value, body.for_s, body.delay_s)
             return {"kind": body.kind.value, "for_s": body.for_s, "delay_s": body.delay_s}
-        replica_id = body.replica_id or next(iter(await self._replicas.present()), ANY_REPLICA)
         session_id = None if body.session_id is None else session_key(body.tenant, body.session_id)
         order = PlantFault(body.kind.value, body.for_s, session_id, body.delay_s)
-        try:
-            planted: dict[str, Any] = await self._replicas.call(replica_id, order)
-        except ReplicaGone as error:
-            raise ServiceError(unavailable(f"replica {replica_id!r} does not answer")) from error
-        return {"replica_id": replica_id, **planted}
+        *others, last = (
+            [body.replica_id] if body.replica_id else await self._replicas.present() or [ANY_REPLICA]
+        )
+        for replica_id in others:
+            with suppress(ServiceError):  # it has nothing to damage: another may
+                return await self._in_replica(replica_id, order)
+        return await self._in_replica(last, order)
 
     async def mend(self) -> dict[str, Any]:
         """All faults, everywhere."""
         await self._in_controller(None, 0.0, 0.0)
         return {"replicas": await self._replicas.broadcast(PlantFault())}
+
+    async def _in_replica(self, replica_id: str, order: PlantFault) -> dict[str, Any]:
+        try:
+            planted: dict[str, Any] = await self._replicas.call(replica_id, order)
+        except ReplicaGone as error:
+            raise ServiceError(unavailable(f"replica {replica_id!r} does not answer")) from error
+        return {"replica_id": replica_id, **planted}
 
     async def _in_controller(self, kind: str | None, for_s: float, delay_s: float) -> None:
         actor = ray.get_actor(self._controller, namespace=NAMESPACE)
