@@ -13,7 +13,10 @@ WEBSOCKET = "websocket"
 OTHER = "other"
 LEFT = "left"
 EVENT_STREAM = b"text/event-stream"
+CONVERTER = ":path"
+"""In a template, of parts that may have slashes."""
 SERVER_ERROR = 500
+FORBIDDEN = 403
 SWITCHING_PROTOCOLS = 101
 
 
@@ -55,7 +58,7 @@ class RequestsCounted:
             self._count(scope, watched)
 
     def _count(self, scope: Scope, watched: _Watched) -> None:
-        route = getattr(scope.get("route"), "path", OTHER)
+        route = getattr(scope.get("route"), "path", OTHER).replace(CONVERTER, "")
         method = WEBSOCKET if scope["type"] == WEBSOCKET else scope["method"]
         method = method if method in METHODS or method == WEBSOCKET else OTHER
         status = f"{watched.status // 100}xx" if watched.status else LEFT
@@ -94,4 +97,4 @@ class _Watched:
             case "websocket.accept":
                 self.status = SWITCHING_PROTOCOLS
             case "websocket.close":
-                self.status = 403
+                self.status = FORBIDDEN

@@ -149,6 +149,7 @@ class Driver:
         self.scheduler = Scheduler(
             self.cache, stops, settings, self.counters, guesser or proposer(speculation),
             mirrors_prompts=speculation == "draft", decode_steps=decode_steps,
+            clock=lambda: float(len(self.batches)),
         )  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}
         self.copying = False  # when the last step was planned

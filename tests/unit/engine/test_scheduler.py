@@ -287,3 +287,17 @@ def test_the_kv_that_requests_take_and_lack_is_told() -> None:
     assert driver.scheduler.kv_utilization >= (2 + 8) / 8
     driver.run()
     assert driver.scheduler.kv_utilization == 0
+
+
+def test_time_in_the_queue_ends_with_the_first_step_and_is_told() -> None:
+    driver = Driver(max_running=1)
+    driver.add(request("a", [1, 2], 3))
+    driver.step()
+    driver.add(request("b", [3, 4], 3))
+    while driver.scheduler.num_waiting:
+        driver.step()
+    waiting = driver.scheduler._live["b"]
+    assert waiting.queued_s == 2.0, "two more steps of a, whose clock counts steps"
+    assert waiting.delta(()).queued_s == 2.0
+    driver.step()
+    assert waiting.queued_s == 2.0, "it runs"

@@ -402,6 +402,40 @@ async def test_each_refusal_of_the_engine_has_its_outcome(
     assert rig.figure("kedge_turns_total", outcome=outcome) == 1
 
 
+async def test_what_nobody_expected_is_a_fault_of_ours(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns that ended so were counted nowhere: a replica that did nothing else paged nobody."""
+
+    def fail(_request: GenerateRequest) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(rig.engine, "submit", fail)
+    with pytest.raises(KeyError):
+        await rig.turns.run(call([1]), None, lambda _: None)
+    assert rig.figure("kedge_turns_total", outcome="error") == 1
+
+
+async def test_a_turn_has_its_times_and_its_tokens(rig: Rig) -> None:
+    await rig.run(call([1, 2, 3], max_new_tokens=5))
+    assert rig.figure("kedge_prompt_tokens_sum") == 3
+    assert rig.figure("kedge_output_tokens_sum") == 5
+    assert rig.figure("kedge_finished_turns_total", reason="length") == 1
+    parts = ("kedge_queue_seconds", "kedge_prefill_seconds", "kedge_decode_seconds")
+    for name in (*parts, "kedge_turn_seconds", "kedge_ttft_seconds"):
+        assert rig.figure(f"{name}_count") == 1, name
+    total_s = rig.figure("kedge_turn_seconds_sum")
+    assert 0 < sum(rig.figure(f"{name}_sum") for name in parts) <= total_s
+    assert rig.figure("kedge_commit_seconds_count") == 0, "nothing to commit"
+
+
+async def test_commits_and_loads_are_timed(rig: Rig) -> None:
+    epoch = rig.open_session("s")
+    await rig.run(call([1], "s"), epoch)
+    assert rig.figure("kedge_commit_seconds_count") == 1
+    assert rig.figure("kedge_session_load_seconds_count") == 1
+    await rig.run(call([2], "s"), epoch)
+    assert rig.figure("kedge_session_load_seconds_count") == 1, "it is held"
+
+
 async def test_metrics_tell_outcomes_and_pages(rig: Rig) -> None:
     epoch = rig.open_session("s")
     await rig.run(call([1], "s"), epoch)

@@ -1,0 +1,159 @@
+"""What the controller tells of itself: log, replicas, drains, and where a replica and the ledger disagree."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controllers.cluster import Cluster
+from controllers.errors import StoreError
+from controllers.records import ReplicaStatus, SessionReport, SessionStatus, TurnRecord
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+from tests.unit.controllers.manual_clock import ManualClock
+
+A, B = (ReplicaStatus(name, 1000, 1000) for name in "ab")
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.clock = ManualClock()
+        self.store = SqliteSessionStore(directory / "log.sqlite3")
+        store: Any = self.store
+        self.cluster = Cluster(ClusterSettings(), store, self.clock, self.clock)
+        for status in (A, B):
+            self.cluster.register_replica(status)
+
+    def beat(self, status: ReplicaStatus, report: SessionReport) -> None:
+        self.cluster.heartbeat(status, report)
+
+    def measure(self, name: str, **labels: str) -> Any:
+        (found,) = (
+            each
+            for each in self.cluster.measures()
+            if each.name == name and labels.items() <= dict(each.labels).items()
+        )
+        return found
+
+    def orphans(self, replica_id: str) -> dict[str, float]:
+        return {
+            dict(each.labels)["kind"]: each.value
+            for each in self.cluster.measures()
+            if each.name == "controller_orphaned_sessions" and dict(each.labels)["replica"] == replica_id
+        }
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def held(session_id: str, epoch: int = 1) -> SessionStatus:
+    return SessionStatus(session_id, epoch, tokens=0, turns=0, idle_s=0.0, in_turn=False)
+
+
+def test_no_orphans_while_both_say_the_same(world: World) -> None:
+    world.cluster.open_session("s", "", None, None, preferred="a")
+    owner = world.cluster.session("s").replica_id
+    assert owner == "a"
+    world.beat(replace(A, held=1), SessionReport(1, 0, (held("s"),)))
+    assert world.orphans("a") == {"stale": 0, "missing": 0, "untold": 0}
+
+
+def test_a_session_that_only_the_ledger_gives_to_a_replica(world: World) -> None:
+    world.cluster.open_session("s", "", None, None, preferred="a")
+    world.beat(replace(A, held=1), SessionReport(1, 0, (held("s"),)))
+    world.beat(replace(A, held=0), SessionReport(2, 1))
+    assert world.orphans("a") == {"stale": 0, "missing": 1, "untold": 0}
+
+
+def test_a_session_that_only_the_replica_has(world: World) -> None:
+    world.beat(replace(A, held=1), SessionReport(1, 0))
+    assert world.orphans("a") == {"stale": 0, "missing": 0, "untold": 1}
+    world.beat(replace(A, held=1), SessionReport(2, 1, (held("gone"),)))
+    assert world.orphans("a") == {"stale": 1, "missing": 0, "untold": 0}
+    world.beat(replace(A, held=0), SessionReport(3, 2, (), ("gone",)))
+    assert world.orphans("a") == {"stale": 0, "missing": 0, "untold": 0}
+
+
+def test_a_replica_that_does_not_say_is_believed(world: World) -> None:
+    world.beat(A, SessionReport(1, 0))
+    assert world.orphans("a") == {"stale": 0, "missing": 0, "untold": 0}
+
+
+def test_a_session_that_has_moved_is_stale_until_its_former_owner_drops_it(world: World) -> None:
+    world.cluster.open_session("s", "", None, None, preferred="a")
+    world.beat(replace(A, held=1), SessionReport(1, 0, (held("s"),)))
+    world.cluster.drain_replica("a")
+    assert world.cluster.offer_session("s", 1, "a")
+    assert world.orphans("a") == {"stale": 1, "missing": 0, "untold": 0}
+    world.beat(replace(A, held=0), SessionReport(2, 1, (), ("s",)))
+    assert world.orphans("a")["stale"] == 0
+
+
+def test_heartbeats_have_an_age(world: World) -> None:
+    world.cluster.tick()
+    world.clock.advance(0.1)
+    world.cluster.tick()
+    world.beat(B, SessionReport(1, 0))
+    assert world.measure("controller_heartbeat_age_seconds", replica="a").value == pytest.approx(0.1)
+    assert world.measure("controller_heartbeat_age_seconds", replica="b").value == 0
+
+
+def test_a_drain_is_timed_once(world: World) -> None:
+    world.cluster.drain_replica("a")
+    world.cluster.tick()
+    world.clock.advance(0.1)
+    world.cluster.tick()
+    for _ in range(2):
+        world.cluster.deregister_replica("a")
+    drained = world.measure("controller_drain_seconds")
+    assert (sum(drained.counts), drained.value) == (1, pytest.approx(0.1))
+    assert world.measure("controller_replicas_lost").value == 0
+
+
+def test_a_replica_that_dies_is_lost_once(world: World) -> None:
+    world.cluster.report_unreachable("a", died=True)
+    for _ in range(2):
+        assert world.measure("controller_replicas_lost").value == 1
+    world.cluster.register_replica(A)
+    world.cluster.deregister_replica("a")
+    assert world.measure("controller_replicas_lost").value == 1
+    assert sum(world.measure("controller_drain_seconds").counts) == 0
+
+
+def test_the_log_is_timed_by_operation(world: World) -> None:
+    world.cluster.open_session("s", "", None, None)
+    assert sum(world.measure("controller_store_seconds", operation="open").counts) == 1
+    assert world.measure("controller_store_errors", operation="open").value == 0
+
+
+def test_operations_that_fail_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise StoreError("planted")
+
+    monkeypatch.setattr(world.store, "open", fail)
+    with pytest.raises(StoreError):
+        world.cluster.open_session("s", "", None, None)
+    assert world.measure("controller_store_errors", operation="open").value == 1
+    assert sum(world.measure("controller_store_seconds", operation="open").counts) == 1
+    monkeypatch.setattr(world.store, "append_turns", fail)
+    world.cluster.commits._written([])
+    assert world.measure("controller_store_errors", operation="commit").value == 1
+
+
+async def test_groups_of_commits_have_a_size(world: World) -> None:
+    groups = world.cluster.commits.in_groups()
+    turns = [TurnRecord(f"s{number}", 1, 0, 0, b"", 0) for number in range(3)]
+    first = asyncio.create_task(groups.commit(turns[:1]))
+    second = asyncio.create_task(groups.commit(turns[1:]))
+    await asyncio.sleep(0)
+    assert groups.num_waiting == 3
+    await asyncio.gather(first, second)
+    assert groups.num_waiting == 0
+    sizes = world.measure("controller_commit_group_turns")
+    assert (sum(sizes.counts), sizes.value) == (1, 3)

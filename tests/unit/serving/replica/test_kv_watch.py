@@ -1,0 +1,65 @@
+"""What the engine holds: by tenant, few of them by name; KV that nobody knows; and each walk over the pages counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from engine.api import EngineStopped
+from serving.replica.kv_watch import MOST_TENANTS, by_tenant
+from tests.unit.serving.replica_rig import call, running_rig
+
+
+def test_few_tenants_have_a_name() -> None:
+    kv = {(f"t{number:02}", "device"): 100 - number for number in range(MOST_TENANTS + 3)}
+    kv |= {("t00\0salt", "host"): 5, ("", "disk"): 1000}
+    told = by_tenant(kv)
+    assert told["t00", "device"] == 100
+    assert told["t00", "host"] == 5, "a salt is no tenant of its own"
+    assert told["-", "disk"] == 1000
+    assert len({tenant for tenant, _ in told}) == MOST_TENANTS + 1
+    assert told["other", "device"] == sum(100 - number for number in range(7, 11))
+    assert sum(told.values()) == sum(kv.values())
+
+
+async def test_kv_is_its_tenants(tmp_path: Path) -> None:
+    async with running_rig(tmp_path) as rig:
+        epoch = rig.open_session("s")
+        await rig.run(call([1, 2, 3], "s"), epoch)
+        await rig.run(replace(call([9] * 20), tenant="anna"))
+        await rig.kv_watch.look()
+        assert rig.figure("kedge_tenant_kv_bytes", tenant="-", tier="device") > 0
+        assert rig.figure("kedge_tenant_kv_bytes", tenant="anna", tier="device") == 0, "it is in the tree"
+
+
+async def test_an_orphan_is_one_in_two_looks(tmp_path: Path) -> None:
+    async with running_rig(tmp_path) as rig:
+        epoch = rig.open_session("s")
+        await rig.run(call([1, 2, 3], "s"), epoch)
+        await rig.kv_watch.look()
+        await rig.kv_watch.look()
+        assert rig.figure("kedge_orphaned_sessions") == 0
+        rig.sessions.drop("s")  # and nobody frees its KV
+        await rig.kv_watch.look()
+        assert rig.figure("kedge_orphaned_sessions") == 0, "it may be on its way out"
+        await rig.kv_watch.look()
+        assert rig.figure("kedge_orphaned_sessions") == 1
+        await rig.host.release("s") if rig.sessions.epoch("s") else await rig.host._free_kv("s")
+        await rig.kv_watch.look()
+        assert rig.figure("kedge_orphaned_sessions") == 0
+
+
+async def test_each_walk_counts(tmp_path: Path) -> None:
+    async with running_rig(tmp_path) as rig:
+        report = await rig.kv_watch.audit()
+        assert report.clean
+        await rig.kv_watch.look()  # the rig's walks are due at every look
+        assert rig.figure("kedge_audits_total", result="clean") == 2
+        assert rig.figure("kedge_audit_timestamp_seconds") > 1.7e9
+        rig.engine.abandon()
+        with pytest.raises(EngineStopped):
+            await rig.kv_watch.audit()
+        assert rig.figure("kedge_audits_total", result="failed") == 1
+        await rig.kv_watch.look()  # is no reason to fail
