@@ -190,7 +190,6 @@ class LLMReplica:
         )
         self._metrics.read(replica_gauges(self._engine, sessions, self._unnamed, lambda: len(self._links)))
         self._watch = EngineWatch(self._engine, self._host, step_timeout_s=args.replicas.step_timeout_s)
-        self._faults = self._faults_to_plant() if args.debug.faults else None
         self._drained = False
         self._clock = place.clock
         self._answered_s = place.clock()
@@ -355,6 +354,7 @@ class LLMReplica:
     async def _start(self, settle: Callable[[], None]) -> None:
         await asyncio.to_thread(_warm, self._text)
         settle()
+        self._faults = self._faults_to_plant() if self._args.debug.faults else None
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         self._host.address = self._listener.open(self._links.frame_came)
