@@ -1,4 +1,5 @@
 # make serve   installs into .venv and serves configs/cluster.yaml in the foreground
+# make monitor Prometheus, and Grafana where it is installed, beside `make serve`
 # make test    installs what tests need and runs what is worth running at every change
 # make test-all that, and the long suites
 # make check   linters, types, import and size rules
@@ -6,6 +7,7 @@
 # CONFIG=path      another cluster
 # PROXY=ray        Ray Serve's own proxy in place of HAProxy, which is faster (Linux)
 # SERVE_ARGS=...   more options of `kedge serve`, e.g. the address of a Ray cluster
+# MONITOR_ARGS=... options of configs/monitoring/monitor.py: where Kedge is, other ports
 # PYTHON=python3.x another interpreter (3.11 or newer)
 # PIP_ARGS=...     more arguments to pip, e.g. an index with CPU builds of torch, which are taken where pip finds them
 # JOBS=2           processes that share the tests; those that start a cluster run one by one
@@ -15,6 +17,7 @@ PYTHON ?= python3
 CONFIG ?= configs/cluster.yaml
 PROXY ?=
 SERVE_ARGS ?=
+MONITOR_ARGS ?=
 PIP_ARGS ?=
 JOBS ?= 2
 TEST_ARGS ?=
@@ -30,11 +33,14 @@ LOCKED := $(PIP) install $(PIP_ARGS) --no-deps --require-hashes
 CPU_TORCH := $(PIP) install $(PIP_ARGS) --no-deps torch==$(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements.lock)+cpu
 IS_CPU_TORCH := 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'
 
-.PHONY: serve test test-all check format install install-dev clean
+.PHONY: serve monitor test test-all check format install install-dev clean
 .DELETE_ON_ERROR:
 
 serve: install
 	$(BIN)/kedge serve $(CONFIG) $(if $(PROXY),--proxy $(PROXY)) $(SERVE_ARGS)
+
+monitor:
+	$(PYTHON) configs/monitoring/monitor.py $(MONITOR_ARGS)
 
 # A cluster takes the whole machine: its tests run one by one.
 SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/cluster --ignore=tests/clients

@@ -289,7 +289,8 @@ class ReplicaStatus:
     """What a replica reports of itself. `draining`: it is to go, and hands its sessions over. `step_age_s` is how long
     the engine's step has been under way (0: none is). `seen_s` is set by the cluster controller, on a clock of its own.
     `settings_hash` is the same of all replicas with the same settings. `held` are the named sessions whose history it
-    has, once the controller has heard of all of them (None: it has not, or an earlier version does not say).
+    has, once the controller has heard of all of them (None: it has not, or an earlier version does not say). `fault`:
+    why it ends, where it is for a fault of its engine.
     """
 
     replica_id: str
@@ -304,6 +305,7 @@ class ReplicaStatus:
     settings_hash: str = ""
     address: ReplicaAddress | None = None
     held: int | None = None
+    fault: str = ""
 
 
 @wire_record

@@ -120,12 +120,13 @@ class ReplicaDirectory:
         known = self._replicas.get(replica_id)
         if known is None:
             return None
-        again, known.told_end = known.told_end, True
+        again = known.told_end
+        known.told_end = again or known.status is None or not known.status.fault
         known.drains = known.ended = True
         return None if again or known.drains_since_s is None else self._clock() - known.drains_since_s
 
     def newly_lost(self) -> int:
-        """Of the replicas that are gone without a farewell those that were not counted yet."""
+        """Of the replicas that are gone without a farewell, or for a fault, those that were not counted yet."""
         lost = [
             known
             for replica_id, known in self._replicas.items()

@@ -134,7 +134,8 @@ class LocalEngine:
         # What is posted but not yet taken in counts as waiting: a burst within one step must not slip past the limit.
         if self._scheduler.num_waiting + self._inbox.qsize() >= self._settings.max_waiting:
             raise EngineOverloaded(f"{self._settings.max_waiting} requests are waiting already")
-        self._post(lambda: self._emit(self._scheduler.add(request)))
+        arrived_s = self._clock()  # it may wait for a step to end before it is taken in
+        self._post(lambda: self._emit(self._scheduler.add(request, arrived_s)))
 
     def abort(self, request_id: str) -> None:
         self._post(lambda: self._emit(self._scheduler.abort(request_id)))

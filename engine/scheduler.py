@@ -105,9 +105,9 @@ class Scheduler:
         """Of the requests that run."""
         return (request.kv for request in self._running if request.kv is not None)
 
-    def add(self, spec: GenerateRequest) -> TokenDelta | None:
-        """Queues a request. Returns its final delta if it cannot even wait, since its id or session is in use, or need
-        not; and its first one if it resumes."""
+    def add(self, spec: GenerateRequest, arrived_s: float | None = None) -> TokenDelta | None:
+        """Queues a request that arrived then, or now. Returns its final delta if it cannot even wait, since its id or
+        session is in use, or need not; and its first one if it resumes."""
         if spec.request_id in self._live:
             error = SessionBusy(f"request id {spec.request_id} is in flight", param="request_id")
             return _refusal(spec, error)
@@ -115,7 +115,7 @@ class Scheduler:
             if spec.session_id in self._sessions_in_turn:
                 return _refusal(spec, SessionBusy(f"session {spec.session_id} has a turn in flight"))
             self._sessions_in_turn.add(spec.session_id)
-        request = LiveRequest(spec, self._arrivals, self._clock())
+        request = LiveRequest(spec, self._arrivals, self._clock() if arrived_s is None else arrived_s)
         self._arrivals += 1
         self._live[spec.request_id] = request
         self._queue(request)

@@ -14,6 +14,7 @@ from ray.serve.deployment import Application
 
 from engine.api import DeltaSink, Engine
 from engine.settings import EngineSettings
+from serving.debug.loopback import host_of_serve
 from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
@@ -44,6 +45,8 @@ def build(values: dict[str, Any]) -> Application:
     args = parse_args(values)
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         logger.warning(SLOWER)
+    if args.debug.faults:
+        args.refuse_faults_in_the_open(host_of_serve())
     # Each ingress reads its own environment. Where this one is the same, the fault shows before anything starts.
     KeyRing(os.environ)
     if args.execution.tensor_parallel == 1:

@@ -186,7 +186,7 @@ class Ingress:
 
     def _app(self, *, operators: bool) -> FastAPI:
         args, api = self._args.ingress, self._args.api
-        return create_http_app(
+        app = create_http_app(
             lambda: self.service,
             keys=self._keys,
             body_limits=BodyLimits.of_context(self._service.model.max_context_len, args.max_body_bytes),
@@ -201,6 +201,11 @@ class Ingress:
             background=self._background,
             metrics=self._metrics,
         )
+        if self._args.debug.faults:
+            from serving.front.fault_calls import fault_routes  # it is loaded nowhere else
+
+            app.include_router(fault_routes(self._replicas, self._args.controller.name))
+        return app
 
     async def __del__(self) -> None:
         """Serve calls it also where `__init__` raised, whose error is the one to be seen."""

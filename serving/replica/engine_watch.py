@@ -44,4 +44,4 @@ class EngineWatch:
         self._fault = self.fault
         logger.error("%s; this replica serves nothing any more", self._fault)
         self._engine.abandon()
-        await self._host.farewell()
+        await self._host.farewell(self._fault)

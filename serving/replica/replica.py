@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray import serve
@@ -64,6 +64,7 @@ from serving.wire.calls import (
     GetModelInfo,
     KeepNote,
     MetricsText,
+    PlantFault,
     RewindSession,
     RunTurn,
     Tokenize,
@@ -74,11 +75,15 @@ from serving.wire.errors import error_info, unavailable
 from serving.wire.link_keys import CurveKeys
 from serving.wire.turns import (
     ChatPrompt,
+    ErrorInfo,
     ModelInfo,
     SamplingDefaults,
     ServiceError,
     TurnEvent,
 )
+
+if TYPE_CHECKING:
+    from serving.debug.replica_faults import ReplicaFaults
 
 logger = logging.getLogger(__name__)
 serve_logger = logging.getLogger("ray.serve")  # what it is told at level INFO reaches the replica's log
@@ -208,6 +213,11 @@ class LLMReplica:
             on_loaded=self._metrics.session_loaded,
         )
 
+    def _faults_to_plant(self) -> ReplicaFaults:
+        from serving.debug.replica_faults import ReplicaFaults  # nothing of it is loaded elsewhere
+
+        return ReplicaFaults(self._engine, self._host, self._tasks)
+
     async def serve(self, call: AnyCall, emit: Emit) -> None:
         """Carries out a front end's call. Errors are answers, too."""
         if isinstance(call, RunTurn):
@@ -260,6 +270,8 @@ class LLMReplica:
                 return self._describe()
             case MetricsText():
                 return self._metrics.render()
+            case PlantFault():
+                return await self._plant_fault(call)
             case GetModelInfo():
                 return self._model_info()
             case Tokenize():
@@ -269,6 +281,11 @@ class LLMReplica:
             case Detokenize():
                 return await self._builder.detokenize(call.token_ids, call.skip_special_tokens)
         raise AssertionError(f"no answer to {type(call).__name__}")
+
+    async def _plant_fault(self, order: PlantFault) -> dict[str, Any]:
+        if self._faults is None:
+            raise ServiceError(ErrorInfo(403, "no_faults_here", "debug.faults is off", "debug.faults"))
+        return await self._faults.plant(order)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """This replica's load, which Ray Serve asks for where `replicas.autoscaling` is set."""
@@ -337,6 +354,7 @@ class LLMReplica:
     async def _start(self, settle: Callable[[], None]) -> None:
         await asyncio.to_thread(_warm, self._text)
         settle()
+        self._faults = self._faults_to_plant() if self._args.debug.faults else None
         self._engine.start()
         serve_logger.info("replica %s: %s", self._replica_id, execution_line(self._engine))
         self._host.address = self._listener.open(self._links.frame_came)

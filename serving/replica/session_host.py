@@ -270,10 +270,13 @@ class SessionHost:
         """Whether it has sessions that others are to take, and do."""
         return self._draining and not self._stuck and bool(len(self._sessions))
 
-    async def farewell(self) -> None:
-        """Says that this replica answers nothing any more. Never raises: whoever misses it notices."""
+    async def farewell(self, fault: str = "") -> None:
+        """Says that this replica answers nothing any more, and for which fault, if it is for one. Never raises: whoever
+        misses it notices."""
         self._left = True
         try:
+            if fault:
+                await self._controller.register_replica(replace(self.status(), fault=fault))
             await self._controller.deregister_replica(self._replica_id)
         except ControllerError as error:
             logger.warning("the controller was not told of the end: %s", error)

@@ -25,8 +25,9 @@ from controllers.settings import (
     SqliteLogSettings,
 )
 from engine.settings import EngineSettings, ExecutionSettings, SchedulerSettings
+from serving.debug.loopback import refuse_faults_in_the_open
 from serving.settings.engine_args import CacheArgs, ExecutionArgs, ModelArgs, SchedulerArgs, SpeculationArgs
-from serving.settings.settings_file import read_args
+from serving.settings.settings_file import read_file
 from serving.settings.settings_paths import resolve_path, state_path
 from serving.settings.strict_settings import (
     NotEmpty,
@@ -263,6 +264,13 @@ class ControllerArgs(StrictModel):
         return SqliteLogSettings(path, self.full_sync, self.encrypted)
 
 
+class DebugArgs(StrictModel):
+    """For tests and demonstrations. With `faults` operators may plant faults, see serving/debug: refused where anybody
+    but this machine may call."""
+
+    faults: bool = False
+
+
 class MetricsArgs(StrictModel):
     """`cluster_name` is the label `cluster` of every metric: clusters that share a Prometheus need names of their own.
     With `ray_llm_names` Ray's metrics have this cluster's figures also under the names that vLLM or SGLang have there,
@@ -291,6 +299,7 @@ class AppArgs(StrictModel):
     tenants: TenantArgs = TenantArgs()
     rebalancing: RebalancingArgs = RebalancingArgs()
     controller: ControllerArgs = ControllerArgs()
+    debug: DebugArgs = DebugArgs()
     metrics: MetricsArgs = MetricsArgs()
 
     @field_validator("execution")
@@ -316,6 +325,13 @@ class AppArgs(StrictModel):
         if replicas.num_cpus == replicas.num_gpus == 0:
             raise ValueError("execution.tensor_parallel needs num_cpus or num_gpus, for each rank")
         return replicas
+
+    def refuse_faults_in_the_open(self, http_host: str | None) -> None:
+        """`http_host` is where Ray Serve listens; None: it does not. Raises SettingsError."""
+        if self.debug.faults:
+            refuse_faults_in_the_open(
+                {"http_options.host": http_host, "ingress.operator_host": self.ingress.operator_host}
+            )
 
     @property
     def metric_labels(self) -> dict[str, str]:
@@ -372,7 +388,10 @@ def parse_args(values: Any) -> AppArgs:
 
 def check_file(path: str) -> list[AppArgs]:
     """Validates the args of every application in a `serve run` config file, and that none has another's sessions."""
-    applications = [parse_args(args) for args in read_args(path)]
+    file = read_file(path)
+    applications = [parse_args(args) for args in file.args]
+    for application in applications:
+        application.refuse_faults_in_the_open(file.http_host)
     controllers = [application.controller for application in applications]
     in_files = [controller for controller in controllers if controller.redis_url is None]
     for key, some in (("name", controllers), ("state_dir", in_files)):

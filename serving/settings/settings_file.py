@@ -1,12 +1,17 @@
-"""Reads a `serve run` config file as far as its settings are Kedge's: the `args` of each application."""
+"""Reads a `serve run` config file as far as its settings are Kedge's: the `args` of each application, and where it
+listens."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from serving.settings.strict_settings import SettingsError
+
+EVERYWHERE = "0.0.0.0"
+"""Where a file of Ray Serve has it listen that does not say so."""
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
@@ -25,11 +30,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_args(path: str) -> list[Any]:
-    """The `args` of every application in the file, unchecked.
+@dataclass(frozen=True, slots=True)
+class ServeFile:
+    """The `args` of every application in a file, unchecked."""
 
-    Raises SettingsError for a file that is no config of Ray Serve, yaml.YAMLError and OSError.
-    """
+    args: list[Any]
+    http_host: str
+
+
+def read_file(path: str) -> ServeFile:
+    """Raises SettingsError for a file that is no config of Ray Serve, yaml.YAMLError and OSError."""
     with open(path, encoding="utf-8") as file:
         try:
             document = yaml.load(file, _Loader)
@@ -40,4 +50,6 @@ def read_args(path: str) -> list[Any]:
         raise SettingsError("'applications' is missing: a list with one application at least")
     if not all(isinstance(application, dict) for application in applications):
         raise SettingsError("'applications' has an entry that is no mapping of keys to values")
-    return [application.get("args") or {} for application in applications]
+    options = document.get("http_options")
+    host = options.get("host") if isinstance(options, dict) else None
+    return ServeFile([application.get("args") or {} for application in applications], str(host or EVERYWHERE))

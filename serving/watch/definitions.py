@@ -396,7 +396,10 @@ MEMBERS = (
         "replica",
     ),
     _counter(
-        CONTROLLER, "controller_replicas_lost", "replicas", "Replicas that were gone without a farewell."
+        CONTROLLER,
+        "controller_replicas_lost",
+        "replicas",
+        "Replicas that were gone without a farewell, or whose engine has ended or hung.",
     ),
     _histogram(
         CONTROLLER,

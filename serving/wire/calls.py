@@ -103,6 +103,15 @@ class MetricsText(Call, frozen=True, tag="metrics_text"):
     """The replica's metrics, as Prometheus reads them."""
 
 
+class PlantFault(Call, frozen=True, tag="plant_fault"):
+    """Plants a fault, where `debug.faults` is set; without a `kind` mends all. The answer is JSON ready."""
+
+    kind: str | None = None
+    for_s: float = 0.0
+    session_id: str | None = None
+    delay_s: float = 0.0
+
+
 class GetModelInfo(Call, frozen=True, tag="model_info"):
     """What the protocols report of the served model."""
 
@@ -134,6 +143,7 @@ AnyCall = (
     | Audit
     | Describe
     | MetricsText
+    | PlantFault
     | GetModelInfo
     | Tokenize
     | Detokenize
@@ -151,6 +161,7 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
         Audit: dict[str, Any],
         Describe: dict[str, Any],
         MetricsText: str,
+        PlantFault: dict[str, Any],
         GetModelInfo: ModelInfo,
         Tokenize: TokenizedPrompt,
         Detokenize: str,

@@ -5,17 +5,28 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from typing import Any
 
 import pytest
 import yaml
 from source_tree import ROOT
+from test_documents import anchors
 
-from serving.watch.definitions import DEFINITIONS, Definition, Kind
+from serving.watch.definitions import DEFINITIONS, Kind
 
 MONITORING = ROOT / "configs" / "monitoring"
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)"
 )
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for rule in rules() if "alert" in rule]
 
 
 @needs_promtool
@@ -36,30 +47,48 @@ def test_promtool(arguments: tuple[str, ...]) -> None:
 
 
 def test_every_alert_has_a_unit_test() -> None:
-    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
     tests = (MONITORING / "alerts_test.yml").read_text()
-    alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
-    assert [alert for alert in alerts if f"alertname: {alert}" not in tests] == []
+    names = [rule["alert"] for rule in alerts()]
+    assert [name for name in names if f"alertname: {name}\n" not in tests] == []
 
 
 def test_leaked_pages_page_somebody_after_thirty_seconds() -> None:
-    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
-    (leak,) = [r for g in rules["groups"] for r in g["rules"] if r["alert"] == "KedgeLeakedPages"]
+    (leak,) = [rule for rule in alerts() if rule["alert"] == "KedgeLeakedPages"]
     assert leak["for"] == "30s"
     assert leak["labels"]["severity"] == "page"
     assert leak["expr"] == 'kedge_kv_pages{account="leaked"} != 0'
 
 
-def test_alerts_speak_of_metrics_that_are_defined() -> None:
-    served = {name for each in DEFINITIONS.values() for name in _series(each)}
-    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
-    for group in rules["groups"]:
-        for rule in group["rules"]:
-            for name in re.findall(r"kedge_\w+", rule["expr"]):
-                assert name in served, f"{rule['alert']}: {name}"
+def metrics_in(expression: str) -> set[str]:
+    return set(re.findall(r"\bkedge_\w+", re.sub(r'"[^"]*"', "", expression)))
 
 
-def _series(definition: Definition) -> list[str]:
-    if definition.kind is not Kind.HISTOGRAM:
-        return [definition.shown]
-    return [f"{definition.name}_{suffix}" for suffix in ("bucket", "count", "sum")]
+def is_served(name: str) -> bool:
+    """Whether a series of that name is in the exposition: a counter's `_total`, a histogram's three."""
+    if name in {each.shown for each in DEFINITIONS.values() if each.kind is not Kind.HISTOGRAM}:
+        return True
+    base = re.sub(r"_(bucket|count|sum)$", "", name)
+    return base != name and base in DEFINITIONS and DEFINITIONS[base].kind is Kind.HISTOGRAM
+
+
+def test_alerts_speak_of_metrics_that_are_served() -> None:
+    for rule in rules():
+        assert metrics_in(rule["expr"]) or "kedge:" in rule["expr"]
+        unknown = {name for name in metrics_in(rule["expr"]) if not is_served(name)}
+        assert not unknown, f"{rule.get('alert', rule.get('record'))}: {sorted(unknown)}"
+
+
+def test_every_alert_says_how_bad_it_is_and_has_a_runbook() -> None:
+    headings = anchors((ROOT / "docs" / "runbooks.md").read_text())
+    for alert in alerts():
+        page, _, section = alert["annotations"]["runbook_url"].partition("#")
+        assert (page, section) == ("docs/runbooks.md", alert["alert"].lower())
+        assert section in headings, f"no runbook for {alert['alert']}"
+        assert alert["labels"]["severity"] in {"page", "warning", "info"}
+
+
+def test_every_rule_keeps_the_cluster_apart() -> None:
+    """A sum without the label would have one cluster's traffic hide another's errors."""
+    for rule in rules():
+        for grouping in re.findall(r"\b(?:sum|max|min|group|count)\b\s*(by \([^)]*\))?", rule["expr"]):
+            assert "cluster" in grouping, rule

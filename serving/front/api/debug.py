@@ -1,0 +1,47 @@
+"""Faults, planted by operators where `debug.faults` is set. Elsewhere there are no such paths."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from serving.debug.kinds import LONGEST_DELAY_S, LONGEST_S, FaultKind
+from serving.front.api.fields import OPERATORS_ONLY, Name
+from serving.front.api.strict_json import StrictJsonRoute
+
+PATH = "/v1/kedge/debug/faults"
+
+
+class FaultBody(BaseModel):
+    """`replica_id`: none is any. `session_id`: of the faults of a session, none is any that is idle there; `tenant` is
+    whose it is. `delay_s`: of slow commits and slow steps. Undone after `for_s`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: FaultKind
+    replica_id: Name | None = None
+    session_id: Name | None = None
+    tenant: str = ""
+    for_s: Annotated[float, Field(gt=0, le=LONGEST_S)] = 60.0
+    delay_s: Annotated[float, Field(gt=0, le=LONGEST_DELAY_S)] = 1.0
+
+
+Plant = Callable[[FaultBody], Awaitable[dict[str, Any]]]
+Mend = Callable[[], Awaitable[dict[str, Any]]]
+
+
+def routes(plant: Plant, mend: Mend) -> APIRouter:
+    router = APIRouter(route_class=StrictJsonRoute, tags=["debugging"])
+
+    @router.post(PATH, dependencies=OPERATORS_ONLY)
+    async def plant_fault(body: FaultBody) -> dict[str, Any]:
+        return await plant(body)
+
+    @router.delete(PATH, dependencies=OPERATORS_ONLY)
+    async def mend_faults() -> dict[str, Any]:
+        return await mend()
+
+    return router

@@ -1,0 +1,160 @@
+"""A real Prometheus (Debian's package) beside a live cluster, with the project's own rules, in less time."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from served_cluster import ROOT, eventually, free_port
+
+MONITORING = ROOT / "configs" / "monitoring"
+SCRAPE_S = 1
+SHORTEST_RANGE_S = 4.0
+"""A rate needs two samples."""
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+Alert = dict[str, Any]
+
+
+def installed() -> bool:
+    return shutil.which("prometheus") is not None
+
+
+def shortened(rules: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The rules with each range and each `for` divided by `factor`, and a label `hurry` that says so, by which several
+    copies are told apart. Thresholds stay: a share, or seconds that a client waits."""
+    hurry = f"{factor:g}"
+
+    def less(text: str, shortest_s: float) -> str:
+        seconds = float(text[:-1]) * UNITS_S[text[-1]] / factor
+        return f"{max(seconds, shortest_s) * 1000:.0f}ms"
+
+    for group in rules["groups"]:
+        group["name"] += f"-{hurry}"
+        for rule in group["rules"]:
+            expr = re.sub(r"\[(\d+[smhd])\]", lambda m: f"[{less(m[1], SHORTEST_RANGE_S)}]", rule["expr"])
+            rule["expr"] = re.sub(r"kedge:\w+:\w+", rf'\g<0>{{hurry="{hurry}"}}', expr)
+            rule.setdefault("labels", {})["hurry"] = hurry
+            if "for" in rule:
+                rule["for"] = less(rule["for"], 0.0)
+    return rules
+
+
+class LivePrometheus:
+    """Scrapes the front end at `port` every SCRAPE_S, and evaluates the rules in a copy for each of `factors`."""
+
+    def __init__(self, port: int, factors: tuple[float, ...]) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kdprom", dir="/tmp"))
+        self._target = f"127.0.0.1:{port}"
+        self._targets = self.directory / "targets.json"
+        self._config = self.directory / "prometheus.yml"
+        self._process: subprocess.Popen[bytes] | None = None
+        for factor in factors:
+            rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
+            path = self.directory / f"rules-{factor:g}.yml"
+            path.write_text(yaml.safe_dump(shortened(rules, factor)))
+        self._configure(SCRAPE_S)
+        self.reach()
+
+    def start(self) -> None:
+        port = free_port()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10.0)
+        with (self.directory / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    "prometheus",
+                    f"--config.file={self._config}",
+                    f"--storage.tsdb.path={self.directory / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        eventually(self._scrapes, 30.0)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(10.0)
+            self.client.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def reach(self, there: bool = True) -> None:
+        """Whether scrapes reach the front end; else they find nobody."""
+        target = self._target if there else "127.0.0.1:9"
+        fresh = self._targets.with_suffix(".new")
+        fresh.write_text(json.dumps([{"targets": [target], "labels": {"instance": "kedge"}}]))
+        fresh.replace(self._targets)
+
+    def scrape_every(self, interval_s: int) -> None:
+        """A page that lacks the controller takes three seconds, and no scrape may take longer than its interval."""
+        assert self._process is not None
+        self._configure(interval_s)
+        self._process.send_signal(signal.SIGHUP)
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The samples of an instant query, as the API gives them."""
+        reply = self.client.get("/api/v1/query", params={"query": expression})
+        assert reply.status_code == 200, (expression, reply.text)
+        result: list[dict[str, Any]] = reply.json()["data"]["result"]
+        return result
+
+    def firing(self, name: str, **labels: str) -> list[Alert]:
+        alerts = self.client.get("/api/v1/alerts").json()["data"]["alerts"]
+        wanted = {"alertname": name, **labels}.items()
+        return [each for each in alerts if each["state"] == "firing" and wanted <= each["labels"].items()]
+
+    def fires(self, name: str, timeout_s: float = 60.0, **labels: str) -> Alert:
+        """Waits until the alert fires with these labels."""
+        try:
+            found: list[Alert] = eventually(lambda: self.firing(name, **labels), timeout_s, 0.25)
+        except AssertionError as error:
+            raise AssertionError(f"{name} {labels} does not fire: {self.state(name)}") from error
+        return found[0]
+
+    def resolves(self, name: str, timeout_s: float = 60.0, **labels: str) -> None:
+        eventually(lambda: not self.firing(name, **labels), timeout_s, 0.25)
+
+    def fired_within(self, time: str, **labels: str) -> set[str]:
+        """Names of alerts that fired at any time of the last `time`."""
+        chosen = "".join(f', {name}="{value}"' for name, value in labels.items())
+        found = self.query(
+            f'group by (alertname) (last_over_time(ALERTS{{alertstate="firing"{chosen}}}[{time}]))'
+        )
+        return {each["metric"]["alertname"] for each in found}
+
+    def state(self, name: str) -> Any:
+        """What there is of an alert, and what its expression gives, for messages."""
+        groups = self.client.get("/api/v1/rules").json()["data"]["groups"]
+        found = [rule for group in groups for rule in group["rules"] if rule["name"] == name]
+        return [(rule["alerts"], rule["query"], self.query(rule["query"])) for rule in found]
+
+    def _scrapes(self) -> bool:
+        try:
+            ready = self.client.get("/-/ready").status_code == 200
+            return ready and bool(self.query("up == 1"))
+        except httpx.HTTPError:
+            return False
+
+    def _configure(self, interval_s: int) -> None:
+        shipped = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+        (job,) = (each for each in shipped["scrape_configs"] if each["job_name"] == "kedge")
+        del job["static_configs"]
+        job["file_sd_configs"] = [{"files": [str(self._targets)], "refresh_interval": "1s"}]
+        document = {
+            "global": {
+                "scrape_interval": f"{interval_s}s",
+                "scrape_timeout": f"{interval_s}s",
+                "evaluation_interval": "500ms",
+            },
+            "rule_files": [str(self.directory / "rules-*.yml")],
+            "scrape_configs": [job],
+        }
+        self._config.write_text(yaml.safe_dump(document))
