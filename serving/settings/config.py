@@ -26,6 +26,7 @@ from controllers.settings import (
 )
 from engine.settings import EngineSettings, ExecutionSettings, SchedulerSettings
 from serving.settings.engine_args import CacheArgs, ExecutionArgs, ModelArgs, SchedulerArgs, SpeculationArgs
+from serving.settings.record_args import LogsArgs, TracingArgs
 from serving.settings.settings_file import read_args
 from serving.settings.settings_paths import resolve_path, state_path
 from serving.settings.strict_settings import (
@@ -278,6 +279,8 @@ class AppArgs(StrictModel):
     tenants: TenantArgs = TenantArgs()
     rebalancing: RebalancingArgs = RebalancingArgs()
     controller: ControllerArgs = ControllerArgs()
+    tracing: TracingArgs = TracingArgs()
+    logs: LogsArgs = LogsArgs()
 
     @field_validator("execution")
     @classmethod

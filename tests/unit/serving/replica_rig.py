@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -37,8 +37,12 @@ from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.text.text import TextProcessor
+from serving.trace.opening import replica_traces
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
+
+if TYPE_CHECKING:
+    from serving.trace.spans import Spans
 
 VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"
@@ -156,6 +160,7 @@ class Rig:
         pace: HandOverPace | None = None,
         load: TenantLoad | None = None,
         max_running: int = 64,
+        spans: Spans | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
@@ -194,6 +199,7 @@ class Rig:
             metrics=self.metrics,
             tasks=self.tasks,
             clock=time.perf_counter,
+            traces=replica_traces(spans, replica_id),
         )
 
     def open_session(self, session_id: str, **options: Any) -> int:
