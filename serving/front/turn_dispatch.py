@@ -240,7 +240,7 @@ class TurnDispatcher:
                 ) from None
             finally:
                 if refusal is not None:
-                    turn.trace.failed_there(refusal.code)
+                    turn.trace.ended_there(refusal.code)
                 await entered.aclose()
             if refusal.code in LOG_AWAY:
                 await self._pause(deadline_s, refusal)
@@ -255,6 +255,7 @@ class TurnDispatcher:
             if call.session is not None:
                 self._owners.forget(call.session.session_id)
             self._metrics.failed_over()
+            turn.trace.failed_over(refusal.code)
             await self._pause(deadline_s, refusal)
 
     async def _owner_for(self, call: TurnCall, deadline_s: float) -> Owner | None:
@@ -303,11 +304,12 @@ class TurnDispatcher:
             except ReplicaGone as gone:
                 failure = LOST
                 await self._report(gone)
-            turn.trace.failed_there(failure.code)
+            turn.trace.ended_there(failure.code)
             await stack.aclose()
             try:
                 if failure is BROKEN_OFF or not takeovers_left:
                     raise ServiceError(failure)
+                turn.trace.failed_over(failure.code)
                 attempt = await self._take_over(turn, stack)
             except ServiceError as error:
                 ending = TurnEvent(error=error.info)

@@ -24,8 +24,11 @@ from serving.trace.gen_ai import (
     usage_attributes,
 )
 from serving.trace.spans import TRACEPARENT, TRACESTATE, Spans, fail
+from serving.wire.errors import SESSION_MOVED, STALE_EPOCH
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 
+_MOVED = frozenset({SESSION_MOVED, STALE_EPOCH})
+"""Nothing is wrong but who was asked."""
 _LEFT = (asyncio.CancelledError, GeneratorExit)
 
 
@@ -102,8 +105,13 @@ class FrontTurn:
         headers = self._spans.headers_of(self._attempt)
         return replace(call, traceparent=headers.get(TRACEPARENT, ""), tracestate=headers.get(TRACESTATE, ""))
 
-    def failed_there(self, reason: str) -> None:
-        fail(self._attempt, reason)
+    def ended_there(self, reason: str) -> None:
+        if reason in _MOVED:
+            self._attempt.set_attribute("kedge.moved", True)
+        else:
+            fail(self._attempt, reason)
+
+    def failed_over(self, reason: str) -> None:
         self._span.add_event("failover", {"reason": reason})
 
     def taken_over(self, replica_id: str) -> None:

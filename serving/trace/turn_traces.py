@@ -31,8 +31,11 @@ class FrontTrace(Protocol):
     def carried(self, call: TurnCall) -> TurnCall:
         """The call of this attempt as the replica is to get it."""
 
-    def failed_there(self, reason: str) -> None:
-        """The attempt came to nothing, and there may be another."""
+    def ended_there(self, reason: str) -> None:
+        """The attempt came to nothing, by the code of an error."""
+
+    def failed_over(self, reason: str) -> None:
+        """So there will be another."""
 
     def taken_over(self, replica_id: str) -> None:
         """The turn goes on at that one, in mid-stream."""
@@ -107,7 +110,9 @@ class Untraced:
     def carried(self, call: TurnCall) -> TurnCall:
         return call
 
-    def failed_there(self, _reason: str) -> None: ...
+    def ended_there(self, _reason: str) -> None: ...
+
+    def failed_over(self, _reason: str) -> None: ...
 
     def taken_over(self, _replica_id: str) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,10 +211,25 @@ async def test_a_refused_turn_is_an_error_by_its_code(traced: Traced) -> None:
     turn = collector.one(TURN)
     assert turn.failed
     assert turn.attributes["error.type"] == refused.json()["error"]["code"]
+    assert turn.events == {}, "nobody tried again"
     bad, ran = collector.named(CHAT)
     assert bad.attributes["http.response.status_code"] == ran.attributes["http.response.status_code"] == 400
     assert not bad.failed, "a client's fault is none of the server's"
     assert collector.children(bad.span_id) == []
+
+
+async def test_a_session_that_has_moved_is_no_failure(traced: Traced) -> None:
+    traced.failover.open_session("s1")
+    await traced.client.post("/v1/chat/completions", json=body(), headers={"x-session-id": "s1"})
+    owners = traced.failover.dispatcher._owners
+    owner = owners.get("s1")
+    assert owner is not None
+    owners.put("s1", replace(owner, epoch=owner.epoch + 7))
+    next_turn = {"messages": [{"role": "user", "content": "and?"}]}
+    collector = await chat(traced, {"x-session-id": "s1"}, **next_turn)
+    assert [turn.events for turn in collector.named(TURN)] == [{}, {}]
+    attempts = [span for span in collector.named("dispatch") if "kedge.moved" in span.attributes]
+    assert [span.failed for span in attempts] == [False]
 
 
 async def test_health_checks_and_scrapes_have_no_spans(traced: Traced) -> None:
