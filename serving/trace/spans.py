@@ -62,9 +62,13 @@ class Spans:
         self._propagator.inject(headers, context=set_span_in_context(span))
         return headers
 
-    def close(self) -> None:
-        """Sends what is left. Waits for that, within SEND_TIMEOUT_S."""
+    def flush(self) -> None:
+        """Sends what is left, within SEND_TIMEOUT_S."""
         self._provider.force_flush(int(SEND_TIMEOUT_S * 1000))
+
+    def close(self) -> None:
+        """Likewise, for good."""
+        self.flush()
         self._provider.shutdown()
 
 

@@ -55,7 +55,7 @@ class Traced:
         """Once all has reached the collector."""
         await self.failover.settled()
         for each in self.spans:
-            await asyncio.to_thread(each.close)
+            await asyncio.to_thread(each.flush)
         return self.collector
 
 
@@ -67,6 +67,9 @@ async def traced_service(
         collector = stack.enter_context(running_collector())
         args = TracingArgs(endpoint=collector.endpoint, **tracing)
         front, replicas = open_spans(args, "ingress", "i"), open_spans(args, "replica", "r")
+        for spans in (front, replicas):
+            assert spans is not None
+            stack.push_async_callback(asyncio.to_thread, spans.close)
         failover = await stack.enter_async_context(
             running_failover(
                 directory,
