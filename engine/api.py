@@ -199,6 +199,8 @@ class GenerateRequest:
     `resumed_tokens` are output that another engine has made. They count as this one's own, and the request goes on
     behind them. The first delta tells them again; log-probabilities, those of the input included, are not computed
     for what was made there.
+
+    `on_admitted` is called on the engine's thread each time that the request begins to run, before a step of it.
     """
 
     request_id: str
@@ -214,6 +216,7 @@ class GenerateRequest:
     watcher: TextWatcher | None = None
     constraint: TokenConstraint | None = None
     resumed_tokens: Sequence[int] = ()
+    on_admitted: Callable[[], None] | None = None
 
     @property
     def prompt_len(self) -> int:

@@ -320,6 +320,8 @@ class Scheduler:
         self._waiting.remove(request)
         self._runs += 1
         request.begin_run(self._runs)
+        if request.spec.on_admitted is not None:
+            request.spec.on_admitted()
         insort(self._running, request, key=_order)
         if request.spec.session_id is not None:
             self._cache.unexpect(request.spec.session_id)

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from serving.front.turn_progress import TurnProgress
+from serving.logs.call_facts import CallFacts
+from serving.trace.turn_traces import FrontTrace
 from serving.wire.turns import TurnCall
 
 ABORT_TIMEOUT_S = 2.0
@@ -20,11 +22,13 @@ class TurnAborted(Exception):
 class DispatchedTurn:
     """Owned by its dispatch, from the client's call to the last event. Used on the ingress's event loop only.
 
-    `progress` is what of it the client has been sent.
+    `progress` is what of it the client has been sent, `trace` and `facts` are told what becomes of it.
     """
 
-    def __init__(self, call: TurnCall) -> None:
+    def __init__(self, call: TurnCall, trace: FrontTrace, facts: CallFacts) -> None:
         self.call = call
+        self.trace = trace
+        self.facts = facts
         self.progress = TurnProgress()
         self.aborted = False
         self._search: asyncio.Timeout | None = None

@@ -24,11 +24,14 @@ from serving.front.api.sessions import protocol as session_protocol
 from serving.front.api.sessions import routes as sessions
 from serving.front.api.sockets import MOST_SOCKETS, Sockets
 from serving.front.api.turn_headers import REPLAYED, TURN_INDEX
+from serving.front.recorder import Recorder
+from serving.logs.access_log import REQUEST_ID
 from serving.wire.turns import TurnService
 
 KEEP_ALIVE_S = 5.0
 NO_KEYS = KeyRing({})
 NO_MODEL_LIMITS = BodyLimits()
+NO_RECORDER = Recorder()
 
 
 def create_http_app(
@@ -46,13 +49,14 @@ def create_http_app(
     operators: bool = True,
     background: BackgroundResponses | None = None,
     metrics: RequestMetrics | None = None,
+    recorder: Recorder = NO_RECORDER,
 ) -> FastAPI:
     """`service_provider` is called for each request, so that the service may come up after the application. With
     `keys` calls need one of them. A stream is silent for `keep_alive_s` at most. Without `operators` what is for them
     is refused to everybody. With `ignore_unknown_fields` a body may have fields that nobody here knows,
     with `request_chat_template` a chat template of its own, with `request_priority` a priority. `background`: the
     responses that run behind their requests, for whoever stops them; None: there are no other front ends, and they end
-    with the process. `metrics`: who counts the requests."""
+    with the process. `metrics`: who counts the requests, `recorder`: what is logged and traced of them."""
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
@@ -80,6 +84,7 @@ def create_http_app(
         app.include_router(protocol.routes())
     app.add_middleware(CallersKnown, keys=keys, operators=operators)
     _add_outer_middleware(app, browser_rules, keyless=not keys, metrics=metrics)
+    recorder.install(app)
     return app
 
 
@@ -94,7 +99,7 @@ def _add_outer_middleware(
             allow_origins=browser_rules.origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=(TURN_INDEX, REPLAYED, IGNORED_FIELDS, "retry-after"),
+            expose_headers=(TURN_INDEX, REPLAYED, IGNORED_FIELDS, REQUEST_ID, "retry-after"),
         )
     if metrics is not None:
         app.add_middleware(RequestsCounted, metrics=metrics)

@@ -28,6 +28,7 @@ from serving.front.http import create_http_app
 from serving.front.membership import LOOK_INTERVAL_S
 from serving.front.operator_port import OperatorPort
 from serving.front.ownership_cache import OwnershipCache
+from serving.front.recorder import Recorder
 from serving.front.replica_calls import ANY_REPLICA, HasDied, OpenConnection, ReplicaCalls
 from serving.front.replica_connection import ConnectionFactory
 from serving.front.replica_gone import ReplicaGone
@@ -35,7 +36,9 @@ from serving.front.replica_link import LinkTimes
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.garbage import settle
+from serving.logs.serve_log import log_with_serve
 from serving.settings.config import AppArgs
+from serving.trace.opening import front_traces, open_spans
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import GetModelInfo
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
@@ -92,6 +95,7 @@ class Ingress:
         self._tasks = BackgroundTasks()
         controller = place.controller
         metrics = self._metrics = IngressMetrics(place.ingress_id, args.metric_labels)
+        self._spans = open_spans(args.tracing, "ingress", place.ingress_id)
         owners = OwnershipCache(CACHED_OWNERS)
         conversations = _conversations(args)
 
@@ -119,6 +123,7 @@ class Ingress:
             conversations,
             metrics,
             failover_timeout_s=args.ingress.failover_timeout_s,
+            traces=front_traces(self._spans, args.model.model_id),
         )
         siblings = Siblings(place.ingresses, FIGURES_TIMEOUT_S)
         self._background = BackgroundResponses(siblings, most=args.ingress.max_background_responses)
@@ -152,7 +157,7 @@ class Ingress:
         if args.operator_port is None:
             return None
         address = (args.operator_host, args.operator_port)
-        return OperatorPort(self._app(operators=True), address)
+        return OperatorPort(self._app(operators=True, tells_id=True), address)
 
     @property
     def service(self) -> TurnService:
@@ -182,9 +187,9 @@ class Ingress:
         return self._metrics.ingress_id, self._metrics.render()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._app(operators=self._operator_port is None)
+        return self._app(operators=self._operator_port is None, tells_id=False)
 
-    def _app(self, *, operators: bool) -> FastAPI:
+    def _app(self, *, operators: bool, tells_id: bool) -> FastAPI:
         args, api = self._args.ingress, self._args.api
         app = create_http_app(
             lambda: self.service,
@@ -200,6 +205,7 @@ class Ingress:
             operators=operators,
             background=self._background,
             metrics=self._metrics,
+            recorder=Recorder(self._args.logs, self._spans, tells_id),
         )
         if self._args.debug.faults:
             from serving.front.fault_calls import fault_routes  # it is loaded nowhere else
@@ -219,10 +225,13 @@ class Ingress:
             await background.stop(patience_s=patience_s, timeout_s=STOP_TIMEOUT_S)
         await self._tasks.stop(timeout_s=1.0)
         replicas.stop()
+        if (spans := getattr(self, "_spans", None)) is not None:
+            await asyncio.to_thread(spans.close)
 
 
 async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPlace:
     """That of a replica of Ray Serve."""
+    log_with_serve(args.logs)
     itself = serve.get_replica_context()
     controller = connect_controller(args.controller.name, deployment)
     keys = CurveKeys.of_secret(await controller.link_secret())

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from functools import partial
 from random import Random
 from typing import Any
@@ -177,7 +178,9 @@ class ReplicaCalls:
             raise ReplicaGone(replica_id, Loss.UNKNOWN)
         link = self._links.get(replica_id)  # another call may have opened it meanwhile
         if link is None:
-            link = self._links[replica_id] = ReplicaLink(
+            # Not in the context of the call that happens to be the first: it outlives that.
+            link = self._links[replica_id] = Context().run(
+                ReplicaLink,
                 replica_id,
                 partial(self._open_connection, status.address),
                 self._times,

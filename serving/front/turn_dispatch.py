@@ -24,6 +24,8 @@ from serving.front.dispatched_turn import ABORT_TIMEOUT_S, DispatchedTurn, TurnA
 from serving.front.ownership_cache import Owner, OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import Loss, ReplicaGone
+from serving.logs.call_facts import CALL_FACTS, CallFacts
+from serving.trace.turn_traces import UNTRACED, FrontTraces
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import Abort, AnyCall
 from serving.wire.controller_calls import ControllerCalls
@@ -80,6 +82,7 @@ class TurnDispatcher:
         metrics: IngressMetrics,
         *,
         failover_timeout_s: float,
+        traces: FrontTraces = UNTRACED,
     ) -> None:
         self._replicas = replicas
         self._controller = controller
@@ -87,21 +90,25 @@ class TurnDispatcher:
         self._conversations = conversations
         self._metrics = metrics
         self._failover_timeout_s = failover_timeout_s
+        self._traces = traces
         self._turns: set[DispatchedTurn] = set()
 
     @asynccontextmanager
     async def dispatch(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
         """The turn's events; the first is there. `call` names its session by the key. Raises ServiceError if the turn
         was refused."""
-        turn = DispatchedTurn(_with_key(call))
-        self._turns.add(turn)
-        try:
-            async with AsyncExitStack() as stack:
-                attempt = await self._start(turn, turn.call, stack)
-                async with aclosing(self._events(turn, attempt, stack)) as events:
-                    yield events
-        finally:
-            self._turns.remove(turn)
+        facts = CALL_FACTS.get() or CallFacts()
+        facts.begin(call)
+        with self._traces.turn(call) as trace:
+            turn = DispatchedTurn(_with_key(call, facts), trace, facts)
+            self._turns.add(turn)
+            try:
+                async with AsyncExitStack() as stack:
+                    attempt = await self._start(turn, turn.call, stack)
+                    async with aclosing(self._events(turn, attempt, stack)) as events:
+                        yield events
+            finally:
+                self._turns.remove(turn)
 
     def abort(self, request_id: str | None, tenant: str) -> None:
         """Aborts the tenant's turns of that name, or all of them, that no replica has. The replicas are to be told
@@ -192,7 +199,7 @@ class TurnDispatcher:
         """The first replica that answers `call`; None if the turn was aborted before. Raises ServiceError."""
         try:
             async with turn.search():
-                attempt = await self._find_taker(call, stack)
+                attempt = await self._find_taker(turn, call, stack)
         except TurnAborted:
             return None
         if turn.aborted:
@@ -200,22 +207,25 @@ class TurnDispatcher:
             await self._replicas.broadcast(Abort(call.request_id, call.tenant), ABORT_TIMEOUT_S)
         return attempt
 
-    async def _find_taker(self, call: TurnCall, stack: AsyncExitStack) -> Attempt:
+    async def _find_taker(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt:
         """Tries until a replica answers; `stack` then holds the stream. Raises ServiceError."""
         deadline_s = _now_s() + self._failover_timeout_s
         failed, asked_anew = call.resumed is not None, False
         moved_s: float | None = None
         while True:
-            owner = await self._owner_for(call, deadline_s)
-            if owner is None:
-                affinity = NOWHERE if failed else self._conversations.affinity(call)
-                replica_id = await self._replicas.pick(affinity)
-            else:
-                replica_id = owner.replica_id
-            epoch = None if owner is None else owner.epoch
+            with turn.trace.placing():
+                owner = await self._owner_for(call, deadline_s)
+                if owner is None:
+                    affinity = NOWHERE if failed else self._conversations.affinity(call)
+                    replica_id, epoch = await self._replicas.pick(affinity), None
+                else:
+                    replica_id, epoch = owner.replica_id, owner.epoch
+            turn.facts.replica_id, turn.facts.epoch = replica_id, epoch
             entered = AsyncExitStack()
             try:
-                stream = await entered.enter_async_context(self._replicas.turn(replica_id, call, epoch))
+                entered.enter_context(turn.trace.at(replica_id, epoch))
+                carried = turn.trace.carried(call)
+                stream = await entered.enter_async_context(self._replicas.turn(replica_id, carried, epoch))
                 first = await anext(stream)
                 refusal = first.error
                 if refusal is None:
@@ -233,6 +243,8 @@ class TurnDispatcher:
                     ErrorInfo(500, "internal_error", "the turn ended without an answer")
                 ) from None
             finally:
+                if refusal is not None:
+                    turn.trace.ended_there(refusal.code)
                 await entered.aclose()
             if refusal.code in LOG_AWAY:
                 await self._pause(deadline_s, refusal)
@@ -249,6 +261,7 @@ class TurnDispatcher:
             if call.session is not None:
                 self._owners.forget(call.session.session_id)
             self._metrics.failed_over()
+            turn.trace.failed_over(refusal.code)
             await self._pause(deadline_s, refusal)
 
     async def _owner_for(self, call: TurnCall, deadline_s: float) -> Owner | None:
@@ -288,6 +301,8 @@ class TurnDispatcher:
                         break
                     unsent = turn.progress.unsent(event)
                     if unsent is not None:
+                        turn.facts.tell(unsent)
+                        turn.trace.tell(unsent)
                         yield unsent
                     if event.finish is not None or event.error is not None:
                         return
@@ -295,14 +310,17 @@ class TurnDispatcher:
             except ReplicaGone as gone:
                 failure = LOST
                 await self._report(gone)
+            turn.trace.ended_there(failure.code)
             await stack.aclose()
-            if failure is BROKEN_OFF or not takeovers_left:
-                yield TurnEvent(error=failure)
-                return
             try:
+                if failure is BROKEN_OFF or not takeovers_left:
+                    raise ServiceError(failure)
+                turn.trace.failed_over(failure.code)
                 attempt = await self._take_over(turn, stack)
             except ServiceError as error:
-                yield TurnEvent(error=error.info)
+                ending = TurnEvent(error=error.info)
+                turn.trace.tell(ending)
+                yield ending
                 return
 
     async def _take_over(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
@@ -323,6 +341,7 @@ class TurnDispatcher:
             raise
         if attempt is not None:
             self._metrics.taken_over(_now_s() - lost_s)
+            turn.trace.taken_over(attempt.replica_id)
         return attempt
 
     async def _report(self, gone: ReplicaGone) -> None:
@@ -376,9 +395,11 @@ def _for_living_session(call: TurnCall, owner: Owner | None = None) -> TurnCall:
     return replace(call, session=replace(session, create=False, open_key=open_key))
 
 
-def _with_key(call: TurnCall) -> TurnCall:
+def _with_key(call: TurnCall, facts: CallFacts) -> TurnCall:
     """A turn without an idempotency key gets one of its own: this very call may be repeated, and no other but its
     client's next try, where the client counts them."""
+    if facts.request_id:
+        call = replace(call, http_request_id=facts.request_id)
     session = call.session
     if session is None or session.idempotency_key is not None:
         return call

@@ -10,6 +10,7 @@ from controllers.turns import Turn
 from engine.api import EngineError, Finish, FinishReason, TokenDelta, TokenLogprob
 from serving.replica.prompt_places import PlacedPrompt
 from serving.text.text import OutputText, TextProcessor
+from serving.trace.turn_traces import UNTRACED, ReplicaTrace
 from serving.watch.metrics import EndedTurn, ReplicaMetrics
 from serving.wire.turn_events import end_behind
 from serving.wire.turns import (
@@ -24,6 +25,15 @@ from serving.wire.turns import (
 )
 
 NOTHING = ResumedTurn(())
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asked for a turn: hears its events, may leave (`left`), and may have it traced."""
+
+    tell: Callable[[TurnEvent], None]
+    left: asyncio.Future[bool]
+    trace: ReplicaTrace
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +65,7 @@ class LiveTurn:
     last_token_s: float | None = None
     finish: Finish | None = None
     settled: bool = False
+    trace: ReplicaTrace = UNTRACED
 
     @property
     def named(self) -> Turn | None:

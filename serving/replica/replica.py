@@ -28,6 +28,8 @@ from engine.models.hub import find_model
 from engine.settings import EngineSettings, ModelSettings
 from serving.background import BackgroundTasks
 from serving.garbage import settle
+from serving.logs.call_facts import CALL_FACTS, CallFacts
+from serving.logs.serve_log import log_with_serve
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.gauges import replica_gauges
@@ -47,6 +49,7 @@ from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.settings.config import AppArgs
 from serving.settings.engine_args import ModelArgs
 from serving.text.text import TextProcessor
+from serving.trace.opening import open_spans, replica_traces
 from serving.watch.audit_reply import failed_audit, replica_audit
 from serving.watch.metrics import EndedTurn, ReplicaMetrics
 from serving.watch.ray_gauges import RayGauges
@@ -164,6 +167,7 @@ class LLMReplica:
         self._host = self._host_of(sessions, place.clock)
         self._builder = RequestBuilder(self._engine, self._text)
         self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
+        self._spans = open_spans(args.tracing, "replica", self._replica_id)
         self._turns = TurnRunner(
             engine=self._engine,
             sessions=sessions,
@@ -179,6 +183,7 @@ class LLMReplica:
             metrics=self._metrics,
             tasks=self._tasks,
             clock=place.clock,
+            traces=replica_traces(self._spans, self._replica_id),
         )
         self._kv_watch = KVWatch(
             self._engine,
@@ -238,6 +243,9 @@ class LLMReplica:
             self._metrics.turn_ended("moved")
             emit(TurnEvent(error=unavailable("the replica is drained")))
             return
+        CALL_FACTS.set(
+            CallFacts.at_replica(call.turn, self._replica_id, call.epoch)
+        )  # a task of this call's own
         try:
             emit(await self._turns.run(call.turn, call.epoch, emit))
         except Exception as error:
@@ -334,6 +342,8 @@ class LLMReplica:
         await self._host.farewell()
         await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
         await self._listener.close()
+        if (spans := getattr(self, "_spans", None)) is not None:
+            await asyncio.to_thread(spans.close)
         try:
             await asyncio.to_thread(engine.stop, ENGINE_STOP_TIMEOUT_S)
         except (EngineError, TimeoutError) as error:
@@ -404,6 +414,7 @@ class LLMReplica:
 
 async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
     """That of a replica of Ray Serve."""
+    log_with_serve(args.logs)
     controller = connect_controller(args.controller.name, deployment)
     context = ray.get_runtime_context()
     gauges, names = RayGauges(), args.metrics.ray_llm_names

@@ -24,11 +24,12 @@ from controllers.errors import (
 )
 from controllers.records import ForkOrder, ReplicaAddress, ReplicaStatus, SessionRecord, SessionStatus
 from controllers.session import SessionController
-from controllers.session_keys import named
+from controllers.session_keys import id_in, named, tenant_in
 from controllers.session_reports import ReportWriter
 from controllers.turns import Fork, Turn
 from engine.api import Engine, EngineError, EngineStats, SessionBusy
 from serving.background import BackgroundTasks
+from serving.logs.audit_log import audit_event
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.turn_request import history_chain
 from serving.wire.controller_calls import ControllerCalls
@@ -157,6 +158,9 @@ class SessionHost:
             self._crowded = False  # until the controller says so again: no other turn waits for it in vain
             moved = False
         if moved:
+            audit_event(
+                "session_moved", session_id=id_in(session_id), tenant=tenant_in(session_id), epoch=epoch
+            )
             raise SessionMoved(f"{named(session_id)} has moved to another replica")
         self._pace.stayed()
 

@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -30,7 +31,7 @@ from controllers.session_keys import named
 from controllers.turns import Replay, Turn
 from engine.api import Engine, EngineError, EngineStopped, Finish, FinishReason, TokenConstraint, TokenDelta
 from serving.background import BackgroundTasks
-from serving.replica.live_turn import NOTHING, EventMaker, LiveTurn, said_by
+from serving.replica.live_turn import NOTHING, Asker, EventMaker, LiveTurn, said_by
 from serving.replica.mailbox import Mailbox
 from serving.replica.overlaps import OVERLAP_PATIENCE_S, Overlaps
 from serving.replica.prompt_places import PlacedPrompt
@@ -40,6 +41,7 @@ from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.unnamed_sessions import UnnamedSessions
+from serving.trace.turn_traces import UNTRACED, ReplicaTraces
 from serving.watch.metrics import ReplicaMetrics
 from serving.wire.calls import KeepNote
 from serving.wire.errors import REPLICA_LOST, error_event, error_info, unavailable
@@ -77,6 +79,7 @@ class TurnRunner:
         metrics: ReplicaMetrics,
         tasks: BackgroundTasks,
         clock: Callable[[], float],
+        traces: ReplicaTraces = UNTRACED,
     ) -> None:
         self._engine = engine
         self._sessions = sessions
@@ -90,6 +93,7 @@ class TurnRunner:
         self._metrics = metrics
         self._tasks = tasks
         self._clock = clock
+        self._traces = traces
         self._numbers = itertools.count(1)
         self._live: dict[str, LiveTurn] = {}
         self._ending: dict[tuple[str, str], asyncio.Task[TurnEvent]] = {}  # by session and key
@@ -98,22 +102,18 @@ class TurnRunner:
 
     async def run(self, call: TurnCall, epoch: int | None, tell: Emit) -> TurnEvent:
         """Emits events as they come; returns the last event, which has a finish or an error."""
-        with self._overlaps.client() as left:
+        with self._overlaps.client() as left, self._traces.turn(call, epoch) as trace:
             try:
-                return await self._run(call, epoch, tell, left)
+                last = await self._run(call, epoch, Asker(tell, left, trace))
             except Exception:  # nobody expected it: a fault of ours
                 self._metrics.turn_ended("error")
                 raise
+            trace.ended(last)
+            return last
 
-    async def _run(
-        self,
-        call: TurnCall,
-        epoch: int | None,
-        tell: Emit,
-        left: asyncio.Future[bool],
-    ) -> TurnEvent:
+    async def _run(self, call: TurnCall, epoch: int | None, asker: Asker) -> TurnEvent:
         try:
-            begun = await self._begin(call, epoch, tell, left)
+            begun = await self._begin(call, epoch, asker)
         except (EngineError, ControllerError, ServiceError) as error:
             self._metrics.turn_ended(_outcome_of(error))
             return error_event(error)
@@ -122,6 +122,7 @@ class TurnRunner:
             return decode_result(begun.result)
         try:
             await self._follow(begun)
+            begun.trace.computed()
             begun.settled = True
             ending = self._end(begun)
             try:
@@ -184,16 +185,14 @@ class TurnRunner:
     def num_live(self) -> int:
         return len(self._live)
 
-    async def _begin(
-        self, call: TurnCall, epoch: int | None, emit: Emit, left: asyncio.Future[bool]
-    ) -> LiveTurn | Replay:
+    async def _begin(self, call: TurnCall, epoch: int | None, asker: Asker) -> LiveTurn | Replay:
         """Lends the history, builds the request and submits it. On any error nothing is changed."""
         started_s = self._clock()
         if (refusal := mismatch(call.wire_version, "front end")) is not None:
             raise ServiceError(refusal)
         constraint = await self._builder.constraint(call)
         if call.session is None:
-            return await self._begin_unnamed(call, emit, started_s, constraint)
+            return await self._begin_unnamed(call, asker, started_s, constraint)
         if epoch is None:
             raise StaleEpoch("a session's turn needs the owner's epoch")
         session, digest = call.session, await self._builder.digest(call)
@@ -204,7 +203,7 @@ class TurnRunner:
         begun = await self._begin_turn(call, session, epoch, key, digest)
         if isinstance(begun, Replay):
             return begun
-        self._overlaps.has_turn(session.session_id, left)
+        self._overlaps.has_turn(session.session_id, asker.left)
         try:
             if session.open_key not in (None, begun.open_key):
                 raise SessionNotFound(f"{named(session.session_id)} was closed, and another has its name")
@@ -215,7 +214,7 @@ class TurnRunner:
             prompt = await self._builder.place(call, begun)
             if prompt.kept_len < begun.history_len:
                 begun = self._sessions.cut_turn(begun, prompt.kept_len)
-            return self._submit(call, begun, prompt, emit, started_s, constraint)
+            return self._submit(call, begun, prompt, asker, started_s, constraint)
         except SessionMoved:
             await self._tasks.outcome(self._tasks.start(self._host.let_go(begun)))
             raise
@@ -225,14 +224,14 @@ class TurnRunner:
             raise
 
     async def _begin_unnamed(
-        self, call: TurnCall, emit: Emit, started_s: float, constraint: TokenConstraint | None
+        self, call: TurnCall, asker: Asker, started_s: float, constraint: TokenConstraint | None
     ) -> LiveTurn:
         turn = self._unnamed.begin(call)
         try:
             prompt = await self._builder.place(call, turn)
             if turn is not None and prompt.kept_len < turn.history_len:
                 turn = self._unnamed.cut(turn, prompt.kept_len)
-            return self._submit(call, turn, prompt, emit, started_s, constraint)
+            return self._submit(call, turn, prompt, asker, started_s, constraint)
         except BaseException:
             if turn is not None:
                 self._unnamed.abort(turn)
@@ -271,7 +270,7 @@ class TurnRunner:
         call: TurnCall,
         turn: Turn | None,
         prompt: PlacedPrompt,
-        emit: Emit,
+        asker: Asker,
         started_s: float,
         constraint: TokenConstraint | None,
     ) -> LiveTurn:
@@ -286,23 +285,27 @@ class TurnRunner:
             request_id=engine_id,
             turn=turn,
             prompt=prompt,
-            emit=emit,
+            emit=asker.tell,
             output=output,
             started_s=started_s,
             in_thought=in_thought,
             resumed=call.resumed or NOTHING,
             submitted_s=self._clock(),
             last_token_s=None if call.resumed is None else started_s,
+            trace=asker.trace,
         )
         self._mailbox.open(engine_id, partial(self._take, live))
         try:
             self._load.begin(engine_id, call.tenant, len(request.new_tokens))
+            if asker.trace.on_admitted is not None:
+                request = replace(request, on_admitted=asker.trace.on_admitted)
             self._engine.submit(request)
         except EngineError:
             self._load.end(engine_id)
             self._mailbox.close(engine_id)
             raise
         self._live[engine_id] = live
+        live.trace.submitted()
         return live
 
     def _take(self, live: LiveTurn, delta: TokenDelta) -> None:
@@ -310,6 +313,7 @@ class TurnRunner:
         self._event_maker.take(live, delta)
         if is_first and live.output_tokens:
             self._load.computed(live.request_id)
+            live.trace.computed_first()
 
     async def _follow(self, live: LiveTurn) -> None:
         """Until the engine has sent the final delta, or cannot send it any more."""
@@ -387,7 +391,8 @@ class TurnRunner:
                 await self._take_back(turn)
                 return error_event(error)
             try:
-                await self._commits.commit(record)
+                with live.trace.committing():
+                    await self._commits.commit(record)
             except ControllerError as error:
                 # Fenced, or given up: only the log knows. The next turn starts from it, KV and all.
                 logger.warning("session %s: turn not committed: %r", turn.session_id, error)

@@ -27,6 +27,7 @@ from controllers.settings import (
 from engine.settings import EngineSettings, ExecutionSettings, SchedulerSettings
 from serving.debug.loopback import refuse_faults_in_the_open
 from serving.settings.engine_args import CacheArgs, ExecutionArgs, ModelArgs, SchedulerArgs, SpeculationArgs
+from serving.settings.record_args import LogsArgs, TracingArgs
 from serving.settings.settings_file import read_file
 from serving.settings.settings_paths import resolve_path, state_path
 from serving.settings.strict_settings import (
@@ -301,6 +302,8 @@ class AppArgs(StrictModel):
     controller: ControllerArgs = ControllerArgs()
     debug: DebugArgs = DebugArgs()
     metrics: MetricsArgs = MetricsArgs()
+    tracing: TracingArgs = TracingArgs()
+    logs: LogsArgs = LogsArgs()
 
     @field_validator("execution")
     @classmethod

@@ -145,7 +145,8 @@ class TurnCall(msgspec.Struct, frozen=True):
     such calls are free, too). It goes with no `constraint`.
 
     `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
-    `wire_version` is that of the front end that made the call.
+    `wire_version` is that of the front end that made the call. `http_request_id` is for logs; `traceparent` and
+    `tracestate`, as W3C has them, for spans: the dispatcher sets them, if it traces.
     """
 
     request_id: str
@@ -169,6 +170,9 @@ class TurnCall(msgspec.Struct, frozen=True):
     affinity_key: str = ""
     priority: int = 0
     strict_calls: str | None = None
+    http_request_id: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
 
     @property
     def may_go_on(self) -> bool:

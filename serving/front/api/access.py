@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.front.api.errors import error_response, refuse
 from serving.front.api.keys import ANYBODY, Caller, KeyRing
+from serving.logs.audit_log import audit_event
 from serving.wire.turns import ErrorInfo
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
@@ -58,6 +60,7 @@ class CallersKnown:
             return
         response = error_response(scope["path"], caller)
         if caller is REFUSED:
+            audit_event("key_refused", level=logging.WARNING, path=scope["path"], client=_address_in(scope))
             response.headers["www-authenticate"] = "Bearer"
         await refuse(response, scope, receive, send)
 
@@ -77,6 +80,12 @@ class CallersKnown:
         key = _key_in(headers)
         caller = None if key is None else self._keys.caller(key.strip().encode("latin-1", "replace"))
         return caller or (Caller() if path in OPEN_PATHS else REFUSED)
+
+
+def _address_in(scope: Scope) -> str | None:
+    """Of a proxy, where there is one."""
+    client = scope.get("client")
+    return None if client is None else str(client[0])
 
 
 def _key_in(headers: Headers) -> str | None:

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from serving.front.api.documented_replies import PLAIN_TEXT
 from serving.front.api.fields import OPERATORS_ONLY, Service
 from serving.front.api.strict_json import StrictJsonRoute
+from serving.logs.audit_log import audit_event
 
 UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {"description": "No replica answers.", "content": {"application/json": {"schema": {}}}}
@@ -51,6 +52,7 @@ async def metrics(service: Service) -> Response:
 
 async def drain_replica(replica_id: str, service: Service) -> dict[str, str]:
     await service.drain_replica(replica_id)
+    audit_event("replica_drained", replica_id=replica_id)
     return {"replica_id": replica_id, "state": "draining"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -17,6 +18,8 @@ from engine.api import SamplingParams
 from serving.front.api.access import FOR_OPERATORS
 from serving.front.api.errors import NAME_PATTERN, refusal
 from serving.front.api.keys import Caller
+from serving.logs.audit_log import audit_event
+from serving.logs.call_facts import CALL_FACTS
 from serving.wire.turns import HistoryMode, ModelInfo, OutputConstraint, ServiceError, TurnService
 
 MAX_CALLS = 256
@@ -104,6 +107,7 @@ async def get_caller(connection: HTTPConnection) -> Caller:
 
 async def check_operator(caller: Annotated[Caller, Depends(get_caller)]) -> None:
     if not caller.operator:
+        audit_event("operator_refused", level=logging.WARNING, tenant=caller.tenant)
         raise ServiceError(FOR_OPERATORS)
 
 
@@ -113,11 +117,13 @@ async def get_tenant(
 ) -> str:
     """Whose sessions and cached prefixes a call may see: the tenant of its key. Who has a key of no tenant names one,
     as a gateway does, or none."""
-    if caller.tenant is None:
-        return x_tenant_id or ""
-    if x_tenant_id not in (None, caller.tenant):
+    if caller.tenant is not None and x_tenant_id not in (None, caller.tenant):
+        audit_event("tenant_refused", level=logging.WARNING, tenant=caller.tenant, asked_for=x_tenant_id)
         raise refusal("This key is another tenant's.", "x-tenant-id", status=403, code="tenant_not_allowed")
-    return caller.tenant
+    tenant = caller.tenant or x_tenant_id or ""
+    if (facts := CALL_FACTS.get()) is not None:
+        facts.tenant = tenant
+    return tenant
 
 
 Service = Annotated[TurnService, Depends(get_service)]

@@ -16,6 +16,7 @@ from serving.front.replica_calls import ANY_REPLICA
 from serving.front.replica_gone import Loss as Seen
 from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
+from serving.trace.turn_traces import UNTRACED, FrontTraces
 from serving.watch.metrics import IngressMetrics
 from serving.wire.calls import Abort, AnyCall
 from serving.wire.turn_events import merge_events
@@ -104,7 +105,7 @@ class Replicas:
 class Failover:
     """`replicas` over the rigs "a", "b" ...; sessions are opened at "a"."""
 
-    def __init__(self, rigs: list[Rig], failover_timeout_s: float) -> None:
+    def __init__(self, rigs: list[Rig], failover_timeout_s: float, traces: FrontTraces = UNTRACED) -> None:
         self.rigs = rigs
         self.replicas = Replicas({rig.replica_id: rig for rig in rigs})
         self.controller = rigs[0].controller
@@ -116,7 +117,7 @@ class Failover:
             Conversations(9),
             self.metrics,
         )
-        self.dispatcher = TurnDispatcher(*parts, failover_timeout_s=failover_timeout_s)
+        self.dispatcher = TurnDispatcher(*parts, failover_timeout_s=failover_timeout_s, traces=traces)
 
     @property
     def cluster(self) -> Cluster:
@@ -157,6 +158,7 @@ async def running_failover(
     *,
     failover_timeout_s: float = 5.0,
     timer: Callable[[], float] = time.perf_counter,
+    traces: FrontTraces = UNTRACED,
     **options: Any,
 ) -> AsyncIterator[Failover]:
     async with AsyncExitStack() as stack:
@@ -168,7 +170,7 @@ async def running_failover(
             )
             rig.runner.step_s = STEP_S
             rigs.append(rig)
-        yield Failover(rigs, failover_timeout_s)
+        yield Failover(rigs, failover_timeout_s, traces)
 
 
 async def _rest_of(events: AsyncIterator[TurnEvent]) -> list[TurnEvent]:

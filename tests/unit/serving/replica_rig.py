@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -39,10 +39,14 @@ from serving.replica.turn_runner import TurnRunner
 from serving.replica.unnamed_sessions import UnnamedSessions
 from serving.settings.config import MetricsArgs
 from serving.text.text import TextProcessor
+from serving.trace.opening import replica_traces
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.registry import NO_LABELS
 from serving.wire.turns import SessionTurn, TokenPrompt, TurnCall, TurnEvent
 from tests.unit.engine.null_runner import EOS_TOKEN_ID, NullRunner
+
+if TYPE_CHECKING:
+    from serving.trace.spans import Spans
 
 VOCAB_SIZE = 1000
 REPLICA_ID = "replica-a"
@@ -161,6 +165,7 @@ class Rig:
         load: TenantLoad | None = None,
         max_running: int = 64,
         metric_labels: Mapping[str, str] = NO_LABELS,
+        spans: Spans | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.controller = controller or local_controller(directory)
@@ -201,6 +206,7 @@ class Rig:
             metrics=self.metrics,
             tasks=self.tasks,
             clock=time.perf_counter,
+            traces=replica_traces(spans, replica_id),
         )
 
     def _kv_watch(self) -> KVWatch:

@@ -12,8 +12,10 @@ from pydantic import Field, model_validator
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
 from serving.front.api.fields import Client, Count, CountOrZero, Name, Service, Tenant
+from serving.front.api.keys import ANYBODY
 from serving.front.api.sessions.trees import close_tree, node_id, tree_and_request
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
+from serving.logs.audit_log import audit_event
 from serving.wire.transcripts import conversation_of
 from serving.wire.turns import ServiceError, SessionInfo, TurnService, TurnTranscript
 
@@ -162,11 +164,13 @@ async def rewind_session(
     return {"session_id": session_id, "tokens": length}
 
 
-async def delete_session(session_id: SessionId, service: Service, tenant: Tenant) -> Response:
+async def delete_session(session_id: SessionId, service: Service, caller: Client, tenant: Tenant) -> Response:
     closed = await service.close_session(session_id, tenant=tenant)
     await close_tree(service, session_id, tenant)
     if not closed:
         raise _unknown()
+    if caller.operator and caller is not ANYBODY:
+        audit_event("session_closed_by_operator", session_id=session_id, tenant=tenant)
     return Response(status_code=204)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -94,6 +95,18 @@ async def test_it_is_no_failover_and_no_failure(crowd: Crowd) -> None:
     assert 'kedge_turns_total{outcome="moved",replica="a"} 1.0' in text
     assert 'kedge_turns_total{outcome="stale",replica="a"} 0.0' in text
     assert 'kedge_move_seconds_count{ingress="i"} 1.0' in crowd.metrics.render()
+
+
+async def test_it_is_an_audit_event(crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kedge.audit")
+    await crowd.crowd()
+    await crowd.say([5])
+    (event,) = [record for record in caplog.records if record.name == "kedge.audit"]
+    assert (vars(event)["event"], vars(event)["session_id"], vars(event)["epoch"]) == (
+        "session_moved",
+        "s",
+        1,
+    )
 
 
 async def test_the_former_owner_refuses_front_ends_that_remember_it(crowd: Crowd) -> None:

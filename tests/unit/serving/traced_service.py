@@ -1,0 +1,97 @@
+"""Replicas, dispatcher and HTTP in one process, with a trace of every turn: as a cluster has them, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from controllers.session_keys import session_key
+from serving.front.http import create_http_app
+from serving.front.recorder import Recorder
+from serving.settings.record_args import LogsArgs, TracingArgs
+from serving.trace.opening import front_traces, open_spans
+from serving.wire.calls import Request, RunTurn, decode_request, encode_request
+from serving.wire.turns import TurnCall, TurnEvent
+from tests.unit.serving.failover_rig import Failover, running_failover
+from tests.unit.serving.local_service import MODEL, LocalService, http_server
+from tests.unit.serving.otlp_collector import Collector, running_collector
+
+
+class DispatchedService(LocalService):
+    """Turns go through the dispatcher to whichever replica has their session; all else is the first one's."""
+
+    def __init__(self, failover: Failover) -> None:
+        super().__init__(failover.rigs[0])
+        self.failover = failover
+
+    @asynccontextmanager
+    async def run(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
+        for rig in self.failover.rigs:
+            if rig.replica_id not in self.failover.replicas.dead:
+                self.failover.cluster.register_replica(rig.host.status())
+        if call.session is not None:
+            key = session_key(call.tenant, call.session.session_id)
+            call = replace(call, session=replace(call.session, session_id=key))
+        async with self.failover.dispatcher.dispatch(self.conversations.recognized(call)) as events:
+            yield events
+
+
+@dataclass
+class Traced:
+    client: httpx.AsyncClient
+    failover: Failover
+    collector: Collector
+    spans: list[Any]
+
+    async def sent(self) -> Collector:
+        """Once all has reached the collector."""
+        await self.failover.settled()
+        for each in self.spans:
+            await asyncio.to_thread(each.flush)
+        return self.collector
+
+
+@asynccontextmanager
+async def traced_service(
+    directory: Path, logs: LogsArgs | None = None, *, max_running: int = 64, **tracing: Any
+) -> AsyncIterator[Traced]:
+    async with AsyncExitStack() as stack:
+        collector = stack.enter_context(running_collector())
+        args = TracingArgs(endpoint=collector.endpoint, **tracing)
+        front, replicas = open_spans(args, "ingress", "i"), open_spans(args, "replica", "r")
+        for spans in (front, replicas):
+            assert spans is not None
+            stack.push_async_callback(asyncio.to_thread, spans.close)
+        failover = await stack.enter_async_context(
+            running_failover(
+                directory,
+                spans=replicas,
+                traces=front_traces(front, MODEL.model_id),
+                max_running=max_running,
+            )
+        )
+        service = DispatchedService(failover)
+        app = create_http_app(lambda: service, recorder=Recorder(logs or LogsArgs(), front))
+        address = await stack.enter_async_context(http_server(app))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=30.0))
+        yield Traced(client, failover, collector, [front, replicas])
+
+
+def over_the_wire(monkeypatch: pytest.MonkeyPatch, failover: Failover) -> None:
+    """Calls reach replicas as bytes do."""
+    plain = failover.replicas.turn
+
+    def turn(replica_id: str, call: TurnCall, epoch: int | None) -> Any:
+        request = decode_request(encode_request(Request(1, RunTurn(call, epoch))))
+        assert isinstance(request.call, RunTurn)
+        return plain(replica_id, request.call.turn, request.call.epoch)
+
+    monkeypatch.setattr(failover.replicas, "turn", turn)
