@@ -16,6 +16,7 @@ from controllers.cluster_stats import ClusterStats
 from controllers.commits import Commits
 from controllers.errors import (
     NoReplica,
+    SessionClosing,
     SessionExists,
     SessionNotFound,
     SessionTakenOver,
@@ -266,6 +267,19 @@ class Cluster:
         self._rebalancing.moved(replica_id, taker, kv_tokens)
         self._stats.count("rebalanced")
         return True
+
+    def move_session(self, session_id: str, epoch: int, replica_id: str, to: str | None) -> Assignment:
+        """Moves a session to the replica `to` (None: to the best of the others), unless that owns it. For its owner,
+        while no turn of it is in flight.
+
+        Raises SessionNotFound, SessionClosing, InvalidMove, NoReplica, and StaleEpoch, also for a repeated call.
+        """
+        entry = self._claims.fence(session_id, epoch, replica_id)
+        if entry.closes_after is not None:
+            raise SessionClosing(f"{named(session_id)} is being closed")
+        if to == replica_id:
+            return _assignment(entry, fresh=False)
+        return self._move_to(entry, self._replicas.taker(to, replica_id, self._ledger.count_of))
 
     def close_session(
         self,

@@ -61,6 +61,7 @@ from serving.wire.calls import (
     GetModelInfo,
     KeepNote,
     MetricsText,
+    MoveSession,
     RewindSession,
     RunTurn,
     Tokenize,
@@ -224,6 +225,8 @@ class LLMReplica:
                 return await self._host.fork(call.parent_id, call.epoch, call.order)
             case RewindSession():
                 return await self._turns.rewind(call.session_id, call.epoch, call.length)
+            case MoveSession():
+                return await self._host.move(call)
             case KeepNote():
                 return await self._turns.keep_note(call)
             case Abort():

@@ -30,8 +30,9 @@ from engine.api import Engine, EngineError, EngineStats, SessionBusy
 from serving.background import BackgroundTasks
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.turn_request import history_chain
+from serving.wire.calls import MoveSession
 from serving.wire.controller_calls import ControllerCalls
-from serving.wire.turns import ForkedSession
+from serving.wire.turns import ForkedSession, MovedSession
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class SessionHost:
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}  # by child
         self._forked: dict[str, asyncio.Task[ForkedSession]] = {}  # by parent
-        self._handing_over: dict[str, asyncio.Task[bool]] = {}
+        self._handing_over: dict[str, asyncio.Task[Any]] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._reports = ReportWriter()
         self._kv_tokens: dict[str, int] = {}
@@ -155,6 +156,21 @@ class SessionHost:
         if moved:
             raise SessionMoved(f"{named(session_id)} has moved to another replica")
         self._pace.stayed()
+
+    async def move(self, order: MoveSession) -> MovedSession:
+        """Hands a session over to the replica that an operator wants to have it. Turns that come meanwhile wait, and
+        find it moved. Once begun it comes to its end whoever still waits. Raises ControllerError."""
+        session_id = order.session_id
+        while True:
+            await self.hold(session_id, order.epoch)
+            if not await self.fork_ended(session_id):
+                break
+        if order.to is None and order.epoch > order.found_at:
+            return MovedSession(self._replica_id, self._replica_id, order.epoch)
+        moving = self._tasks.start(self._move(order))
+        self._handing_over[session_id] = moving
+        moving.add_done_callback(partial(self._handed_over, session_id))
+        return await self._tasks.outcome(moving)
 
     async def let_go(self, turn: Turn | Fork) -> None:
         """Ends a turn, or what keeps turns away, without a trace, and leaves nothing here of its session, which has
@@ -362,7 +378,26 @@ class SessionHost:
         await self.turn_ended(session_id)
         return False
 
-    def _handed_over(self, session_id: str, _task: asyncio.Task[bool]) -> None:
+    async def _move(self, order: MoveSession) -> MovedSession:
+        """Where the controller gives no answer it may have moved nevertheless: its epoch refuses the next turn then."""
+        session_id, epoch = order.session_id, order.epoch
+        kept_away = self._sessions.begin_fork(session_id, epoch, 0)
+        moved = False
+        try:
+            owner = await self._controller.move_session(session_id, epoch, self._replica_id, order.to)
+            moved = owner.epoch != epoch
+        except StaleEpoch:  # by an earlier try of this call
+            moved = True
+            raise
+        finally:
+            if moved:
+                await self.let_go(kept_away)
+            else:
+                self._sessions.abort_fork(kept_away)
+                await self.turn_ended(session_id)
+        return MovedSession(self._replica_id, owner.replica_id, owner.epoch)
+
+    def _handed_over(self, session_id: str, _task: asyncio.Task[Any]) -> None:
         self._handing_over.pop(session_id, None)
 
     async def _fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:

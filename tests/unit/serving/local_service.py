@@ -26,7 +26,7 @@ from serving.front.http import create_http_app
 from serving.replica.replica import replica_figures
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import cluster_audit, replica_audit
-from serving.wire.calls import KeepNote
+from serving.wire.calls import KeepNote, MoveSession
 from serving.wire.errors import error_info
 from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
@@ -34,6 +34,7 @@ from serving.wire.turns import (
     ErrorInfo,
     ForkedSession,
     ModelInfo,
+    MovedSession,
     ServiceError,
     SessionInfo,
     TextPrompt,
@@ -134,6 +135,14 @@ class LocalService:
         key = session_key(tenant, session_id)
         try:
             await self.rig.turns.rewind(key, self._epoch(key, create=False), length)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+
+    async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
+        key = session_key(tenant, session_id)
+        epoch = self._epoch(key, create=False)
+        try:
+            return await self.rig.host.move(MoveSession(key, epoch, to, epoch))
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 
