@@ -12,13 +12,12 @@ from serving.cli.commands.bench import bench
 from serving.cli.commands.chat import chat
 from serving.cli.commands.drain import drain
 from serving.cli.commands.serve import serve
-from serving.cli.commands.sessions import fork, sessions
+from serving.cli.commands.sessions import app as sessions_app
 
 app = typer.Typer(
     name="kedge",
     help="Start, talk to, look into and measure a Kedge server.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 
@@ -37,9 +36,6 @@ def common(
 ) -> None: ...
 
 
-sessions_app = typer.Typer(help="List sessions, or fork one.")
-sessions_app.callback(invoke_without_command=True)(sessions)
-sessions_app.command()(fork)
 app.command()(serve)
 app.command()(chat)
 app.add_typer(sessions_app, name="sessions")
