@@ -11,8 +11,10 @@ from serving.cli.commands.audit import audit
 from serving.cli.commands.bench import bench
 from serving.cli.commands.chat import chat
 from serving.cli.commands.drain import drain
+from serving.cli.commands.info import info
 from serving.cli.commands.serve import serve
 from serving.cli.commands.sessions import app as sessions_app
+from serving.cli.commands.top import top
 
 app = typer.Typer(
     name="kedge",
@@ -39,6 +41,8 @@ def common(
 app.command()(serve)
 app.command()(chat)
 app.add_typer(sessions_app, name="sessions")
+app.command()(info)
+app.command()(top)
 app.command()(audit)
 app.command()(drain)
 app.command()(bench)

@@ -283,7 +283,8 @@ class LLMReplica:
     def _describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready."""
         figures = replica_figures(self._replica_id, self._turns.num_live, len(self._links), self._engine)
-        return figures | {"model": asdict(self._model.fingerprint)}
+        state = "draining" if self._host.draining else "up"
+        return figures | {"state": state, "model": asdict(self._model.fingerprint)}
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""

@@ -273,6 +273,10 @@ class SessionHost:
                 return  # nor the others
 
     @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
     def emptied(self) -> bool:
         """Whether this replica is to go for good, and holds nothing any more."""
         return self._draining and not len(self._sessions)

@@ -14,7 +14,11 @@ TENANT_HEADER = "x-tenant-id"
 
 
 class ServerError(Exception):
-    """The server is out of reach or answered with an error. The message is for the user."""
+    """The server is out of reach (`status` None) or answered with an error. The message is for the user."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
@@ -45,7 +49,7 @@ def refused(response: httpx.Response) -> ServerError:
         message = error_message(response.json())
     except ValueError:
         message = response.text.strip()[:200]
-    return ServerError(f"{response.status_code}: {message or response.reason_phrase}")
+    return ServerError(f"{response.status_code}: {message or response.reason_phrase}", response.status_code)
 
 
 def request_json(client: httpx.Client, method: str, path: str, body: object = None) -> Any:
