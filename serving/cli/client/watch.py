@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 
 from serving.cli.client.server import ServerError, refused, unreachable
+from serving.cli.client.stream import error_message
 
 WATCH_PATH = "/v1/kedge/watch"
 STATE = "state"
 HAPPENED = "event"
+FAILED = "error"
+"""The end of a stream that was to go on, in the shape of an error reply."""
 CONNECT_TIMEOUT_S = 5.0
 PATIENCE_S = 10.0
 """A stream that says nothing for so long, besides its interval, is taken for broken."""
@@ -44,7 +47,10 @@ def watch(client: httpx.Client, interval_s: float) -> Iterator[WatchEvent]:
             if response.is_error:
                 response.read()
                 raise refused(response)
-            yield from events_in(response.iter_lines())
+            for event in events_in(response.iter_lines()):
+                if event.name == FAILED:
+                    raise ServerError(error_message(event.data))
+                yield event
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise unreachable(str(client.base_url), error) from error
     except ValueError as error:

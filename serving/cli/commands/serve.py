@@ -22,8 +22,8 @@ ADDRESS_HELP = (
     " on this machine, else one that is started here, with a token."
 )
 PROXY_HELP = (
-    "What takes HTTP calls of a cluster that is started here: HAProxy, where ray[serve] has brought it (Linux), or Ray"
-    " Serve's own proxy, which is slower. If left out the faster one that there is."
+    "What takes HTTP calls of a cluster that is started here: HAProxy, where ray\\[serve] has brought it (Linux), or"
+    " Ray Serve's own proxy, which is slower. If left out the faster one that there is."
 )
 ALLOW_HELP = (
     "Serve on a Ray cluster that asks for no token, though others may reach it: they can run code there."

@@ -47,6 +47,8 @@ EVENT_STYLES = MappingProxyType(
 def frame(picture: Picture, url: str, height: int | None = None, trouble: str | None = None) -> Group:
     """`height`: lines that there are; None: as many as it takes. `trouble`: why nothing new comes."""
     parts: list[RenderableType] = [_heading(picture, url)]
+    if trouble is None and picture.state is not None:
+        trouble = picture.state.get("trouble")
     if trouble is not None:
         parts.append(Text(trouble, style="red", no_wrap=True, overflow="ellipsis"))
     state = picture.state
@@ -102,32 +104,36 @@ def _replica_table(rows: Sequence[Sequence[RenderableType]]) -> Table:
 
 
 def _replica_rows(replica: Mapping[str, Any], rates: Rates | None) -> list[list[RenderableType]]:
-    """One for each of its pools."""
+    """One for each of its pools; one that does not answer has a state and nothing else."""
     state = str(replica["state"])
     names: list[RenderableType] = [
         str(replica["replica"]),
         Text(state, style="" if state == "up" else "yellow"),
     ]
     figures: list[RenderableType] = [
-        f"{replica['running']:,}",
-        f"{replica['waiting']:,}",
+        _count(replica, "running"),
+        _count(replica, "waiting"),
         "-" if rates is None else f"{rates.generated:,.0f}",
         "-" if rates is None else f"{rates.prefill:,.0f}",
-        _tier(replica["host"]),
-        _tier(replica["disk"]),
-        f"{replica['sessions']:,}",
+        _tier(replica.get("host")),
+        _tier(replica.get("disk")),
+        _count(replica, "sessions"),
     ]
     rows: list[list[RenderableType]] = []
     for pages in replica["pools"].values():
         used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # what is cached gives way
         rows.append([*names, bar(pages), f"{used:.0%}", *figures])
         names, figures = ["", ""], [""] * len(figures)
-    return rows or [[*names, "?", "?", *figures]]
+    return rows or [[*names, Text("does not answer", style="red"), "?", *figures]]
+
+
+def _count(replica: Mapping[str, Any], name: str) -> str:
+    return f"{replica[name]:,}" if name in replica else "?"
 
 
 def bar(pages: Mapping[str, int], width: int = BAR_WIDTH) -> Text:
     """Pages by account, as shares of the pool. What is there at all is to be seen, above all a leak."""
-    counts = {name: int(pages.get(name, 0)) for name in ACCOUNTS if name != "free"}
+    counts = {name: abs(int(pages.get(name, 0))) for name in ACCOUNTS if name != "free"}
     total = max(int(pages["total"]), 1)
     cells = {name: max(1, round(count * width / total)) if count else 0 for name, count in counts.items()}
     while sum(cells.values()) > width:
@@ -139,7 +145,9 @@ def bar(pages: Mapping[str, int], width: int = BAR_WIDTH) -> Text:
 
 
 def _tier(accounts: Mapping[str, int] | None) -> str:
-    if not accounts or not accounts.get("budget_bytes"):
+    if accounts is None:
+        return "?"
+    if not accounts["budget_bytes"]:
         return "off"
     return f"{accounts['used_bytes'] / accounts['budget_bytes']:.0%}"
 

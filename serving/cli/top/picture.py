@@ -49,8 +49,12 @@ class Picture:
         name = replica["replica"]
         before = next((each for each in self._before["replicas"] if each["replica"] == name), None)
         elapsed_s = float(self.state["at"]) - float(self._before["at"])
-        if before is None or elapsed_s <= 0:
-            return None
         names = ("generated_tokens", "prefill_tokens", "cached_tokens")
+        if (
+            before is None
+            or elapsed_s <= 0
+            or not all(each in row for each in names for row in (before, replica))
+        ):
+            return None
         grown = [max(0, int(replica[each]) - int(before[each])) / elapsed_s for each in names]
         return Rates(*grown)

@@ -102,6 +102,13 @@ def test_a_refusal_is_one_line(options: tuple[str, ...], status: int, said: str)
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_what_the_stream_ends_with_is_told() -> None:
+    failure = ("error", {"error": {"message": "this key counts no more", "code": "operator_only"}})
+    with watched_server([BEGIN[0], failure]) as server:
+        result = top(server.url, "--once")
+    assert (result.exit_code, result.stderr) == (1, "kedge top: this key counts no more\n")
+
+
 def test_without_a_server_it_says_so() -> None:
     result = top("http://127.0.0.1:9", "--once")
     assert (result.exit_code, "no server at http://127.0.0.1:9" in result.output) == (1, True)
@@ -172,6 +179,17 @@ def test_who_is_not_up_and_why_nothing_comes_is_told() -> None:
     assert lines[1] == "no answer"
     assert any("draining" in line for line in lines)
     assert drawn(Picture())[0].startswith("kedge top")
+
+
+def test_a_replica_that_does_not_answer_is_a_line_of_its_own() -> None:
+    silent = {"replica": "b", "state": "suspect", "pools": {}, "answers": False}
+    states = [
+        state(AT_S + at_s, [replica("a", at_s), silent], [], trouble="no controller") for at_s in (0, 1)
+    ]
+    lines = drawn(picture_of(*states))
+    assert lines[1] == "no controller"
+    (row,) = (line for line in lines if line.startswith("b "))
+    assert row.split()[1:5] == ["suspect", "does", "not", "answer"]
 
 
 @pytest.mark.parametrize("width", [1, 10, 24, 100])
