@@ -15,7 +15,7 @@ from serving.cli.client.server import server_at
 from serving.cli.client.server_facts import ServerFacts, gather_facts, pools_of, state_of
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, Url
-from serving.cli.commands.wording import duration, mebibytes
+from serving.cli.commands.wording import counted, duration, mebibytes
 
 TIMEOUT_S = 10.0
 PROXIES = {"haproxy": "HAProxy", "ray": "Ray Serve's own proxy"}
@@ -52,8 +52,7 @@ def _about(facts: ServerFacts) -> Iterator[tuple[str, str]]:
         return
     if facts.ingresses:
         proxy = PROXIES.get(facts.proxy or "", "a proxy")
-        count = len(facts.ingresses)
-        yield "front", f"{count} front end{'s' if count != 1 else ''} behind {proxy}"
+        yield "front", f"{counted(len(facts.ingresses), 'front end')} behind {proxy}"
     limits = facts.limits
     if limits["max_running"] is not None:
         running, waiting = limits["max_running"], limits["max_waiting"]

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from serving.cli.commands.wording import duration
+from serving.cli.commands.wording import counted, duration
 
 OTHER_COLUMNS = 38
 """Cells of the table beside the text."""
@@ -75,8 +75,7 @@ def _about(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found.get("tenant"):
         yield "tenant", str(found["tenant"])
     yield "owner", f"{found['replica_id'] or 'none'}, epoch {found['epoch']}"
-    turns = f"{found['turns']} turn{'s' if found['turns'] != 1 else ''}"
-    yield "history", f"{found['tokens']:,} tokens in {turns}"
+    yield "history", f"{found['tokens']:,} tokens in {counted(int(found['turns']), 'turn')}"
     yield "KV", decimal(int(found["size_bytes"]))
     yield "idle", "in turn" if found["in_turn"] else duration(float(found["idle_s"]))
 
@@ -99,8 +98,8 @@ def _add_turn(table: Table, turn: ShownTurn, text_width: int | None) -> None:
     number = "-" if turn.number is None else str(turn.number)
     figures = (f"{turn.tokens:+,}", f"{turn.end:,}")
     if not turn.messages:
-        # A prompt of token ids says nothing that could be read, and a rewind says nothing at all.
-        table.add_row(number, "", Text("no words" if turn.tokens >= 0 else "rewound", style="dim"), *figures)
+        # A prompt of token ids says nothing that could be read.
+        table.add_row(number, "", Text("no words", style="dim"), *figures)
     for index, message in enumerate(turn.messages):
         words = Text(_printable(said(message)))
         if text_width is not None:

@@ -36,7 +36,7 @@ from serving.cli.commands.options import (
     Url,
 )
 from serving.cli.commands.session_history import print_session
-from serving.cli.commands.wording import duration
+from serving.cli.commands.wording import counted, duration
 
 TIMEOUT_S = 60.0
 
@@ -74,7 +74,7 @@ def sessions(
     if as_json:
         typer.echo(json.dumps({"sessions": rows}, indent=2))
         return
-    Console().print(session_table(rows) if rows else "no sessions")
+    Console().print(_table(rows) if rows else "no sessions")
 
 
 @app.command()
@@ -188,10 +188,9 @@ def move(
     _print(context, as_json, moved, [f"{moved['session_id']}: {said}, epoch {moved['epoch']}"])
 
 
-def session_table(rows: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Those used last come first."""
-    if title is None:
-        title = f"{len(rows)} session{'s' if len(rows) != 1 else ''}"
+    title = counted(len(rows), "session")
     # Without lines a generated id fits into 80 characters beside the rest.
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("session", overflow="fold")

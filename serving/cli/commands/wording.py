@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
 def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from serving.cli.commands.wording import duration
+from serving.cli.commands.wording import counted, duration
 from serving.cli.top.picture import Picture, Rates
 
 
@@ -78,9 +78,9 @@ def _heading(picture: Picture, url: str) -> Text:
         clock = time.strftime("%H:%M:%S", time.localtime(float(state["at"])))
         rates = [rate for replica in state["replicas"] if (rate := picture.rates(replica)) is not None]
         said = f"{sum(rate.generated for rate in rates):,.0f}" if rates else "-"
-        count = len(state["replicas"])
-        text.append(f"  {state['model']} at {url}  {clock}  {count} replica{'s' if count != 1 else ''}")
-        text.append(f"  {int(state['sessions']['total']):,} sessions  {said} tok/s")
+        replicas, sessions = len(state["replicas"]), int(state["sessions"]["total"])
+        text.append(f"  {state['model']} at {url}  {clock}")
+        text.append(f"  {counted(replicas, 'replica')}  {counted(sessions, 'session')}  {said} tok/s")
     return text
 
 
@@ -154,13 +154,15 @@ def _tier(accounts: Mapping[str, int] | None) -> str:
 
 def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    named = "sessions, those used last" if total > len(rows) else "sessions"
-    table.add_column(f"{total:,} {named}", no_wrap=True, overflow="ellipsis")
+    named = f"{counted(total, 'session')}{', those used last' if total > len(rows) else ''}"
+    table.add_column(named, no_wrap=True, overflow="ellipsis")
     table.add_column("owner", no_wrap=True)
     for name in ("epoch", "tokens", "KV", "turns", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
-    if with_tenants := any(row.get("tenant") for row in rows):
-        table.add_column("tenant", no_wrap=True, overflow="ellipsis")
+    # Few have a tenant, and older servers do not tell in which tier the KV is.
+    others = [name for name in ("tier", "tenant") if any(row.get(name) for row in rows)]
+    for name in others:
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
     for row in rows:
         idle = Text("in turn", style="green") if row["in_turn"] else Text(duration(float(row["idle_s"])))
         cells: list[RenderableType] = [
@@ -172,7 +174,7 @@ def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
             f"{row['turns']}",
             idle,
         ]
-        table.add_row(*cells, *([Text(str(row.get("tenant") or ""))] if with_tenants else []))
+        table.add_row(*cells, *(Text(str(row.get(name) or "")) for name in others))
     return table
 
 

@@ -101,7 +101,7 @@ def test_rewind(served: ServedService, what: str) -> None:
     assert (result.exit_code, result.output) == (0, f"a/b: {end:,} tokens are kept\n")
     assert read(served)["tokens"] == end
     assert told(served, "rewind", "a/b", "--turn", "0") == {"session_id": "a/b", "tokens": end}
-    assert "rewound" in kedge(served, "show", "a/b").output
+    assert "now?" not in kedge(served, "show", "a/b").output
 
 
 @pytest.mark.parametrize("options", [(), ("--turn", "0", "--to", "5")])
@@ -165,9 +165,9 @@ def test_another_tenants_session_is_named_with_its_tenant(served: ServedService)
     assert [row["session_id"] for row in told(served, "--tenant", "acme")["sessions"]] == ["s"]
 
 
-def test_turns_that_were_taken_back_have_no_words() -> None:
+def test_turns_without_words_of_their_own() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ends = [(None, 2, 5), (0, 4, 9), (1, 2, 5)]  # of a fork: its parent's turn, one that was edited, a rewind
+    ends = [(None, 2, 5), (0, 4, 9), (1, 2, 5)]  # a parent's turn, token ids, one that was edited
     checkpoints = [{"turn": turn, "messages": count, "tokens": tokens} for turn, count, tokens in ends]
     turns = list(turns_of(messages, checkpoints))
     assert [(turn.number, len(turn.messages), turn.tokens, turn.end) for turn in turns] == [
