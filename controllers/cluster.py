@@ -270,16 +270,13 @@ class Cluster:
 
     def move_session(self, session_id: str, epoch: int, replica_id: str, to: str | None) -> Assignment:
         """Moves a session to the replica `to` (None: to the best of the others), unless that owns it. For its owner,
-        while no turn of it is in flight.
-
-        Raises SessionNotFound, SessionClosing, InvalidMove, NoReplica, and StaleEpoch, also for a repeated call.
-        """
+        while it has no turn. Raises SessionNotFound, StaleEpoch, SessionClosing, InvalidMove and NoReplica."""
         entry = self._claims.fence(session_id, epoch, replica_id)
         if entry.closes_after is not None:
             raise SessionClosing(f"{named(session_id)} is being closed")
-        if to == replica_id:
-            return _assignment(entry, fresh=False)
-        return self._move_to(entry, self._replicas.taker(to, replica_id, self._ledger.count_of))
+        if to != replica_id:
+            self._move_to(entry, self._replicas.taker(to, replica_id, self._ledger.count_of))
+        return _assignment(self._ledger.get(session_id), fresh=to != replica_id)
 
     def close_session(
         self,

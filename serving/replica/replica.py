@@ -35,6 +35,7 @@ from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.link_server import TICK_S, Emit, LinkServer, PeerConnections, TakeFrame
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
+from serving.replica.ordered_moves import OrderedMoves
 from serving.replica.peer_sockets import PeerSockets
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
@@ -149,6 +150,7 @@ class LLMReplica:
             place.clock, args.sessions.idle_timeout_s, self._model, make_chain=self._engine.empty_chain
         )
         self._host = self._host_of(sessions, place.clock)
+        self._moves = OrderedMoves(self._replica_id, self._host, sessions, self._controller, self._tasks)
         self._builder = RequestBuilder(self._engine, self._text)
         self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
         self._turns = TurnRunner(
@@ -226,7 +228,7 @@ class LLMReplica:
             case RewindSession():
                 return await self._turns.rewind(call.session_id, call.epoch, call.length)
             case MoveSession():
-                return await self._host.move(call)
+                return await self._moves.move(call)
             case KeepNote():
                 return await self._turns.keep_note(call)
             case Abort():

@@ -30,9 +30,8 @@ from engine.api import Engine, EngineError, EngineStats, SessionBusy
 from serving.background import BackgroundTasks
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.turn_request import history_chain
-from serving.wire.calls import MoveSession
 from serving.wire.controller_calls import ControllerCalls
-from serving.wire.turns import ForkedSession, MovedSession
+from serving.wire.turns import ForkedSession
 
 logger = logging.getLogger(__name__)
 
@@ -157,20 +156,11 @@ class SessionHost:
             raise SessionMoved(f"{named(session_id)} has moved to another replica")
         self._pace.stayed()
 
-    async def move(self, order: MoveSession) -> MovedSession:
-        """Hands a session over to the replica that an operator wants to have it. Turns that come meanwhile wait, and
-        find it moved. Once begun it comes to its end whoever still waits. Raises ControllerError."""
-        session_id = order.session_id
-        while True:
-            await self.hold(session_id, order.epoch)
-            if not await self.fork_ended(session_id):
-                break
-        if order.to is None and order.epoch > order.found_at:
-            return MovedSession(self._replica_id, self._replica_id, order.epoch)
-        moving = self._tasks.start(self._move(order))
-        self._handing_over[session_id] = moving
-        moving.add_done_callback(partial(self._handed_over, session_id))
-        return await self._tasks.outcome(moving)
+    async def handed_over(self, session_id: str, handing_over: asyncio.Task[T]) -> T:
+        """What it comes to. Turns that come for the session meanwhile wait; it goes on if the caller is cancelled."""
+        self._handing_over[session_id] = handing_over
+        handing_over.add_done_callback(partial(self._settle, session_id))
+        return await self._tasks.outcome(handing_over)
 
     async def let_go(self, turn: Turn | Fork) -> None:
         """Ends a turn, or what keeps turns away, without a trace, and leaves nothing here of its session, which has
@@ -266,9 +256,7 @@ class SessionHost:
             if status.idle_s < IN_USE_S and not self._pace.may_go(status.tokens):
                 continue
             handing_over = self._tasks.start(self._hand_over(status.session_id, status.epoch))
-            self._handing_over[status.session_id] = handing_over
-            handing_over.add_done_callback(partial(self._handed_over, status.session_id))
-            self._stuck = not await self._tasks.outcome(handing_over)
+            self._stuck = not await self.handed_over(status.session_id, handing_over)
             if self._stuck:
                 return  # nor the others
 
@@ -382,26 +370,7 @@ class SessionHost:
         await self.turn_ended(session_id)
         return False
 
-    async def _move(self, order: MoveSession) -> MovedSession:
-        """Where the controller gives no answer it may have moved nevertheless: its epoch refuses the next turn then."""
-        session_id, epoch = order.session_id, order.epoch
-        kept_away = self._sessions.begin_fork(session_id, epoch, 0)
-        moved = False
-        try:
-            owner = await self._controller.move_session(session_id, epoch, self._replica_id, order.to)
-            moved = owner.epoch != epoch
-        except StaleEpoch:  # by an earlier try of this call
-            moved = True
-            raise
-        finally:
-            if moved:
-                await self.let_go(kept_away)
-            else:
-                self._sessions.abort_fork(kept_away)
-                await self.turn_ended(session_id)
-        return MovedSession(self._replica_id, owner.replica_id, owner.epoch)
-
-    def _handed_over(self, session_id: str, _task: asyncio.Task[Any]) -> None:
+    def _settle(self, session_id: str, _task: asyncio.Task[Any]) -> None:
         self._handing_over.pop(session_id, None)
 
     async def _fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:

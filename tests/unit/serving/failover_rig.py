@@ -70,7 +70,7 @@ class Replicas:
         if replica_id in self.dead:
             raise ReplicaGone(replica_id, Seen.DIED)
         try:
-            return await self.rigs[replica_id].host.move(call)
+            return await self.rigs[replica_id].moves.move(call)
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 

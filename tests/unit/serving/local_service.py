@@ -142,7 +142,7 @@ class LocalService:
         key = session_key(tenant, session_id)
         epoch = self._epoch(key, create=False)
         try:
-            return await self.rig.host.move(MoveSession(key, epoch, to, epoch))
+            return await self.rig.moves.move(MoveSession(key, epoch, to, epoch))
         except ControllerError as error:
             raise ServiceError(error_info(error)) from error
 

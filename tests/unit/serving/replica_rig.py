@@ -30,6 +30,7 @@ from serving.front.replica_calls import TurnEvents
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
+from serving.replica.ordered_moves import OrderedMoves
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
@@ -178,6 +179,7 @@ class Rig:
             pace or HandOverPace(time.monotonic, tokens_per_s=5000.0, within_s=10.0),
             engine_timeout_s=5.0,
         )
+        self.moves = OrderedMoves(replica_id, self.host, self.sessions, calls, self.tasks)
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats)
         self.builder = RequestBuilder(self.engine, text)
         self.unnamed = UnnamedSessions(time.monotonic, idle_timeout_s, self.engine)

@@ -133,7 +133,7 @@ async def test_a_replica_that_drains_takes_none(served: Failover) -> None:
 
 async def test_a_turn_that_comes_meanwhile_runs_at_the_new_owner(served: Failover) -> None:
     served.controller.gate.clear()
-    moving = asyncio.create_task(served.rigs[0].host.move(_order("b")))
+    moving = asyncio.create_task(served.rigs[0].moves.move(_order("b")))
     await served.rigs[0].in_turn("s")
     turn = asyncio.create_task(next_turn_is_right(served))
     await asyncio.sleep(0)
@@ -147,7 +147,7 @@ async def test_a_fork_is_waited_for(served: Failover) -> None:
     served.controller.gate.clear()
     fork = asyncio.create_task(served.rigs[0].host.fork("s", 1, ForkOrder("child", "k")))
     await served.rigs[0].in_turn("s")
-    moving = asyncio.create_task(served.rigs[0].host.move(_order("b")))
+    moving = asyncio.create_task(served.rigs[0].moves.move(_order("b")))
     await asyncio.sleep(0)
     served.controller.gate.set()
     assert (await fork).session_id == "child"
@@ -157,7 +157,7 @@ async def test_a_fork_is_waited_for(served: Failover) -> None:
 
 async def test_whose_caller_leaves_it_moves_all_the_same(served: Failover) -> None:
     served.controller.gate.clear()
-    moving = asyncio.create_task(served.rigs[0].host.move(_order("b")))
+    moving = asyncio.create_task(served.rigs[0].moves.move(_order("b")))
     await served.rigs[0].in_turn("s")
     moving.cancel()
     await asyncio.wait([moving])
@@ -180,7 +180,7 @@ async def test_an_answer_that_is_lost_moves_it_once(
 
 
 async def test_another_front_end_finds_it_again(served: Failover) -> None:
-    await served.rigs[0].host.move(_order("b"))
+    await served.rigs[0].moves.move(_order("b"))
     await next_turn_is_right(served)  # its dispatcher remembers "a"
     assert 'kedge_failovers_total{ingress="i"} 0.0' in served.metrics.render()
 
