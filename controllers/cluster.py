@@ -17,6 +17,7 @@ from controllers.cluster_stats import ClusterStats
 from controllers.commits import Commits
 from controllers.errors import (
     NoReplica,
+    SessionClosing,
     SessionExists,
     SessionNotFound,
     SessionTakenOver,
@@ -270,6 +271,16 @@ class Cluster:
         self._rebalancing.moved(replica_id, taker, kv_tokens)
         self._stats.count("rebalanced")
         return True
+
+    def move_session(self, session_id: str, epoch: int, replica_id: str, to: str | None) -> Assignment:
+        """Moves a session to the replica `to` (None: to the best of the others), unless that owns it. For its owner,
+        while it has no turn. Raises SessionNotFound, StaleEpoch, SessionClosing, InvalidMove and NoReplica."""
+        entry = self._claims.fence(session_id, epoch, replica_id)
+        if entry.closes_after is not None:
+            raise SessionClosing(f"{named(session_id)} is being closed")
+        if to != replica_id:
+            self._move_to(entry, self._replicas.taker(to, replica_id, self._ledger.count_of))
+        return _assignment(self._ledger.get(session_id), fresh=to != replica_id)
 
     def close_session(
         self,

@@ -146,6 +146,11 @@ class ClusterController:
     async def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
         return self._cluster.offer_session(session_id, epoch, replica_id)
 
+    async def move_session(
+        self, session_id: str, epoch: int, replica_id: str, to: str | None = None
+    ) -> Assignment:
+        return self._cluster.move_session(session_id, epoch, replica_id, to)
+
     async def commit_turn(self, record: TurnRecord) -> None:
         """What replicas before wire version 3 call instead of `commit_turns`."""
         (refusal,) = await self._commits.commit([record])

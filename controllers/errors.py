@@ -96,6 +96,15 @@ class InvalidFork(ControllerError):
     field = "length"
 
 
+class InvalidMove(ControllerError):
+    """There is no such replica to move the session to."""
+
+    code = "invalid_move"
+
+    def __init__(self, message: str, param: str | None = "to") -> None:
+        super().__init__(message, param)
+
+
 class CapacityExceeded(ControllerError):
     """The session would grow past the capacity it was opened with."""
 

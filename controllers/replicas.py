@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from controllers.placement import Candidate
+from controllers.errors import InvalidMove, NoReplica
+from controllers.placement import Candidate, choose_replica
 from controllers.records import ReplicaStatus
 
 
@@ -197,6 +198,19 @@ class ReplicaDirectory:
             if found:
                 return found
         return []
+
+    def taker(self, to: str | None, owner_id: str, count_sessions: Callable[[str], int]) -> str:
+        """The live replica that gets a session of `owner_id`: `to`, or the best of the others. Raises InvalidMove if
+        `to` is not there, and NoReplica if it takes no sessions, or nobody does."""
+        if to is None:
+            live = self.candidates(count_sessions, (ReplicaState.LIVE,))
+            return choose_replica(each for each in live if each.replica_id != owner_id)
+        state = self.state(to)
+        if to not in self._replicas or state is ReplicaState.GONE:
+            raise InvalidMove(f"to: there is no replica {to!r}")
+        if state is not ReplicaState.LIVE:
+            raise NoReplica(f"to: replica {to!r} takes no sessions, it is {state.value}", "to")
+        return to
 
     def in_state(self, *states: ReplicaState) -> list[ReplicaStatus]:
         """The last reports of replicas in these states; `draining` says that they drain, for whatever reason."""

@@ -11,14 +11,15 @@ from serving.cli.commands.audit import audit
 from serving.cli.commands.bench import bench
 from serving.cli.commands.chat import chat
 from serving.cli.commands.drain import drain
+from serving.cli.commands.info import info
 from serving.cli.commands.serve import serve
-from serving.cli.commands.sessions import fork, sessions
+from serving.cli.commands.sessions import app as sessions_app
+from serving.cli.commands.top import top
 
 app = typer.Typer(
     name="kedge",
     help="Start, talk to, look into and measure a Kedge server.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 
@@ -37,12 +38,11 @@ def common(
 ) -> None: ...
 
 
-sessions_app = typer.Typer(help="List sessions, or fork one.")
-sessions_app.callback(invoke_without_command=True)(sessions)
-sessions_app.command()(fork)
 app.command()(serve)
 app.command()(chat)
 app.add_typer(sessions_app, name="sessions")
+app.command()(info)
+app.command()(top)
 app.command()(audit)
 app.command()(drain)
 app.command()(bench)

@@ -43,6 +43,7 @@ from serving.wire.calls import (
     ForkSession,
     KeepNote,
     MetricsText,
+    MoveSession,
     RewindSession,
     Tokenize,
 )
@@ -54,6 +55,7 @@ from serving.wire.turns import (
     ErrorInfo,
     ForkedSession,
     ModelInfo,
+    MovedSession,
     ServiceError,
     SessionInfo,
     TextPrompt,
@@ -154,6 +156,20 @@ class ClusterClient:
     async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
         key = session_key(tenant, session_id)
         await self._dispatcher.ask_owner(key, lambda epoch: RewindSession(key, epoch, length))
+
+    async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
+        key = session_key(tenant, session_id)
+        self._dispatcher.forget(key)  # whoever is remembered may not own it any more
+        try:
+            before = await self._dispatcher.once_log_answers(partial(self._dispatcher.owner_of, key))
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
+        answer = await self._dispatcher.ask_owner(
+            key, lambda epoch: MoveSession(key, epoch, to, before.epoch)
+        )
+        assert isinstance(answer, MovedSession)
+        self._dispatcher.forget(key)
+        return replace(answer, from_id=before.replica_id)
 
     async def keep_note(
         self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str

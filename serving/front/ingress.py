@@ -178,9 +178,14 @@ class Ingress:
         await asyncio.to_thread(self._keys.reload)
 
     async def describe(self) -> dict[str, Any]:
-        """Figures for /get_server_info, JSON ready. `tasks` are those of the event loop."""
-        tasks = len(asyncio.all_tasks())
-        return {"ingress_id": self._metrics.ingress_id, "pid": os.getpid(), "tasks": tasks}
+        """Figures for /get_server_info, JSON ready. `tasks` are those of the event loop. `proxy`: what takes HTTP calls
+        before it, HAProxy or Ray Serve's own."""
+        return {
+            "ingress_id": self._metrics.ingress_id,
+            "pid": os.getpid(),
+            "tasks": len(asyncio.all_tasks()),
+            "proxy": "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "ray",
+        }
 
     async def metrics_text(self) -> tuple[str, str]:
         """This ingress's id and what it has counted."""

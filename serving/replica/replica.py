@@ -39,6 +39,7 @@ from serving.replica.kv_watch import LOOK_INTERVAL_S, KVWatch
 from serving.replica.link_server import TICK_S, Emit, LinkServer, PeerConnections, TakeFrame
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
+from serving.replica.ordered_moves import OrderedMoves
 from serving.replica.peer_sockets import PeerSockets
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
@@ -67,6 +68,7 @@ from serving.wire.calls import (
     GetModelInfo,
     KeepNote,
     MetricsText,
+    MoveSession,
     PlantFault,
     RewindSession,
     RunTurn,
@@ -165,6 +167,7 @@ class LLMReplica:
             place.clock, args.sessions.idle_timeout_s, self._model, make_chain=self._engine.empty_chain
         )
         self._host = self._host_of(sessions, place.clock)
+        self._moves = OrderedMoves(self._replica_id, self._host, sessions, self._controller, self._tasks)
         self._builder = RequestBuilder(self._engine, self._text)
         self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
         self._spans = open_spans(args.tracing, "replica", self._replica_id)
@@ -262,6 +265,8 @@ class LLMReplica:
                 return await self._host.fork(call.parent_id, call.epoch, call.order)
             case RewindSession():
                 return await self._turns.rewind(call.session_id, call.epoch, call.length)
+            case MoveSession():
+                return await self._moves.move(call)
             case KeepNote():
                 return await self._turns.keep_note(call)
             case Abort():
@@ -324,7 +329,8 @@ class LLMReplica:
     def _describe(self) -> dict[str, Any]:
         """Figures for /get_server_info, JSON ready."""
         figures = replica_figures(self._replica_id, self._turns.num_live, len(self._links), self._engine)
-        return figures | {"model": asdict(self._model.fingerprint)}
+        state = "draining" if self._host.draining else "up"
+        return figures | {"state": state, "model": asdict(self._model.fingerprint)}
 
     async def check_health(self) -> None:
         """Ray Serve replaces the replica when this raises."""

@@ -80,7 +80,7 @@ class SessionHost:
         self._loading: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._forking: dict[str, asyncio.Task[ForkedSession]] = {}  # by child
         self._forked: dict[str, asyncio.Task[ForkedSession]] = {}  # by parent
-        self._handing_over: dict[str, asyncio.Task[bool]] = {}
+        self._handing_over: dict[str, asyncio.Task[Any]] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._reports = ReportWriter()
         self._kv_tokens: dict[str, int] = {}
@@ -163,6 +163,12 @@ class SessionHost:
             )
             raise SessionMoved(f"{named(session_id)} has moved to another replica")
         self._pace.stayed()
+
+    async def handed_over(self, session_id: str, handing_over: asyncio.Task[T]) -> T:
+        """What it comes to. Turns that come for the session meanwhile wait; it goes on if the caller is cancelled."""
+        self._handing_over[session_id] = handing_over
+        handing_over.add_done_callback(partial(self._settle, session_id))
+        return await self._tasks.outcome(handing_over)
 
     async def let_go(self, turn: Turn | Fork) -> None:
         """Ends a turn, or what keeps turns away, without a trace, and leaves nothing here of its session, which has
@@ -258,11 +264,13 @@ class SessionHost:
             if status.idle_s < IN_USE_S and not self._pace.may_go(status.tokens):
                 continue
             handing_over = self._tasks.start(self._hand_over(status.session_id, status.epoch))
-            self._handing_over[status.session_id] = handing_over
-            handing_over.add_done_callback(partial(self._handed_over, status.session_id))
-            self._stuck = not await self._tasks.outcome(handing_over)
+            self._stuck = not await self.handed_over(status.session_id, handing_over)
             if self._stuck:
                 return  # nor the others
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
 
     @property
     def emptied(self) -> bool:
@@ -375,7 +383,7 @@ class SessionHost:
         await self.turn_ended(session_id)
         return False
 
-    def _handed_over(self, session_id: str, _task: asyncio.Task[bool]) -> None:
+    def _settle(self, session_id: str, _task: asyncio.Task[Any]) -> None:
         self._handing_over.pop(session_id, None)
 
     async def _fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:

@@ -21,6 +21,7 @@ from serving.wire.turns import (
     ErrorInfo,
     ForkedSession,
     ModelInfo,
+    MovedSession,
     ServiceError,
     TextPrompt,
     TokenizedPrompt,
@@ -63,6 +64,16 @@ class RewindSession(Call, frozen=True, tag="rewind_session"):
     session_id: str
     epoch: int
     length: int
+
+
+class MoveSession(Call, frozen=True, tag="move_session"):
+    """Moves a session that is owned at `epoch` to the replica `to`; None: to any other one, unless it has moved since
+    the caller found it at the epoch `found_at`."""
+
+    session_id: str
+    epoch: int
+    to: str | None
+    found_at: int
 
 
 class KeepNote(Call, frozen=True, tag="keep_note"):
@@ -136,6 +147,7 @@ AnyCall = (
     | CloseSession
     | ForkSession
     | RewindSession
+    | MoveSession
     | KeepNote
     | Abort
     | Flush
@@ -154,6 +166,7 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
         CloseSession: bool,
         ForkSession: ForkedSession,
         RewindSession: None,
+        MoveSession: MovedSession,
         KeepNote: None,
         Abort: int,
         Flush: bool,

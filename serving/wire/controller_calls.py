@@ -87,6 +87,7 @@ class ControllerCalls:
     notes = _called(ClusterController.notes)
     forget_note = _called(ClusterController.forget_note)
     offer_session = _called(ClusterController.offer_session)
+    move_session = _called(ClusterController.move_session)
     close_session = _called(ClusterController.close_session)
     close_after = _called(ClusterController.close_after)
     expire_idle = _called(ClusterController.expire_idle)

@@ -32,6 +32,7 @@ STATUS_BY_CODE = MappingProxyType(
         "session_moved": 409,
         "invalid_rewind": 400,
         "invalid_fork": 400,
+        "invalid_move": 400,
         "tools_differ": 400,
         "model_changed": 409,
         "session_capacity_exceeded": 400,

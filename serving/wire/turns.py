@@ -335,6 +335,15 @@ class ForkedSession(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class MovedSession(msgspec.Struct, frozen=True):
+    """Who owns a session that was to move, and at which epoch; `from_id` is who owned it before, the same if it was
+    there already."""
+
+    from_id: str
+    replica_id: str
+    epoch: int
+
+
 class TurnService(Protocol):
     """The cluster as the protocol adapters see it. Implemented in serving/front/cluster_client.py.
 
@@ -379,6 +388,11 @@ class TurnService(Protocol):
     async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
         """Keeps the first `length` committed tokens of the session, which counts as a turn that says nothing. Raises
         (404) for an unknown session, (409) while it has a turn, (400) for a length past its history."""
+
+    async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
+        """Moves the session to the replica `to` (None: to the best of the others), between its turns; its history goes
+        along, its KV does not. Raises (404) for an unknown session, (400, "invalid_move") for an unknown replica, (409)
+        while it has a turn, and (503, "no_replica") where that replica, or every other one, takes no sessions."""
 
     async def keep_note(
         self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str

@@ -14,11 +14,11 @@ from serving.cli.client.server import (
     MODE_HEADER,
     SESSION_HEADER,
     ServerError,
-    fork_session,
     refused,
     request_json,
     unreachable,
 )
+from serving.cli.client.sessions import fork_session
 from serving.cli.client.stream import Chunk, EventSplitter, Usage, parse_event
 
 

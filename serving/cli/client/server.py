@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -11,11 +10,15 @@ from serving.cli.client.stream import error_message
 
 SESSION_HEADER = "x-session-id"
 MODE_HEADER = "x-session-mode"
-SESSIONS_PATH = "/v1/kedge/sessions"
+TENANT_HEADER = "x-tenant-id"
 
 
 class ServerError(Exception):
-    """The server is out of reach or answered with an error. The message is for the user."""
+    """The server is out of reach (`status` None) or answered with an error. The message is for the user."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
@@ -23,12 +26,18 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
-def server_at(url: str, api_key: str | None = None, *, timeout: httpx.Timeout | float) -> httpx.Client:
-    """For calls on one server; `timeout` in seconds."""
-    return httpx.Client(base_url=url, headers=authorization(api_key), timeout=timeout)
+def server_at(
+    url: str, api_key: str | None = None, *, timeout: httpx.Timeout | float, tenant: str | None = None
+) -> httpx.Client:
+    """For calls on one server; `timeout` in seconds. `tenant`: whose sessions are meant, where the key is nobody's."""
+    headers = authorization(api_key) | ({} if tenant is None else {TENANT_HEADER: tenant})
+    try:
+        return httpx.Client(base_url=url, headers=headers, timeout=timeout)
+    except (httpx.InvalidURL, UnicodeEncodeError) as error:
+        raise ServerError(f"{url} cannot be called: {error}") from error
 
 
-def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
+def unreachable(url: str, error: Exception) -> ServerError:
     """Says that `url` does not answer, and why."""
     reason = str(error) or type(error).__name__
     return ServerError(f"no server at {url} ({reason}). Is it running? Start one with `make serve`.")
@@ -40,14 +49,14 @@ def refused(response: httpx.Response) -> ServerError:
         message = error_message(response.json())
     except ValueError:
         message = response.text.strip()[:200]
-    return ServerError(f"{response.status_code}: {message or response.reason_phrase}")
+    return ServerError(f"{response.status_code}: {message or response.reason_phrase}", response.status_code)
 
 
 def request_json(client: httpx.Client, method: str, path: str, body: object = None) -> Any:
     """The decoded reply. Raises ServerError if there is none, or an error, or it is not JSON."""
     try:
         response = client.request(method, path, json=body)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise unreachable(str(client.base_url), error) from error
     if response.is_error:
         raise refused(response)
@@ -64,30 +73,3 @@ def first_model(client: httpx.Client) -> str:
         return str(models["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise ServerError("/v1/models lists no model; name one with --model") from error
-
-
-def all_sessions(client: httpx.Client) -> list[dict[str, Any]]:
-    """What the ledger has of each session, page by page."""
-    rows: list[dict[str, Any]] = []
-    path = SESSIONS_PATH
-    while True:
-        page = request_json(client, "GET", path)
-        rows += page["sessions"]
-        if (after := page.get("next")) is None:
-            return rows
-        path = f"{SESSIONS_PATH}?{urlencode({'after': after})}"
-
-
-def fork_session(
-    client: httpx.Client, session_id: str, *, at: int | None = None, new_session_id: str | None = None
-) -> dict[str, Any]:
-    """Starts a session at the first `at` committed tokens (None: all) of another.
-
-    Gives its `session_id`, its `tokens`, and the `cached_tokens` whose KV it shares.
-    """
-    body = {"length": at, "new_session_id": new_session_id}
-    path = f"{SESSIONS_PATH}/{quote(session_id, safe='')}/fork"
-    forked: dict[str, Any] = request_json(
-        client, "POST", path, {name: value for name, value in body.items() if value is not None}
-    )
-    return forked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from serving.cli.client.server import request_json, server_at
 from serving.cli.commands.failure import one_line_errors
-from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
+from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, Url
 
 AUDIT_PATH = "/v1/kedge/audit"
 ACCOUNTS = ("total", "free", "cached", "protected", "session", "in_flight", "leaked")
@@ -23,7 +23,7 @@ _MIB = 1024 * 1024
 def audit(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Walk over every KV page of every replica. Exit status 1 if any is lost, counted twice or not looked at."""
     with one_line_errors("audit"), server_at(url, api_key, timeout=60.0) as client:

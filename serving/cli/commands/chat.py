@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ HELP = """\
 Ctrl-C   stop the answer; the session stands where it was before the turn
 Sessions that this chat started are closed; one named by --session stays open."""
 
+RunTurn = Callable[[Console, Conversation, str], None]
+"""Runs a turn and prints it. Raises ServerError."""
+
 TIMEOUT = httpx.Timeout(10.0, read=300.0)
 
 
@@ -38,12 +42,15 @@ def chat(
         float | None, typer.Option(help="0 is greedy; the server's default if left out.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each turn as a line of JSON.")] = False,
 ) -> None:
     """Talk to the model. Each turn sends only the new message; the session's KV cache stays put.
 
     Exit status: 1 if a turn failed.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    # With --json only the turns are on standard output.
+    console = Console(highlight=False, soft_wrap=True, stderr=as_json)
+    run_turn = _print_turn_as_json if as_json else _print_turn
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     with one_line_errors("chat"), server_at(url, api_key, timeout=TIMEOUT) as client:
@@ -54,11 +61,16 @@ def chat(
             console.print(f"session {session_id}, model {model_id}; /help lists commands", style="dim")
             return Conversation(client, session_id, model_id, system, sampling)
 
-        if not _talk(console, start, session):
+        if not _talk(console, start, run_turn, session):
             raise typer.Exit(1)
 
 
-def _talk(console: Console, start: Callable[[str | None], Conversation], session_id: str | None) -> bool:
+def _talk(
+    console: Console,
+    start: Callable[[str | None], Conversation],
+    run_turn: RunTurn,
+    session_id: str | None,
+) -> bool:
     """False if a turn failed."""
     conversation, ours = start(session_id), session_id is None
     all_well = True
@@ -73,7 +85,7 @@ def _talk(console: Console, start: Callable[[str | None], Conversation], session
         elif line.startswith("/"):
             console.print(f"unknown command {line}; /help lists them", style="dim", markup=False)
         elif line:
-            all_well &= _run_turn(console, conversation, line)
+            all_well &= _run_turn(console, conversation, line, run_turn)
     _leave(console, conversation, ours)
     return all_well
 
@@ -104,12 +116,10 @@ def _lines(console: Console) -> Iterator[str]:
             return
 
 
-def _run_turn(console: Console, conversation: Conversation, text: str) -> bool:
-    """Streams one answer. A turn that fails (False) is reported on standard error, and the conversation goes on."""
+def _run_turn(console: Console, conversation: Conversation, text: str, run_turn: RunTurn) -> bool:
+    """A turn that fails (False) is reported on standard error, and the conversation goes on."""
     try:
-        with conversation.turn(text) as stream:
-            for piece in stream:
-                console.print(piece, end="", markup=False)
+        run_turn(console, conversation, text)
         conversation.commit()
     except KeyboardInterrupt:
         console.print("\n(stopped; the session stands where it was before this turn)", style="dim")
@@ -118,10 +128,36 @@ def _run_turn(console: Console, conversation: Conversation, text: str) -> bool:
         console.print()
         Console(stderr=True, soft_wrap=True).print(f"kedge chat: {error}", style="red", markup=False)
         return False
+    return True
+
+
+def _print_turn(console: Console, conversation: Conversation, text: str) -> None:
+    """As it comes, and then what it took."""
+    with conversation.turn(text) as stream:
+        for piece in stream:
+            console.print(piece, end="", markup=False)
     console.print()
     if stream.timing is not None:
         console.print(_summary(stream.timing), style="dim")
-    return True
+
+
+def _print_turn_as_json(_console: Console, conversation: Conversation, text: str) -> None:
+    """Once it has ended; what the server or the turn does not tell is null."""
+    with conversation.turn(text) as stream:
+        said = "".join(stream)
+    timing = stream.timing
+    usage = None if timing is None else timing.usage
+    told = {
+        "session_id": conversation.session_id,
+        "text": said,
+        "finish_reason": stream.finish_reason,
+        "prompt_tokens": None if usage is None else usage.prompt_tokens,
+        "cached_tokens": None if usage is None else usage.cached_tokens,
+        "completion_tokens": None if usage is None else usage.completion_tokens,
+        "ttft_s": None if timing is None else timing.first_token_s,
+        "tokens_per_s": None if timing is None else timing.tokens_per_s,
+    }
+    typer.echo(json.dumps(told))
 
 
 def _summary(timing: TurnTiming) -> str:

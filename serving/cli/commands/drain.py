@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
 from urllib.parse import quote
 
 import typer
 
 from serving.cli.client.server import request_json, server_at
 from serving.cli.commands.failure import one_line_errors
-from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
+from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, ReplicaId, Url
 
 TIMEOUT_S = 30.0
 
 
 def drain(
-    replica: Annotated[str, typer.Argument(help="The replica's id, as `kedge sessions` shows it.")],
+    replica: ReplicaId,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
+    as_json: AsJson = False,
 ) -> None:
     """Have a replica hand its sessions over, end its turns and end itself. Ray Serve then starts another one."""
     with one_line_errors("drain"), server_at(url, api_key, timeout=TIMEOUT_S) as client:
-        request_json(client, "POST", f"/v1/kedge/replicas/{quote(replica, safe='')}/drain")
+        reply = request_json(client, "POST", f"/v1/kedge/replicas/{quote(replica, safe='')}/drain")
+    if as_json:
+        typer.echo(json.dumps(reply))
+        return
     typer.echo(f"{replica} drains; it is replaced once it is empty")

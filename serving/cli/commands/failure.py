@@ -1,4 +1,4 @@
-"""How a command fails: one line on standard error, exit status 1."""
+"""How a command fails: one line on standard error, exit status 1; 2 if it was called wrongly."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def one_line_errors(command: str) -> Iterator[None]:
     except (ServerError, LoadError, StartError) as error:
         Console(stderr=True, soft_wrap=True).print(f"kedge {command}: {error}", style="red", markup=False)
         raise typer.Exit(1) from error
+
+
+def usage_error(message: str) -> typer.BadParameter:
+    """Options that do not go together; typer prints it with the command's usage and exits with 2."""
+    return typer.BadParameter(message)

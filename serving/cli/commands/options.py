@@ -6,12 +6,32 @@ from typing import Annotated
 
 import typer
 
+from serving.cli.commands.completion import replica_ids, session_ids
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar="KEDGE_API_KEY", show_envvar=True, help="Sent with every call, where the server wants one."
-    ),
+API_KEY_HELP = "Sent with every call, where the server wants one."
+URL_HELP = "Address of the server, without /v1."
+TENANT_HELP = "Whose sessions are meant; for keys that are no tenant's, such as an operator's."
+
+ApiKey = Annotated[str | None, typer.Option(envvar="KEDGE_API_KEY", show_envvar=True, help=API_KEY_HELP)]
+Url = Annotated[str, typer.Option(envvar="KEDGE_URL", help=URL_HELP)]
+Tenant = Annotated[str | None, typer.Option(envvar="KEDGE_TENANT", help=TENANT_HELP)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+# Of the commands below `kedge sessions`: what is left out is as that was called.
+OwnUrl = Annotated[
+    str | None, typer.Option("--url", help="Address of the server; that of `kedge sessions` if left out.")
 ]
-Url = Annotated[str, typer.Option(envvar="KEDGE_URL", help="Address of the server, without /v1.")]
+OwnApiKey = Annotated[str | None, typer.Option("--api-key", help=API_KEY_HELP)]
+OwnTenant = Annotated[str | None, typer.Option("--tenant", help=TENANT_HELP)]
+SessionId = Annotated[
+    str, typer.Argument(help="The session's id, as `kedge sessions` shows it.", autocompletion=session_ids)
+]
+SessionIds = Annotated[
+    list[str],
+    typer.Argument(help="The sessions' ids, as `kedge sessions` shows them.", autocompletion=session_ids),
+]
+ReplicaId = Annotated[
+    str, typer.Argument(help="The replica's id, as `kedge info` shows it.", autocompletion=replica_ids)
+]

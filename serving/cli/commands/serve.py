@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.start.environment import Proxy, default_proxy, serve_environment
 from serving.cli.start.errors import StartError
 from serving.cli.start.ray_cluster import check_cluster
+from serving.cli.start.readiness import Expected, answers_already, expected_of, say_when_ready
 
 ADDRESS_HELP = (
     "host:port of the Ray cluster to serve on. If left out RAY_ADDRESS, else the cluster that `ray start` started"
     " on this machine, else one that is started here, with a token."
 )
 PROXY_HELP = (
-    "What takes HTTP calls of a cluster that is started here: HAProxy, where ray[serve] has brought it (Linux), or Ray"
-    " Serve's own proxy, which is slower. If left out the faster one that there is."
+    "What takes HTTP calls of a cluster that is started here: HAProxy, where ray\\[serve] has brought it (Linux), or"
+    " Ray Serve's own proxy, which is slower. If left out the faster one that there is."
 )
 ALLOW_HELP = (
     "Serve on a Ray cluster that asks for no token, though others may reach it: they can run code there."
@@ -32,31 +35,45 @@ def serve(
     address: Annotated[str | None, typer.Option(help=ADDRESS_HELP)] = None,
     proxy: Annotated[Proxy | None, typer.Option(help=PROXY_HELP, show_default=False)] = None,
     allow_no_token: Annotated[bool, typer.Option("--allow-no-token", help=ALLOW_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the line that it is ready as JSON.")] = False,
 ) -> None:
     """Check the settings and the Ray cluster, then serve in the foreground (`serve run`). Ctrl-C stops it.
 
-    Exit status: 1 if nothing was started, else that of `serve run`.
+    Once it answers it says so in one line: where, which model, how many replicas, after how many seconds. Exit status:
+    1 if nothing was started, else that of `serve run`.
     """
+    began_s = time.monotonic()
     environ = dict(os.environ)  # before Ray is imported, which may change it
     executables = Path(sys.executable).parent
     with one_line_errors("serve"):
-        _check_settings(config)
+        expected = _checked(config, began_s, as_json=as_json)
         check_cluster(address, environ, allow_open=allow_no_token)
         environment = serve_environment(environ, executables, proxy or default_proxy(environ))
+        _say_when_ready(expected, environment)
         _become_serve_run(config, address, executables, environment)
 
 
-def _check_settings(config: Path) -> None:
-    """As `python -m serving.settings.config`. Raises StartError."""
+def _checked(config: Path, began_s: float, *, as_json: bool) -> Expected:
+    """Checks the settings as `python -m serving.settings.config` does. Raises StartError."""
     import yaml  # these here, because every command would start more slowly
 
     from serving.settings.config import check_file
     from serving.settings.strict_settings import SettingsError
 
     try:
-        check_file(str(config))
-    except (SettingsError, OSError, yaml.YAMLError) as error:
+        applications = check_file(str(config))
+        document = yaml.safe_load(config.read_text(encoding="utf-8"))
+        return expected_of(document, applications[0], began_s, as_json=as_json)
+    except (SettingsError, StartError, OSError, yaml.YAMLError) as error:
         raise StartError(f"{config}: {error}") from error
+
+
+def _say_when_ready(expected: Expected, environment: dict[str, str]) -> None:
+    if not answers_already(expected):
+        say_when_ready(expected, environment)
+        return
+    note = f"kedge serve: {expected.url} answers already; `serve status` tells when this deployment is there"
+    Console(stderr=True, soft_wrap=True).print(note, markup=False, highlight=False)
 
 
 def _become_serve_run(

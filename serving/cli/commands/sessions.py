@@ -1,4 +1,4 @@
-"""`kedge sessions`: what the ownership ledger knows of every session. `kedge sessions fork`: one more of them."""
+"""`kedge sessions`: what the ownership ledger knows of every session, and what can be done with one of them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,70 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from serving.cli.client.server import all_sessions, fork_session, server_at
-from serving.cli.commands.failure import one_line_errors
-from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
+from serving.cli.client.server import server_at
+from serving.cli.client.sessions import (
+    all_sessions,
+    close_session,
+    fork_session,
+    move_session,
+    read_session,
+    rewind_session,
+)
+from serving.cli.commands.completion import replica_ids
+from serving.cli.commands.failure import one_line_errors, usage_error
+from serving.cli.commands.options import (
+    DEFAULT_URL,
+    ApiKey,
+    AsJson,
+    OwnApiKey,
+    OwnTenant,
+    OwnUrl,
+    SessionId,
+    SessionIds,
+    Tenant,
+    Url,
+)
+from serving.cli.commands.session_history import print_session
+from serving.cli.commands.wording import counted, duration
+
+TIMEOUT_S = 60.0
+
+At = Annotated[int | None, typer.Option(min=0, help="Tokens to begin with; all if left out.")]
+AtTurn = Annotated[int | None, typer.Option(min=0, help="Begin behind this turn, in place of --at.")]
+ToTurn = Annotated[int | None, typer.Option(min=0, help="Keep this turn and those before it.")]
+ToTokens = Annotated[int | None, typer.Option("--to", min=0, help="Keep the first so many tokens.")]
+ToReplica = Annotated[
+    str | None,
+    typer.Option(
+        "--to", help="The replica; the controller picks one if left out.", autocompletion=replica_ids
+    ),
+]
+Full = Annotated[bool, typer.Option("--full", help="Do not shorten what was said.")]
+
+app = typer.Typer(help="List sessions, look into one, or change it.")
 
 
+@app.callback(invoke_without_command=True)
 def sessions(
     context: typer.Context,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON.")] = False,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List sessions: owner, epoch, tokens, bytes, turns, idle time."""
+    """List sessions: owner, epoch, tokens, bytes, turns, idle time.
+
+    The commands below look into one of them, or change it.
+    """
     if context.invoked_subcommand is not None:
         return
-    with one_line_errors("sessions"), server_at(url, api_key, timeout=10.0) as client:
+    with one_line_errors("sessions"), server_at(url, api_key, timeout=10.0, tenant=tenant) as client:
         rows = all_sessions(client)
     if as_json:
         typer.echo(json.dumps({"sessions": rows}, indent=2))
@@ -33,28 +77,120 @@ def sessions(
     Console().print(_table(rows) if rows else "no sessions")
 
 
+@app.command()
+def show(
+    context: typer.Context,
+    session_id: SessionId,
+    full: Full = False,
+    url: OwnUrl = None,
+    api_key: OwnApiKey = None,
+    tenant: OwnTenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what was said in a session, turn by turn.
+
+    A turn's checkpoint is how many tokens there were when it had ended: what `rewind` and `fork` go back to.
+    """
+    with one_line_errors("sessions show"), _server(context, url, api_key, tenant) as client:
+        found = read_session(client, session_id)
+    if _wants_json(context, as_json):
+        typer.echo(json.dumps(found, indent=2))
+        return
+    print_session(Console(), found, full=full)
+
+
+@app.command()
+def close(
+    context: typer.Context,
+    session_ids: SessionIds,
+    url: OwnUrl = None,
+    api_key: OwnApiKey = None,
+    tenant: OwnTenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """End sessions for good.
+
+    Their KV is freed, and their history deleted from the log. With a turn in flight a session ends when that does.
+    """
+    closed: list[str] = []
+    try:
+        with one_line_errors("sessions close"), _server(context, url, api_key, tenant) as client:
+            for session_id in session_ids:
+                close_session(client, session_id)
+                closed.append(session_id)
+    finally:
+        _print(context, as_json, {"closed": closed}, [f"{each}: closed" for each in closed])
+
+
+@app.command()
 def fork(
     context: typer.Context,
-    session_id: Annotated[str, typer.Argument(help="Session to fork.")],
-    at: Annotated[int | None, typer.Option(min=0, help="Tokens to begin with; all if left out.")] = None,
+    session_id: SessionId,
+    at: At = None,
+    turn: AtTurn = None,
     new_id: Annotated[str | None, typer.Option("--as", help="Id of the fork; a new one if left out.")] = None,
-    url: Annotated[
-        str | None, typer.Option(help="Address of the server; that of `kedge sessions` if left out.")
-    ] = None,
-    api_key: ApiKey = None,
+    url: OwnUrl = None,
+    api_key: OwnApiKey = None,
+    tenant: OwnTenant = None,
+    as_json: AsJson = False,
 ) -> None:
     """Start a session at the history of another, sharing its KV."""
-    assert context.parent is not None
-    url, api_key = url or context.parent.params["url"], api_key or context.parent.params["api_key"]
-    with one_line_errors("sessions fork"), server_at(url, api_key, timeout=60.0) as client:
-        forked = fork_session(client, session_id, at=at, new_session_id=new_id)
-    typer.echo(
-        f"{forked['session_id']}: {forked['tokens']:,} tokens, {forked['cached_tokens']:,} of them with KV"
-    )
+    if at is not None and turn is not None:
+        raise usage_error("--at and --turn are two ways to say one thing: give one of them")
+    with one_line_errors("sessions fork"), _server(context, url, api_key, tenant) as client:
+        forked = fork_session(client, session_id, at=at, turn=turn, new_session_id=new_id)
+    said = f"{forked['session_id']}: {forked['tokens']:,} tokens, {forked['cached_tokens']:,} of them with KV"
+    _print(context, as_json, forked, [said])
+
+
+@app.command()
+def rewind(
+    context: typer.Context,
+    session_id: SessionId,
+    turn: ToTurn = None,
+    to: ToTokens = None,
+    url: OwnUrl = None,
+    api_key: OwnApiKey = None,
+    tenant: OwnTenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take back the last turns of a session.
+
+    `kedge sessions show` numbers them. What is cut off is gone; `kedge sessions fork` keeps it.
+    """
+    if (to is None) == (turn is None):
+        raise usage_error("say what is to be kept: either --turn TURN or --to TOKENS")
+    with one_line_errors("sessions rewind"), _server(context, url, api_key, tenant) as client:
+        kept = rewind_session(client, session_id, to=to, turn=turn)
+    _print(context, as_json, kept, [f"{kept['session_id']}: {kept['tokens']:,} tokens are kept"])
+
+
+@app.command()
+def move(
+    context: typer.Context,
+    session_id: SessionId,
+    to: ToReplica = None,
+    url: OwnUrl = None,
+    api_key: OwnApiKey = None,
+    tenant: OwnTenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have another replica own a session, from its next turn on.
+
+    Its history goes along; its KV is computed again with that turn, whose first token comes later. With a turn in
+    flight the session stays. For operators.
+    """
+    with one_line_errors("sessions move"), _server(context, url, api_key, tenant) as client:
+        moved = move_session(client, session_id, to)
+    said = f"moved from {moved['from']} to {moved['to']}"
+    if not moved["moved"]:
+        said = f"is at {moved['to']} already"
+    _print(context, as_json, moved, [f"{moved['session_id']}: {said}, epoch {moved['epoch']}"])
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    title = f"{len(rows)} session{'s' if len(rows) != 1 else ''}"
+    """Those used last come first."""
+    title = counted(len(rows), "session")
     # Without lines a generated id fits into 80 characters beside the rest.
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("session", overflow="fold")
@@ -73,16 +209,31 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['tokens']:,}",
             decimal(int(row["size_bytes"])),
             str(row["turns"]),
-            "in turn" if row["in_turn"] else _duration(float(row["idle_s"])),
+            "in turn" if row["in_turn"] else duration(float(row["idle_s"])),
         ]
         table.add_row(*cells, *(str(row.get(name) or "") for name in others))
     return table
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+def _server(context: typer.Context, url: str | None, api_key: str | None, tenant: str | None) -> httpx.Client:
+    """The one that the command line names; what a command below was not told, `kedge sessions` was."""
+    above = {} if context.parent is None else context.parent.params
+    return server_at(
+        url or above.get("url") or DEFAULT_URL,
+        api_key or above.get("api_key"),
+        timeout=TIMEOUT_S,
+        tenant=tenant or above.get("tenant"),
+    )
+
+
+def _wants_json(context: typer.Context, as_json: bool) -> bool:
+    return as_json or (context.parent is not None and bool(context.parent.params.get("as_json")))
+
+
+def _print(context: typer.Context, as_json: bool, reply: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """What was done: as the server says it, or in words."""
+    if _wants_json(context, as_json):
+        typer.echo(json.dumps(reply))
+        return
+    for line in lines:
+        typer.echo(line)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.cluster import Cluster
+from controllers.errors import ControllerError
 from serving.front.conversations import Affinity, Conversations
 from serving.front.ownership_cache import OwnershipCache
 from serving.front.replica_calls import ANY_REPLICA
@@ -18,9 +19,10 @@ from serving.front.replica_gone import ReplicaGone
 from serving.front.turn_dispatch import TurnDispatcher
 from serving.trace.turn_traces import UNTRACED, FrontTraces
 from serving.watch.metrics import IngressMetrics
-from serving.wire.calls import Abort, AnyCall
+from serving.wire.calls import Abort, AnyCall, MoveSession
+from serving.wire.errors import error_info
 from serving.wire.turn_events import merge_events
-from serving.wire.turns import TurnCall, TurnEvent
+from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 from tests.unit.serving.local_service import small_text
 from tests.unit.serving.replica_rig import Rig, local_controller, running_rig
 
@@ -62,6 +64,16 @@ class Replicas:
         assert isinstance(call, Abort)
         living = [rig for name, rig in self.rigs.items() if name not in self.dead]
         return [rig.turns.abort(call.request_id, call.tenant) for rig in living]
+
+    async def call(self, replica_id: str, call: AnyCall) -> Any:
+        """A pinned call, as the replica answers it."""
+        assert isinstance(call, MoveSession)
+        if replica_id in self.dead:
+            raise ReplicaGone(replica_id, Seen.DIED)
+        try:
+            return await self.rigs[replica_id].moves.move(call)
+        except ControllerError as error:
+            raise ServiceError(error_info(error)) from error
 
     async def pick(self, _affinity: Affinity) -> str:
         return ANY_REPLICA

@@ -32,7 +32,7 @@ from serving.text.text import TextProcessor
 from serving.watch.audit_reply import cluster_audit, replica_audit
 from serving.watch.metrics import IngressMetrics
 from serving.watch.page import cluster_page
-from serving.wire.calls import KeepNote
+from serving.wire.calls import KeepNote, MoveSession
 from serving.wire.errors import error_info, told_to_clients
 from serving.wire.transcripts import transcript_of
 from serving.wire.turns import (
@@ -40,6 +40,7 @@ from serving.wire.turns import (
     ErrorInfo,
     ForkedSession,
     ModelInfo,
+    MovedSession,
     ServiceError,
     SessionInfo,
     TextPrompt,
@@ -135,6 +136,12 @@ class LocalService:
         key = session_key(tenant, session_id)
         with told_to_clients():
             await self.rig.turns.rewind(key, self._epoch(key, create=False), length)
+
+    async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
+        key = session_key(tenant, session_id)
+        epoch = self._epoch(key, create=False)
+        with told_to_clients():
+            return await self.rig.moves.move(MoveSession(key, epoch, to, epoch))
 
     async def keep_note(
         self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str

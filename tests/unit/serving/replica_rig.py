@@ -31,6 +31,7 @@ from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.kv_watch import KVWatch
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
+from serving.replica.ordered_moves import OrderedMoves
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
@@ -189,6 +190,7 @@ class Rig:
             engine_timeout_s=5.0,
             on_loaded=lambda after_s: self.metrics.session_loaded(after_s),
         )
+        self.moves = OrderedMoves(replica_id, self.host, self.sessions, calls, self.tasks)
         self.metrics = ReplicaMetrics(replica_id, self.engine.stats, metric_labels)
         self.builder = RequestBuilder(self.engine, text)
         self.unnamed = UnnamedSessions(time.monotonic, idle_timeout_s, self.engine)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
-from serving.front.api.fields import Client, Count, CountOrZero, Name, Service, Tenant
+from serving.front.api.fields import OPERATORS_ONLY, Client, Count, CountOrZero, Name, Service, Tenant
 from serving.front.api.keys import ANYBODY
 from serving.front.api.sessions.trees import close_tree, node_id, tree_and_request
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
@@ -80,6 +80,12 @@ class Rewind(StrictBody):
         return self
 
 
+class Move(StrictBody):
+    """`to`: the replica that is to own the session; if it is left out or null, the controller picks another one."""
+
+    to: Name | None = None
+
+
 def routes() -> APIRouter:
     router = APIRouter(route_class=StrictJsonRoute, tags=["sessions"])
     router.add_api_route("/v1/kedge/sessions", list_sessions, methods=["GET"])
@@ -90,6 +96,12 @@ def routes() -> APIRouter:
     )
     router.add_api_route("/v1/kedge/sessions/{session_id:path}/fork", fork_session, methods=["POST"])
     router.add_api_route("/v1/kedge/sessions/{session_id:path}/rewind", rewind_session, methods=["POST"])
+    router.add_api_route(
+        "/v1/kedge/sessions/{session_id:path}/move",
+        move_session,
+        methods=["POST"],
+        dependencies=OPERATORS_ONLY,
+    )
     return router
 
 
@@ -162,6 +174,18 @@ async def rewind_session(
     assert length is not None
     await service.rewind_session(session_id, length, tenant=tenant)
     return {"session_id": session_id, "tokens": length}
+
+
+async def move_session(session_id: SessionId, body: Move, service: Service, tenant: Tenant) -> dict[str, Any]:
+    moved = await service.move_session(session_id, body.to, tenant=tenant)
+    audit_event("session_moved", session_id=session_id, tenant=tenant, replica_id=moved.replica_id)
+    return {
+        "session_id": session_id,
+        "from": moved.from_id,
+        "to": moved.replica_id,
+        "epoch": moved.epoch,
+        "moved": moved.from_id != moved.replica_id,
+    }
 
 
 async def delete_session(session_id: SessionId, service: Service, caller: Client, tenant: Tenant) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -154,3 +155,28 @@ def read_until(terminal: int, expected: bytes, seen: bytes = b"", timeout_s: flo
         assert ready, f"{expected!r} did not come; seen {seen!r}"
         seen += os.read(terminal, 4096)
     return seen.split(expected, 1)[1]
+
+
+def test_for_programs_each_turn_is_a_line():
+    with running(Stub()) as stub:
+        result = chat(stub, "one two\nthree\n", "--session", "s1", "--json")
+    assert result.exit_code == 0, result.output
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert first.pop("ttft_s") > 0
+    assert first.pop("tokens_per_s") > 0
+    assert first == {
+        "session_id": "s1",
+        "text": " w0 w1 w2 w3",
+        "finish_reason": "length",
+        "prompt_tokens": 2,
+        "cached_tokens": 0,
+        "completion_tokens": 4,
+    }
+    assert second["cached_tokens"] == 6
+    assert "s1 stays open" in result.stderr
+
+
+def test_for_programs_a_server_without_figures_has_null():
+    with running(Stub(reports_usage=False)) as stub:
+        told = json.loads(chat(stub, "one\n", "--json").stdout)
+    assert (told["text"], told["prompt_tokens"], told["ttft_s"]) == (" w0 w1 w2 w3", None, None)

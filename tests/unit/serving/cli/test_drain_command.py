@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from serving.cli.main import app
 
+DRAINING = b'{"replica_id": "a/b", "state": "draining"}'
 UNKNOWN = b'{"error": {"message": "There is no replica \'z\'."}}'
 
 
@@ -18,7 +20,7 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         known = self.path == "/v1/kedge/replicas/a%2Fb/drain"
-        body = b"{}" if known else UNKNOWN
+        body = DRAINING if known else UNKNOWN
         self.send_response(202 if known else 404)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -49,3 +51,8 @@ def test_a_refusal_is_told_in_one_line(url: str) -> None:
     result = CliRunner().invoke(app, ["drain", "z", "--url", url])
     assert result.exit_code != 0
     assert "There is no replica 'z'." in result.output
+
+
+def test_for_programs_it_is_what_the_server_says(url: str) -> None:
+    result = CliRunner().invoke(app, ["drain", "a/b", "--url", url, "--json"])
+    assert (result.exit_code, json.loads(result.output)) == (0, {"replica_id": "a/b", "state": "draining"})

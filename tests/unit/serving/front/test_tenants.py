@@ -23,6 +23,7 @@ FOR_OPERATORS = [
     ("GET", "/get_load"),
     ("POST", "/flush_cache"),
     ("POST", "/v1/kedge/replicas/a/drain"),
+    ("POST", "/v1/kedge/sessions/s/move"),
 ]
 
 

@@ -1,0 +1,86 @@
+"""`kedge top`: a cluster as it lives, in a terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from serving.cli.client.server import ServerError, server_at
+from serving.cli.client.watch import STATE, watch
+from serving.cli.commands.failure import one_line_errors
+from serving.cli.commands.options import DEFAULT_URL, ApiKey, AsJson, Url
+from serving.cli.top.frame import frame
+from serving.cli.top.picture import Picture
+
+AGAIN_AFTER_S = 1.0
+STATES_FOR_RATES = 2
+TIMEOUT_S = 10.0
+
+Interval = Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two pictures.")]
+Once = Annotated[bool, typer.Option("--once", help="Print one picture, after one interval, and end.")]
+
+
+def top(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    interval: Interval = 1.0,
+    once: Once = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a cluster: replicas and whose their KV pages are, load, sessions, and what happens. Ctrl-C ends it.
+
+    For operators. With --json each event of the stream is a line of JSON, with its name under "event"; with --once,
+    too, the state alone. A server that goes away is waited for, unless it was never there (exit status 1).
+    """
+    try:
+        with one_line_errors("top"), server_at(url, api_key, timeout=TIMEOUT_S) as client:
+            if as_json:
+                _print_events(client, interval, once=once)
+            elif once:
+                _print_once(client, url, interval)
+            else:
+                _show(client, url, interval)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def _print_events(client: httpx.Client, interval_s: float, *, once: bool) -> None:
+    for event in watch(client, interval_s):
+        if once and event.name != STATE:
+            continue
+        typer.echo(json.dumps({"event": event.name, **event.data}))
+        if once:
+            return
+
+
+def _print_once(client: httpx.Client, url: str, interval_s: float) -> None:
+    picture = Picture()
+    for event in watch(client, interval_s):
+        picture.take(event)
+        if picture.states_seen == STATES_FOR_RATES:
+            break
+    Console(highlight=False).print(frame(picture, url))
+
+
+def _show(client: httpx.Client, url: str, interval_s: float) -> None:
+    """Until Ctrl-C. Raises ServerError if there was nothing to see at all."""
+    console, picture = Console(highlight=False), Picture()
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            try:
+                for event in watch(client, interval_s):
+                    picture.take(event)
+                    live.update(frame(picture, url, console.height), refresh=True)
+            except ServerError as error:
+                if picture.state is None:
+                    raise
+                trouble = f"trying again: {error}"
+                live.update(frame(picture, url, console.height, trouble), refresh=True)
+            picture.begin_again()
+            time.sleep(AGAIN_AFTER_S)

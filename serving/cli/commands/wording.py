@@ -1,0 +1,23 @@
+"""How commands write figures."""
+
+from __future__ import annotations
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def mebibytes(used_bytes: int, budget_bytes: int) -> str:
+    """Of a tier; one without a budget is off."""
+    if not budget_bytes:
+        return "off"
+    return f"{used_bytes / 2**20:,.1f} of {budget_bytes / 2**20:,.0f} MiB"

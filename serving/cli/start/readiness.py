@@ -1,0 +1,82 @@
+"""What `kedge serve` is to be when it is ready, and the process beside it that says so (ready_line.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from serving.cli.start import ready_line
+from serving.cli.start.errors import StartError
+
+DEFAULT_PORT = 8000
+EVERYWHERE = ("0.0.0.0", "::", "")
+PROBE_TIMEOUT_S = 1.0
+FORK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """`operators_url` is where figures are told. `replicas`: how many are asked for, at first. `began_s` is monotonic
+    time, which is one for all processes of a machine."""
+
+    url: str
+    operators_url: str
+    model: str
+    replicas: int
+    began_s: float
+    as_json: bool
+
+
+def expected_of(document: Mapping[str, Any], args: Any, began_s: float, *, as_json: bool) -> Expected:
+    """Of a config file, with the settings of its first application. Raises StartError."""
+    http = document.get("http_options") or {}
+    port = http.get("port", DEFAULT_PORT) if isinstance(http, Mapping) else None
+    if not isinstance(port, int):
+        raise StartError("http_options: a mapping was expected, and its port is a number")
+    prefix = str(document["applications"][0].get("route_prefix") or "/").rstrip("/")
+    url = _url(str(http.get("host") or ""), port) + prefix
+    ingress, replicas = args.ingress, args.replicas
+    own_port = ingress.operator_port
+    count = replicas.count if replicas.autoscaling is None else replicas.autoscaling.min_replicas
+    return Expected(
+        url=url,
+        operators_url=url if own_port is None else _url(ingress.operator_host, own_port),
+        model=args.model.model_id,
+        replicas=count,
+        began_s=began_s,
+        as_json=as_json,
+    )
+
+
+def answers_already(expected: Expected) -> bool:
+    """Whether somebody is there before anything was started: a deployment that is to be replaced, or another server."""
+    return ready_line.answer(f"{expected.url}/health", PROBE_TIMEOUT_S) is not None
+
+
+def say_when_ready(expected: Expected, environment: Mapping[str, str]) -> None:
+    """Starts the process that waits. This one, which is to become `serve run`, keeps an end of a pipe, by which its own
+    end is noticed. Without that process everything works but the line."""
+    noticed, kept = os.pipe()
+    os.set_inheritable(kept, True)
+    what = json.dumps(asdict(expected) | {"serve_run_fd": noticed})
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            [sys.executable, "-I", "-S", ready_line.__file__, what],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(noticed,),
+            timeout=FORK_TIMEOUT_S,
+            check=False,
+        )
+    os.close(noticed)
+
+
+def _url(host: str, port: int) -> str:
+    host = "127.0.0.1" if host in EVERYWHERE else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

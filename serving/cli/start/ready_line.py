@@ -1,0 +1,87 @@
+"""Says in one line when a server answers: `ready_line.py WHAT`, beside `serve run`, which `kedge serve` becomes.
+
+WHAT is JSON, see readiness.Expected. The process belongs to nobody: whoever started it becomes another program, and
+would never look at its end. It ends with the line, with `serve run` (whose end of the pipe is closed then), or after
+LONGEST_S. It uses the standard library only, since it starts with `python -I -S`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from typing import Any
+
+LOOK_EVERY_S = 0.25
+CALL_TIMEOUT_S = 5.0
+REPLICAS_PATIENCE_S = 10.0
+"""So long the line waits for replicas that are still to come, once one answers."""
+LONGEST_S = 3600.0
+
+
+def answer(url: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """The JSON that is there; None if there is none, or an error. No proxy is asked: the server is this machine's."""
+    request = urllib.request.Request(url)
+    if key := os.environ.get("KEDGE_API_KEY"):
+        request.add_header("authorization", f"Bearer {key}")
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            request, timeout=timeout_s
+        ) as reply:
+            return json.load(reply)
+    except (OSError, HTTPException, ValueError):
+        return None
+
+
+def line(expected: dict[str, Any], replicas: int | None, took_s: float) -> str:
+    """For people, or as JSON. `replicas`: how many answer; None: not told to who has no operator's key."""
+    asked = expected["replicas"]
+    if expected["as_json"]:
+        told = {"event": "ready", "url": expected["url"], "model": expected["model"]}
+        return json.dumps(told | {"replicas": replicas, "replicas_asked": asked, "seconds": round(took_s, 1)})
+    count = f"{replicas} of {asked}" if replicas is not None and replicas < asked else f"{replicas or asked}"
+    plural = "s" if asked != 1 else ""
+    return (
+        f"kedge is ready at {expected['url']}: model {expected['model']}, {count} replica{plural},"
+        f" after {took_s:.1f} s"
+    )
+
+
+def wait(expected: dict[str, Any], serve_run_fd: int) -> str | None:
+    """The line, once the server answers; None if `serve run` ended before."""
+    deadline_s = time.monotonic() + LONGEST_S
+    settled_s: float | None = None
+    while time.monotonic() < deadline_s:
+        if select.select([serve_run_fd], [], [], LOOK_EVERY_S)[0]:
+            return None
+        if answer(f"{expected['url']}/health") is None:
+            continue
+        now_s = time.monotonic()
+        settled_s = settled_s or now_s + REPLICAS_PATIENCE_S
+        info = answer(f"{expected['operators_url']}/get_server_info")
+        replicas = None if info is None else len(info["replicas"])
+        if replicas is None or replicas >= expected["replicas"] or now_s > settled_s:
+            return line(expected, replicas, now_s - expected["began_s"])
+    return None
+
+
+def main() -> None:
+    """Its standard output is that of `serve run`."""
+    expected = json.loads(sys.argv[1])
+    if os.fork():
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    said = wait(expected, expected["serve_run_fd"])
+    if said is not None:
+        sys.stdout.write(said + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

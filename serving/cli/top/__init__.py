@@ -1,0 +1,1 @@
+"""What `kedge top` shows, apart from where it comes from."""

@@ -1,0 +1,62 @@
+"""Moves of sessions that operators order: between two turns, fenced by the epoch.
+
+Used on the replica's event loop only.
+"""
+
+from __future__ import annotations
+
+from controllers.errors import StaleEpoch
+from controllers.session import SessionController
+from serving.background import BackgroundTasks
+from serving.replica.session_host import SessionHost
+from serving.wire.calls import MoveSession
+from serving.wire.controller_calls import ControllerCalls
+from serving.wire.turns import MovedSession
+
+
+class OrderedMoves:
+    """Of the sessions that this replica owns. What is left of one that went is the host's to free."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        host: SessionHost,
+        sessions: SessionController,
+        controller: ControllerCalls,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._replica_id = replica_id
+        self._host = host
+        self._sessions = sessions
+        self._controller = controller
+        self._tasks = tasks
+
+    async def move(self, order: MoveSession) -> MovedSession:
+        """Turns that come meanwhile wait, and find it moved; a fork is waited for. Once begun it comes to its end
+        whoever still waits. Raises ControllerError; the session stays then, but where the answer was lost."""
+        while True:
+            await self._host.hold(order.session_id, order.epoch)
+            if not await self._host.fork_ended(order.session_id):
+                break
+        if order.to is None and order.epoch > order.found_at:
+            return MovedSession(self._replica_id, self._replica_id, order.epoch)
+        return await self._host.handed_over(order.session_id, self._tasks.start(self._move(order)))
+
+    async def _move(self, order: MoveSession) -> MovedSession:
+        """Where the controller gives no answer it may have moved nevertheless: its epoch refuses the next turn then."""
+        session_id, epoch = order.session_id, order.epoch
+        kept_away = self._sessions.begin_fork(session_id, epoch, 0)
+        moved = False
+        try:
+            owner = await self._controller.move_session(session_id, epoch, self._replica_id, order.to)
+            moved = owner.epoch != epoch
+        except StaleEpoch:  # by an earlier try of this call
+            moved = True
+            raise
+        finally:
+            if moved:
+                await self._host.let_go(kept_away)
+            else:
+                self._sessions.abort_fork(kept_away)
+                await self._host.turn_ended(session_id)
+        return MovedSession(self._replica_id, owner.replica_id, owner.epoch)

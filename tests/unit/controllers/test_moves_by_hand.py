@@ -1,0 +1,128 @@
+"""A session goes to the replica that an operator names, or to the best of the others, if its owner asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from manual_clock import ManualClock
+from store_turns import commit_turn
+
+from controllers.cluster import Cluster
+from controllers.errors import InvalidMove, NoReplica, SessionClosing, SessionNotFound, StaleEpoch, StoreError
+from controllers.records import ReplicaStatus, TurnRecord
+from controllers.settings import ClusterSettings
+from controllers.sqlite_store import SqliteSessionStore
+from controllers.tokens import encode_tokens, unpack_tokens
+
+SILENCE_S = 9.0
+
+
+class World:
+    """Session "s" is "a"'s, with two committed tokens; "b" has less free KV than "c"."""
+
+    def __init__(self, path: Path, clock: ManualClock) -> None:
+        self.clock = clock
+        self.store = SqliteSessionStore(path, clock=clock)
+        self.cluster = Cluster(ClusterSettings(replica_timeout_s=SILENCE_S), self.store, clock, clock)
+        self.beat("a", 3000)
+        self.cluster.open_session("s", "", None, None)
+        commit_turn(self.cluster, TurnRecord("s", 1, 0, 0, encode_tokens([1, 2]), 1, "key", b"result"))
+        self.beat("b", 1000)
+        self.beat("c", 2000)
+
+    def beat(self, replica_id: str, free_tokens: int) -> None:
+        status = ReplicaStatus(replica_id, free_tokens, 3000)
+        if not self.cluster.heartbeat(status, []).known:
+            self.cluster.register_replica(status)
+
+    def owner(self) -> tuple[str, int]:
+        (entry,) = self.cluster.sessions()
+        return entry.replica_id, entry.epoch
+
+    def pass_silently(self, *beating: str) -> None:
+        """So long that all but these are gone."""
+        for _ in range(int(SILENCE_S) + 2):
+            self.clock.advance(1.0)
+            self.cluster.tick()
+            for name in beating:
+                self.beat(name, 1000)
+
+
+@pytest.fixture
+def world(tmp_path: Path, clock: ManualClock) -> Iterator[World]:
+    world = World(tmp_path / "sessions.db", clock)
+    yield world
+    world.store.disconnect()
+
+
+@pytest.mark.parametrize(("to", "taker"), [("b", "b"), (None, "c")])
+def test_it_moves_at_the_next_epoch_with_its_history(world: World, to: str | None, taker: str) -> None:
+    moved = world.cluster.move_session("s", 1, "a", to)
+    assert (moved.replica_id, moved.epoch) == world.owner() == (taker, 2)
+    assert list(unpack_tokens(world.cluster.load_session("s", 2, taker).history)) == [1, 2]
+    with pytest.raises(StaleEpoch):
+        world.cluster.load_session("s", 1, "a")
+    assert world.cluster.stats()["transfers_total"] == 1
+
+
+def test_it_stays_where_it_is_to_be(world: World) -> None:
+    assert world.cluster.move_session("s", 1, "a", "a").epoch == 1
+    assert world.owner() == ("a", 1)
+
+
+def test_only_its_owner_may_have_it_moved(world: World) -> None:
+    for epoch, replica_id in ((0, "a"), (2, "a"), (1, "b")):
+        with pytest.raises(StaleEpoch):
+            world.cluster.move_session("s", epoch, replica_id, "c")
+    with pytest.raises(SessionNotFound):
+        world.cluster.move_session("unknown", 1, "a", "c")
+    world.cluster.move_session("s", 1, "a", "b")
+    with pytest.raises(StaleEpoch):  # the same call again
+        world.cluster.move_session("s", 1, "a", "b")
+    assert world.owner() == ("b", 2)
+
+
+def test_an_unknown_replica_is_named(world: World) -> None:
+    with pytest.raises(InvalidMove, match="'z'") as caught:
+        world.cluster.move_session("s", 1, "a", "z")
+    assert caught.value.param == "to"
+
+
+def test_one_that_is_gone_gets_none(world: World) -> None:
+    world.pass_silently("a", "c")
+    with pytest.raises(InvalidMove, match="'b'"):
+        world.cluster.move_session("s", 1, "a", "b")
+    assert world.owner() == ("a", 1)
+
+
+def test_one_that_drains_gets_none(world: World) -> None:
+    world.cluster.drain_replica("c")
+    with pytest.raises(NoReplica, match="draining") as caught:
+        world.cluster.move_session("s", 1, "a", "c")
+    assert caught.value.param == "to"
+    assert world.cluster.move_session("s", 1, "a", None).replica_id == "b"
+
+
+def test_without_another_replica_it_stays(world: World) -> None:
+    world.pass_silently("a")
+    with pytest.raises(NoReplica):
+        world.cluster.move_session("s", 1, "a", None)
+    assert world.owner() == ("a", 1)
+
+
+def test_one_that_is_to_be_closed_stays(world: World) -> None:
+    world.cluster.close_after("s", 1, "turn")
+    with pytest.raises(SessionClosing):
+        world.cluster.move_session("s", 1, "a", "b")
+
+
+def test_the_log_comes_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise StoreError("the log is away")
+
+    monkeypatch.setattr(world.store, "assign", away)
+    with pytest.raises(StoreError):
+        world.cluster.move_session("s", 1, "a", "b")
+    assert world.owner() == ("a", 1)

@@ -1,0 +1,177 @@
+"""`kedge serve` says in one line when it answers, and stands in nobody's way. In place of `serve run` a script serves
+what the line asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serving.cli.start.errors import StartError
+from serving.cli.start.readiness import expected_of
+from serving.cli.start.ready_line import line
+from serving.settings.config import parse_args
+
+CONFIG = Path(__file__).parents[4] / "configs" / "cluster.yaml"
+WAIT_S = 30.0
+KEDGE = "import sys; sys.executable = sys.argv.pop(1); from serving.cli.main import main; main()"
+SERVE_RUN = """#!{python}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        replicas = min(2, server.asked // 2)
+        server.asked += self.path == "/get_server_info"
+        known = {replies}
+        status, reply = known.get(self.path, (404, {{}}))
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_): ...
+
+if {answers}:
+    server = HTTPServer(("127.0.0.1", {port}), Handler)
+    server.asked = 0
+    server.serve_forever()
+sys.exit(7)
+"""
+REPLICAS = "{'/health': (200, {}), '/get_server_info': (200, {'replicas': [{}] * replicas})}"
+KEYS = "{'/health': (200, {}), '/get_server_info': (401, {})}"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    directory: Path, port: int, *options: str, replies: str = REPLICAS, answers: bool = True
+) -> Iterator[subprocess.Popen[str]]:
+    executables = directory / "bin"
+    executables.mkdir()
+    (executables / "python").symlink_to(sys.executable)
+    script = SERVE_RUN.format(python=sys.executable, port=port, replies=replies, answers=answers)
+    (executables / "serve").write_text(script)
+    (executables / "serve").chmod(0o755)
+    document = yaml.safe_load(CONFIG.read_text())
+    document["http_options"] = {"host": "0.0.0.0", "port": port}
+    config = directory / "cluster.yaml"
+    config.write_text(yaml.safe_dump(document))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", KEDGE, str(executables / "python"), "serve", str(config), *options],
+        env=inherited | {"RAY_TMPDIR": str(directory / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")
+
+
+def test_it_waits_for_all_replicas(tmp_path: Path, port: int) -> None:
+    with serving(tmp_path, port) as process:
+        said = first_line(process)
+        assert process.poll() is None, "it goes on"
+        process.terminate()
+        assert process.wait(WAIT_S) == -15, "a signal reaches serve run itself"
+        assert process.stdout is not None
+        assert process.stdout.read() == "", "one line, and who said it is gone"
+    assert said.startswith(f"kedge is ready at http://127.0.0.1:{port}: model kedge-chat, 2 replicas, after ")
+    assert said.endswith(" s")
+
+
+def test_for_programs(tmp_path: Path, port: int) -> None:
+    with serving(tmp_path, port, "--json") as process:
+        told = json.loads(first_line(process))
+    assert told.pop("seconds") > 0
+    assert told == {
+        "event": "ready",
+        "url": f"http://127.0.0.1:{port}",
+        "model": "kedge-chat",
+        "replicas": 2,
+        "replicas_asked": 2,
+    }
+
+
+def test_without_an_operators_key_it_tells_what_was_asked_for(tmp_path: Path, port: int) -> None:
+    with serving(tmp_path, port, replies=KEYS) as process:
+        assert "2 replicas, after " in first_line(process)
+
+
+def test_a_serve_run_that_ends_leaves_nobody_waiting(tmp_path: Path, port: int) -> None:
+    with serving(tmp_path, port, answers=False) as process:
+        output, _ = process.communicate(timeout=WAIT_S)  # to the end of everybody who could write there
+    assert (process.returncode, output) == (7, "")
+
+
+def test_where_somebody_answers_already_no_line_would_be_true(tmp_path: Path, port: int) -> None:
+    (tmp_path / "before").mkdir()
+    (tmp_path / "after").mkdir()
+    with serving(tmp_path / "before", port) as before:
+        first_line(before)
+        with serving(tmp_path / "after", port, answers=False) as process:
+            output, errors = process.communicate(timeout=WAIT_S)
+    assert output == ""
+    assert f"http://127.0.0.1:{port} answers already" in errors
+
+
+ARGS = {"model": {"path": "assets/models/kedge-chat", "name": "chat"}}
+
+
+@pytest.mark.parametrize(
+    ("http", "prefix", "args", "url", "operators_url", "replicas"),
+    [
+        (None, None, {}, "http://127.0.0.1:8000", "http://127.0.0.1:8000", 2),
+        ({"host": "::1", "port": 81}, "/llm", {}, "http://[::1]:81/llm", "http://[::1]:81/llm", 2),
+        (
+            {"host": "10.1.1.1"},
+            "/",
+            {"ingress": {"operator_port": 8001}, "replicas": {"autoscaling": {"max_replicas": 4}}},
+            "http://10.1.1.1:8000",
+            "http://127.0.0.1:8001",
+            1,
+        ),
+    ],
+)
+def test_what_is_expected(http, prefix, args, url: str, operators_url: str, replicas: int) -> None:
+    document = {"http_options": http, "applications": [{"route_prefix": prefix}]}
+    expected = expected_of(document, parse_args(ARGS | args), 0.0, as_json=False)
+    assert (expected.url, expected.operators_url) == (url, operators_url)
+    assert (expected.model, expected.replicas) == ("chat", replicas)
+
+
+@pytest.mark.parametrize("http", [{"port": "80"}, [80]])
+def test_other_http_options_are_named(http) -> None:
+    with pytest.raises(StartError, match="http_options"):
+        expected_of({"http_options": http, "applications": [{}]}, parse_args(ARGS), 0.0, as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "asked", "said"), [(1, 2, "1 of 2 replicas"), (1, 1, "1 replica,"), (3, 2, "3 replicas")]
+)
+def test_the_line_counts(replicas: int, asked: int, said: str) -> None:
+    expected = {"url": "u", "model": "m", "replicas": asked, "as_json": False}
+    assert said in line(expected, replicas, 1.0)

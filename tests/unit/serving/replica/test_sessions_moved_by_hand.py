@@ -1,0 +1,189 @@
+"""A session that an operator moves goes between two turns, once, and says at its new owner what it would have said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.runner.null import null_generate
+
+from controllers.errors import NoAnswer, StaleEpoch
+from controllers.records import ForkOrder
+from serving.front.cluster_client import ClusterClient
+from serving.front.conversations import Conversations
+from serving.wire.calls import MoveSession
+from serving.wire.turns import MovedSession, ServiceError
+from tests.unit.serving.failover_rig import Failover, running_failover
+from tests.unit.serving.replica_rig import VOCAB_SIZE, call
+
+FIRST = [1, 2, 3]
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Failover]:
+    """Replica "a" has session "s" with a turn in its history; "b" has nothing."""
+    async with running_failover(tmp_path) as failover:
+        for rig in failover.rigs:
+            rig.runner.step_s = 0.0
+        failover.open_session("s")
+        await failover.turn(call(FIRST, "s"))
+        yield failover
+        for rig in failover.rigs:
+            rig.runner.go_on()
+        await failover.settled()
+
+
+def client(served: Failover) -> ClusterClient:
+    """A front end over the replicas."""
+    unused: dict[str, Any] = dict.fromkeys(("model", "siblings", "tasks"))
+    replicas: Any = served.replicas
+    controller: Any = served.controller
+    return ClusterClient(
+        replicas=replicas,
+        controller=controller,
+        dispatcher=served.dispatcher,
+        conversations=Conversations(9),
+        metrics=served.metrics,
+        settings={},
+        **unused,
+    )
+
+
+async def move(served: Failover, to: str | None = "b", session_id: str = "s") -> MovedSession:
+    return await client(served).move_session(session_id, to, tenant="")
+
+
+async def refusal(
+    served: Failover, to: str | None = "b", session_id: str = "s"
+) -> tuple[int, str, str | None]:
+    with pytest.raises(ServiceError) as caught:
+        await move(served, to, session_id)
+    info = caught.value.info
+    return info.status, info.code, info.param
+
+
+def owner(served: Failover, session_id: str = "s") -> tuple[str, int]:
+    (entry,) = (entry for entry in served.cluster.sessions() if entry.session_id == session_id)
+    return entry.replica_id, entry.epoch
+
+
+async def next_turn_is_right(served: Failover) -> None:
+    history = FIRST + null_generate(FIRST, 8, VOCAB_SIZE)
+    event = await served.turn(call([4], "s"))
+    assert event.error is None, event
+    assert list(event.token_ids) == null_generate([*history, 4], 8, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("to", ["b", None])
+async def test_it_moves_with_nothing_left_behind(served: Failover, to: str | None) -> None:
+    assert await move(served, to) == MovedSession("a", "b", 2)
+    assert owner(served) == ("b", 2)
+    assert served.rigs[0].sessions.epoch("s") is None
+    await served.rigs[0].books_are_empty()
+    await next_turn_is_right(served)
+    assert owner(served) == ("b", 2)
+
+
+async def test_its_kv_is_computed_again(served: Failover) -> None:
+    await move(served)
+    assert (await served.turn(call([4], "s"))).cached_tokens == 0
+    assert (await served.turn(call([5], "s"))).cached_tokens > 0
+
+
+async def test_it_stays_where_it_is_to_be(served: Failover) -> None:
+    assert await move(served, "a") == MovedSession("a", "a", 1)
+    assert (await served.turn(call([4], "s"))).cached_tokens > 0
+
+
+async def test_there_and_back(served: Failover) -> None:
+    await move(served, "b")
+    assert await move(served, "a") == MovedSession("b", "a", 3)
+    await next_turn_is_right(served)
+
+
+async def test_a_turn_in_flight_keeps_it(served: Failover) -> None:
+    served.rigs[0].runner.hold()
+    turn = asyncio.create_task(served.rigs[0].run(call([4], "s"), 1))
+    await served.rigs[0].runner.held()
+    assert await refusal(served) == (409, "turn_in_flight", "session_id")
+    served.rigs[0].runner.go_on()
+    assert (await turn)[-1].finish is not None
+    assert owner(served) == ("a", 1)
+    assert (await move(served)).replica_id == "b"
+
+
+async def test_what_is_not_there_is_named(served: Failover) -> None:
+    assert await refusal(served, "z") == (400, "invalid_move", "to")
+    assert await refusal(served, session_id="unknown") == (404, "session_not_found", "session_id")
+    assert owner(served) == ("a", 1)
+    assert (await served.turn(call([4], "s"))).cached_tokens > 0, "what is refused costs it nothing"
+
+
+async def test_a_replica_that_drains_takes_none(served: Failover) -> None:
+    await served.rigs[1].host.drain()
+    for to in ("b", None):
+        status, code, _ = await refusal(served, to)
+        assert (status, code) == (503, "no_replica")
+    await next_turn_is_right(served)
+    assert owner(served) == ("a", 1)
+
+
+async def test_a_turn_that_comes_meanwhile_runs_at_the_new_owner(served: Failover) -> None:
+    served.controller.gate.clear()
+    moving = asyncio.create_task(served.rigs[0].moves.move(_order("b")))
+    await served.rigs[0].in_turn("s")
+    turn = asyncio.create_task(next_turn_is_right(served))
+    await asyncio.sleep(0)
+    served.controller.gate.set()
+    assert (await moving).replica_id == "b"
+    await turn
+    assert owner(served) == ("b", 2)
+
+
+async def test_a_fork_is_waited_for(served: Failover) -> None:
+    served.controller.gate.clear()
+    fork = asyncio.create_task(served.rigs[0].host.fork("s", 1, ForkOrder("child", "k")))
+    await served.rigs[0].in_turn("s")
+    moving = asyncio.create_task(served.rigs[0].moves.move(_order("b")))
+    await asyncio.sleep(0)
+    served.controller.gate.set()
+    assert (await fork).session_id == "child"
+    await moving
+    assert (owner(served), owner(served, "child")) == (("b", 2), ("a", 1))
+
+
+async def test_whose_caller_leaves_it_moves_all_the_same(served: Failover) -> None:
+    served.controller.gate.clear()
+    moving = asyncio.create_task(served.rigs[0].moves.move(_order("b")))
+    await served.rigs[0].in_turn("s")
+    moving.cancel()
+    await asyncio.wait([moving])
+    served.controller.gate.set()
+    await served.settled()
+    assert owner(served) == ("b", 2)
+    await served.rigs[0].books_are_empty()
+
+
+@pytest.mark.parametrize("to", ["b", None])
+@pytest.mark.parametrize("lost", [NoAnswer("lost"), StaleEpoch("by an earlier try")])
+async def test_an_answer_that_is_lost_moves_it_once(
+    served: Failover, to: str | None, lost: Exception
+) -> None:
+    served.controller.lost_replies["move_session"] = [lost]
+    assert await move(served, to) == MovedSession("a", "b", 2)
+    assert owner(served) == ("b", 2)
+    await served.rigs[0].books_are_empty()
+    await next_turn_is_right(served)
+
+
+async def test_another_front_end_finds_it_again(served: Failover) -> None:
+    await served.rigs[0].moves.move(_order("b"))
+    await next_turn_is_right(served)  # its dispatcher remembers "a"
+    assert 'kedge_failovers_total{ingress="i"} 0.0' in served.metrics.render()
+
+
+def _order(to: str) -> MoveSession:
+    return MoveSession("s", 1, to, 1)
