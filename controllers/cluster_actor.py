@@ -29,6 +29,7 @@ from controllers.errors import ControllerError
 from controllers.open_store import open_store
 from controllers.records import (
     Assignment,
+    ClusterView,
     ForkOrder,
     HeartbeatReply,
     LedgerEntry,
@@ -184,6 +185,9 @@ class ClusterController:
 
     async def stats(self) -> dict[str, float]:
         return self._cluster.stats()
+
+    async def view(self, after: str | None = None, limit: int = 100) -> ClusterView:
+        return self._cluster.watch.view(after, limit)
 
     def _attend(self) -> None:
         """From a replica's first call on, ticks come from the loop of the calls: they are late when calls cannot run.

@@ -94,6 +94,7 @@ class ControllerCalls:
     session = _called(ClusterController.session)
     replicas = _called(ClusterController.replicas)
     stats = _called(ClusterController.stats)
+    view = _called(ClusterController.view)
     _announce = _called(ClusterController.announce)
     _commit_turns = _called(ClusterController.commit_turns)
 
