@@ -8,7 +8,7 @@ budget lasts, on to disk, then to nothing but the token log.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -20,7 +20,7 @@ from cache.radix_tree import TokenArray
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.session_audit import SessionAuditor
 from cache.session_tiers import SessionTiers
-from cache.slots import SessionSlot, SlotState, SlotTable
+from cache.slots import KVPlace, SessionSlot, SlotState, SlotTable
 from cache.tiers import PageNeed, TierSizes
 from cache.token_chain import TokenChain, Tokens
 
@@ -356,6 +356,11 @@ class SessionAwareCache:
     def held_tokens(self) -> dict[str, int]:
         """Tokens of KV each idle session holds, wherever they are."""
         return {slot.session_id: slot.usable_len for slot in self._slots if slot.state is not SlotState.LENT}
+
+    def places(self, session_ids: Iterable[str]) -> dict[str, KVPlace]:
+        """Where these sessions' KV is, of those that have any."""
+        slots = map(self._slots.get, session_ids)
+        return {slot.session_id: slot.place for slot in slots if slot is not None}
 
     def _match_slot(
         self, slot: SessionSlot, namespace: str, max_len: int, history: History

@@ -439,7 +439,7 @@ class Cluster:
         self.watch.taken_over(entry, taker)
         return assignment
 
-    def _move_to(self, entry: LedgerEntry, replica_id: str, why: str) -> None:
+    def _move_to(self, entry: LedgerEntry, replica_id: str, why: str = "") -> None:
         self._transfer(entry, replica_id)
         self.watch.moved(entry, replica_id, why)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from serving.front.api import admin, tokenization
+from serving.front.api import admin, tokenization, watching
 from serving.front.api.access import CallersKnown
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
@@ -74,6 +74,7 @@ def create_http_app(
         tokenization,
         sessions,
         admin,
+        watching,
     ):
         app.include_router(protocol.routes())
     app.add_middleware(CallersKnown, keys=keys, operators=operators)

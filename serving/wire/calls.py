@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cache.slots import KVPlace
 from controllers.records import ForkOrder
 from serving.wire.turns import (
     ChatPrompt,
@@ -99,6 +100,12 @@ class Describe(Call, frozen=True, tag="describe"):
     """Figures, JSON ready."""
 
 
+class SessionPlaces(Call, frozen=True, tag="session_places"):
+    """Where the KV of these sessions is, of those that have any there."""
+
+    session_ids: tuple[str, ...]
+
+
 class MetricsText(Call, frozen=True, tag="metrics_text"):
     """The replica's metrics, as Prometheus reads them."""
 
@@ -133,6 +140,7 @@ AnyCall = (
     | Drain
     | Audit
     | Describe
+    | SessionPlaces
     | MetricsText
     | GetModelInfo
     | Tokenize
@@ -150,6 +158,7 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
         Drain: None,
         Audit: dict[str, Any],
         Describe: dict[str, Any],
+        SessionPlaces: dict[str, KVPlace],
         MetricsText: str,
         GetModelInfo: ModelInfo,
         Tokenize: TokenizedPrompt,

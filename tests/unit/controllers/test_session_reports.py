@@ -264,7 +264,7 @@ def test_a_session_that_came_back_is_not_dropped_for_what_it_was(world: World) -
     world.open("s")
     world.a.beat(world.cluster)
     world.cluster.register_replica(world.b.status)
-    world.cluster._move_to(world.cluster.session("s"), "b", "as a test wants")
+    world.cluster._move_to(world.cluster.session("s"), "b")
     world.cluster._move_to(world.cluster.session("s"), "a")
     report = world.a.report()
     reply = world.cluster.heartbeat(world.a.status, report)
