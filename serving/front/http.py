@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from serving.front.api import admin, tokenization, watching
+from serving.front.api import admin, console, tokenization, watching
 from serving.front.api.access import CallersKnown
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
@@ -77,6 +77,8 @@ def create_http_app(
         watching,
     ):
         app.include_router(protocol.routes())
+    if operators:
+        app.include_router(console.routes())
     app.add_middleware(CallersKnown, keys=keys, operators=operators)
     app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=not keys)
     if browser_rules.origins:
