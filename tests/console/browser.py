@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
@@ -27,13 +26,15 @@ WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 360, "height": 740}
 def chromium_path() -> str | None:
     """None: there is none."""
     named = os.environ.get("KEDGE_CHROMIUM")
-    return named or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    return (
+        named or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    )
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
     path = chromium_path()
-    assert path is not None and Path(path).exists()
+    assert path is not None
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS))
         try:
@@ -90,10 +91,9 @@ class Opened:
     def overflow_px(self) -> int:
         """By so much the page is wider than its window."""
         return int(
-            self.page.evaluate(
-                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            )
+            self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         )
 
     def close(self) -> None:
-        self.context.close()
+        if not self.page.is_closed():
+            self.context.close()

@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[4]
 RING = KeyRing({API_KEYS: "key-a=acme", OPERATOR_KEYS: "key-o"})
 FILES = sorted(path.name for path in FOLDER.iterdir())
 REFERENCE = re.compile(r"""(?:src|href)="(?!#)([^"]+)"|from "([^"]+)"|import\("([^"]+)"\)|url\(([^)]+)\)""")
-FOREIGN = re.compile(
-    r"https?://(?!www\.w3\.org/2000/svg)|//cdn|@import|innerHTML|insertAdjacentHTML|eval\("
-)
+FOREIGN = re.compile(r"https?://(?!www\.w3\.org/2000/svg)|//cdn|@import|innerHTML|insertAdjacentHTML|eval\(")
 
 
 def no_service() -> Any:
