@@ -1,5 +1,5 @@
-"""Takes the console's pictures anew: `python docs/screenshots.py [URL]`, of a server that has just started on an empty state
-directory. It needs Chromium and the development tools. Writes docs/images/console.png and console-narrow.png."""
+"""Takes the console's pictures anew: `python docs/screenshots.py [URL]`, of a server that has just started on an empty
+state directory. It needs Chromium and the development tools. Writes docs/images/console.png and console-narrow.png."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ def take(url: str) -> None:
         narrow.close()
     for path in sorted(IMAGES.glob("console*.png")):
         size = path.stat().st_size
-        print(f"{path.relative_to(ROOT)}: {size} bytes")
-        assert size < MOST_BYTES, "too large for the repository"
+        assert size < MOST_BYTES, f"{path.name} has {size} bytes: too many for the repository"
 
 
 def main() -> None:

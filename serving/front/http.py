@@ -28,6 +28,20 @@ from serving.wire.turns import TurnService
 KEEP_ALIVE_S = 5.0
 NO_KEYS = KeyRing({})
 NO_MODEL_LIMITS = BodyLimits()
+PROTOCOLS = (
+    chat,
+    completions,
+    models,
+    responses,
+    websocket,
+    conversations,
+    messages,
+    session_protocol,
+    tokenization,
+    sessions,
+    admin,
+    watching,
+)
 
 
 def create_http_app(
@@ -62,20 +76,7 @@ def create_http_app(
     app.state.request_chat_template = request_chat_template
     app.state.request_priority = request_priority
     install_error_handlers(app)
-    for protocol in (
-        chat,
-        completions,
-        models,
-        responses,
-        websocket,
-        conversations,
-        messages,
-        session_protocol,
-        tokenization,
-        sessions,
-        admin,
-        watching,
-    ):
+    for protocol in PROTOCOLS:
         app.include_router(protocol.routes())
     if operators:
         app.include_router(console.routes())
