@@ -116,7 +116,7 @@ class ClusterClient:
         source = ClusterSource(
             replicas, controller, lambda entry, now_s: told_session(_session_info(entry, now_s))
         )
-        self._watch = ClusterWatch(source, tasks, model.model_id)
+        self._watch = ClusterWatch(source, tasks, model)
 
     @property
     def model(self) -> ModelInfo:

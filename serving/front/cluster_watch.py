@@ -25,7 +25,7 @@ from serving.watch.cluster_state import (
     tier_moves,
     told_event,
 )
-from serving.wire.turns import ErrorInfo, ServiceError, WatchedItem
+from serving.wire.turns import ErrorInfo, ModelInfo, ServiceError, WatchedItem
 
 MOST_WATCHERS = 32
 MOST_TOLD_FIRST = 200
@@ -102,7 +102,7 @@ class ClusterWatch:
         self,
         source: Source,
         tasks: BackgroundTasks,
-        model: str,
+        model: ModelInfo,
         *,
         most_watchers: int = MOST_WATCHERS,
         unix_clock: Callable[[], float] = time.time,
@@ -184,7 +184,7 @@ class ClusterWatch:
         for watcher in self._watchers:
             if watcher.wants_state:
                 if watcher.limit not in states:
-                    states[watcher.limit] = _bytes(state_of(look, self._model, watcher.limit))
+                    states[watcher.limit] = _bytes(state_of(look, self._model.model_id, watcher.limit))
                 watcher.show(states[watcher.limit])
             watcher.tell(self._past if watcher.is_new else told)
             watcher.is_new = False

@@ -63,7 +63,7 @@ class LocalService:
         self.conversations = Conversations(1000)
         self.calls: list[TurnCall] = []
         self.ended = 0
-        self.watchers = ClusterWatch(LocalSource(self), rig.tasks, MODEL.model_id)
+        self.watchers = ClusterWatch(LocalSource(self), rig.tasks, MODEL)
 
     @property
     def cluster(self) -> Cluster:

@@ -79,7 +79,7 @@ class ScriptedSource:
 async def watch_of(source: ScriptedSource, **options: Any) -> AsyncIterator[ClusterWatch]:
     tasks = BackgroundTasks()
     try:
-        yield ClusterWatch(source, tasks, "m", unix_clock=lambda: 7.0, **options)
+        yield ClusterWatch(source, tasks, MODEL, unix_clock=lambda: 7.0, **options)
     finally:
         await tasks.stop(1.0)
 
