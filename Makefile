@@ -43,8 +43,8 @@ monitor:
 	$(PYTHON) configs/monitoring/monitor.py $(MONITOR_ARGS)
 
 # A cluster takes the whole machine: its tests run one by one.
-SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/cluster --ignore=tests/clients
-ALONE := $(BIN)/python -m pytest --durations=10 tests/cluster tests/clients
+SHARED := $(BIN)/python -m pytest --durations=10 --numprocesses $(JOBS) --dist loadfile --ignore=tests/cluster --ignore=tests/clients --ignore=tests/console
+ALONE := $(BIN)/python -m pytest --durations=10 tests/cluster tests/clients tests/console
 
 test: install-dev
 ifdef TEST_ARGS

@@ -21,7 +21,7 @@ from cache.radix_tree import TokenArray
 from cache.sequence_kv import PageAccount, SequenceKV, pages_for
 from cache.session_audit import SessionAuditor
 from cache.session_tiers import SessionTiers
-from cache.slots import SessionSlot, SlotState, SlotTable
+from cache.slots import KVPlace, SessionSlot, SlotState, SlotTable
 from cache.tiers import PageNeed, TierSizes
 from cache.token_chain import TokenChain, Tokens
 
@@ -367,6 +367,11 @@ class SessionAwareCache:
     def held_tokens(self) -> dict[str, int]:
         """Tokens of KV each idle session holds, wherever they are."""
         return {slot.session_id: slot.usable_len for slot in self._slots if slot.state is not SlotState.LENT}
+
+    def places(self, session_ids: Iterable[str]) -> dict[str, KVPlace]:
+        """Where these sessions' KV is, of those that have any."""
+        slots = map(self._slots.get, session_ids)
+        return {slot.session_id: slot.place for slot in slots if slot is not None}
 
     def _match_slot(
         self, slot: SessionSlot, namespace: str, max_len: int, history: History

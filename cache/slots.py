@@ -19,6 +19,14 @@ class SlotState(Enum):
     LOADING = auto()  # device pages are being filled from there
 
 
+@dataclass(frozen=True, slots=True)
+class KVPlace:
+    """Where a session's KV is: "device", "host" or "disk"; and of how many tokens it is (None: a turn has it)."""
+
+    tier: str
+    tokens: int | None
+
+
 @dataclass(slots=True)
 class SessionSlot:
     """A session's KV between turns.
@@ -43,6 +51,13 @@ class SessionSlot:
         """Tokens of KV that a turn may continue from, wherever they are, if its history begins with them."""
         contents = self.contents
         return 0 if contents is None else len(contents.chain)
+
+    @property
+    def place(self) -> KVPlace:
+        if self.state is SlotState.STORED:
+            assert self.entry is not None
+            return KVPlace("disk" if self.entry.on_disk else "host", self.usable_len)
+        return KVPlace("device", None if self.state is SlotState.LENT else self.usable_len)
 
 
 class SlotTable:

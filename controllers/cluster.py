@@ -14,6 +14,7 @@ from controllers.admission import admit_session, admit_timeout, admit_to_tenant
 from controllers.attended_clock import AttendedClock
 from controllers.cluster_measures import measures, session_figures
 from controllers.cluster_stats import ClusterStats
+from controllers.cluster_watch import ClusterWatch
 from controllers.commits import Commits
 from controllers.errors import (
     NoReplica,
@@ -39,7 +40,7 @@ from controllers.records import (
 )
 from controllers.replicas import ReplicaDirectory, ReplicaState
 from controllers.session_claims import SessionClaims
-from controllers.session_keys import named, session_key
+from controllers.session_keys import id_in, named, session_key
 from controllers.session_notes import SessionNotes
 from controllers.session_reports import ReportReader
 from controllers.settings import ClusterSettings
@@ -79,10 +80,11 @@ class Cluster:
             clock, attended, store.load_all_entries(), default_timeout_s=settings.session_timeout_s
         )
         self._reports = ReportReader(self._ledger)
-        self._claims = SessionClaims(self._ledger, store, self._stats)
+        self._replicas = ReplicaDirectory(attended, settings.replica_timeout_s, settings.heartbeat_interval_s)
+        self.watch = ClusterWatch(self._ledger, self._replicas, clock)
+        self._claims = SessionClaims(self._ledger, store, self._stats, self.watch)
         self.commits = Commits(self._ledger, self._claims, store, self._stats)
         self.notes = SessionNotes(self._ledger, self._claims, store, self._stats)
-        self._replicas = ReplicaDirectory(attended, settings.replica_timeout_s, settings.heartbeat_interval_s)
         self._rebalancing = self._rebalancing_by(settings)
         self._started_s = attended()
         self._next_expiry_s = 0.0
@@ -91,6 +93,7 @@ class Cluster:
         """Says that calls can run: the time in which none could is held against no replica. What was deleted leaves the
         log's files."""
         self._attended.tick()
+        self.watch.look()
         with suppress(StoreError):  # the next tick tries again
             self._store.purge()
 
@@ -105,6 +108,7 @@ class Cluster:
     def register_replica(self, status: ReplicaStatus) -> None:
         """Makes a replica known, also one that was taken for gone."""
         self._replicas.register(status)
+        self.watch.look()
 
     def heartbeat(
         self, status: ReplicaStatus, report: SessionReport | Sequence[SessionStatus]
@@ -140,6 +144,7 @@ class Cluster:
         gone = self._replicas.unreachable(replica_id, died=died) is ReplicaState.GONE
         if gone:
             self._reports.forget(replica_id)
+        self.watch.look("its process has ended" if died else "it cannot be reached")
         return gone
 
     def drain_replica(self, replica_id: str) -> None:
@@ -153,12 +158,14 @@ class Cluster:
         if not others:
             raise NoReplica(f"no other live replica could take the sessions of {replica_id!r}")
         self._replicas.drain(replica_id)
+        self.watch.look()
 
     def deregister_replica(self, replica_id: str) -> int:
         """The replica says farewell. Sessions that it still owns move when they are next used; returns how many."""
         drained_s = self._replicas.deregister(replica_id)
         if drained_s is not None:
             self._stats.drained(drained_s)
+        self.watch.look("it has said farewell")
         self._reports.forget(replica_id)
         return self._ledger.count_of(replica_id)
 
@@ -199,7 +206,9 @@ class Cluster:
             record = self._store.open(record)
         self._replicas.assign_tokens(record.replica_id, self._settings.placement_tokens)
         self._stats.count("sessions_opened")
-        return _assignment(self._ledger.open(record), fresh=True)
+        entry = self._ledger.open(record)
+        self.watch.opened(entry)
+        return _assignment(entry, fresh=True)
 
     def fork_session(self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder) -> SessionRecord:
         """Starts a session at the first tokens of another, beside it. For the parent's owner, between its turns.
@@ -229,6 +238,7 @@ class Cluster:
             forked = self._store.fork(parent_id, length, record)
         self._replicas.assign_tokens(replica_id, self._settings.placement_tokens)
         self._stats.count("sessions_forked")
+        self.watch.opened(forked, f"fork of {id_in(parent_id)}, {length} tokens")
         return self._ledger.add(forked).record()
 
     def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None = None) -> Assignment:
@@ -267,7 +277,7 @@ class Cluster:
         taker = self._rebalancing.choose(replica_id, kv_tokens, self._takers(replica_id))
         if taker is None:
             return False
-        self._move_to(entry, taker)
+        self._move_to(entry, taker, "to a less busy replica")
         self._rebalancing.moved(replica_id, taker, kv_tokens)
         self._stats.count("rebalanced")
         return True
@@ -302,7 +312,7 @@ class Cluster:
                 self._claims.claim(key, replica_id="")
             if open_key not in (None, self._ledger.get(key).open_key):
                 return False
-            closed = self._forget(key)
+            closed = self._forget(key, "")
         except SessionNotFound:
             return False
         except SessionTakenOver:
@@ -378,7 +388,7 @@ class Cluster:
         entry = self._ledger.get(session_id)
         with self._claims.changing(session_id):
             if self._must_move(entry):
-                return self._move(entry)
+                return self._take_over(entry)
             if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
                 # It only sets an idle clock: a log that is away keeps nobody from an owner that is known.
                 with suppress(StoreError), self._stats.timed("touch"):
@@ -417,7 +427,7 @@ class Cluster:
         takers = self._replicas.candidates(self._ledger.count_of, (ReplicaState.LIVE,))
         if not takers:
             return False
-        self._move_to(entry, choose_replica(takers))
+        self._move_to(entry, choose_replica(takers), "its replica drains")
         self._stats.count("drained")
         return True
 
@@ -426,13 +436,20 @@ class Cluster:
         if (child.open_key, child.tokens, child.turns) != (order.fork_key, length, 0):
             raise SessionExists(f"{named(order.child_id)} is open already", "new_session_id")
         if child.replica_id != parent.replica_id:
-            self._move_to(child, parent.replica_id)
+            self._move_to(child, parent.replica_id, "to the session that it is a fork of")
         return self._ledger.get(order.child_id).record()
 
-    def _move(self, entry: LedgerEntry) -> Assignment:
-        return self._move_to(entry, self._place())
+    def _take_over(self, entry: LedgerEntry) -> Assignment:
+        taker = self._place()
+        assignment = self._transfer(entry, taker)
+        self.watch.taken_over(entry, taker)
+        return assignment
 
-    def _move_to(self, entry: LedgerEntry, replica_id: str) -> Assignment:
+    def _move_to(self, entry: LedgerEntry, replica_id: str, why: str = "") -> None:
+        self._transfer(entry, replica_id)
+        self.watch.moved(entry, replica_id, why)
+
+    def _transfer(self, entry: LedgerEntry, replica_id: str) -> Assignment:
         with self._claims.changing(entry.session_id), self._stats.timed("assign"):
             self._store.assign(entry.session_id, replica_id, entry.epoch + 1)
         self._replicas.assign_tokens(replica_id, entry.tokens + self._settings.placement_tokens)
@@ -464,18 +481,19 @@ class Cluster:
         ended = []
         for session_id in idle:
             try:
-                if self._forget(session_id):
+                if self._forget(session_id, "idle timeout"):
                     ended.append(session_id)
             except SessionTakenOver:
                 continue
         self._stats.count("sessions_expired", len(ended))
         return ended
 
-    def _forget(self, session_id: str) -> bool:
+    def _forget(self, session_id: str, why: str) -> bool:
         """False if the log did not have it any more."""
         with self._claims.changing(session_id), self._stats.timed("close"):
             closed = self._store.close(session_id)
         self._ledger.expire(session_id)
+        self.watch.closed(session_id, why)
         return closed
 
 

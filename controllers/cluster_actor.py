@@ -30,6 +30,7 @@ from controllers.histogram import Measure
 from controllers.open_store import open_store
 from controllers.records import (
     Assignment,
+    ClusterView,
     ForkOrder,
     HeartbeatReply,
     LedgerEntry,
@@ -193,6 +194,9 @@ class ClusterController:
 
     async def measures(self) -> list[Measure]:
         return self._cluster.measures(self._commits.num_waiting)
+
+    async def view(self, after: str | None = None, limit: int = 100) -> ClusterView:
+        return self._cluster.watch.view(after, limit)
 
     def _attend(self) -> None:
         """From a replica's first call on, ticks come from the loop of the calls: they are late when calls cannot run.

@@ -10,16 +10,21 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from heapq import nlargest
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from controllers.deadlines import Deadlines
 from controllers.errors import SessionExists, SessionNotFound, StaleEpoch
+from controllers.recent_keys import RecentKeys
 from controllers.records import LedgerEntry, SessionRecord, SessionStatus
 from controllers.retention import expires_at_s
 from controllers.session_keys import named, tenant_in
 from controllers.sorted_keys import SortedKeys
+
+MOST_RECENT = 1000
+"""Sessions of which it is known that they were used last."""
 
 
 @dataclass(slots=True)
@@ -81,6 +86,8 @@ class OwnershipLedger:
         self._tenants = SortedKeys(keys)
         self._expiries = Deadlines(self._expires_at_s)
         self._expiries.watch_all(self._rows)
+        last_used = nlargest(MOST_RECENT, self._rows.values(), key=_USED_AT)
+        self._recent = RecentKeys(MOST_RECENT, (row[0] for row in reversed(last_used)))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -108,6 +115,7 @@ class OwnershipLedger:
             self._keys[entry.tenant] = SortedKeys()
             self._tenants.add(entry.tenant)
         self._keys[entry.tenant].add(entry.session_id)
+        self._recent.used(entry.session_id)
         self._expiries.watch(entry.session_id, self.expires_at_s(entry))
         self._expiries.forget_outdated(len(self._rows))
         return entry
@@ -145,6 +153,7 @@ class OwnershipLedger:
             reported_s=None,
         )
         self._rows[session_id] = _row(moved)
+        self._recent.used(session_id)
         self._count(moved)
         self._forget_unused(entry.replica_id)
         return moved
@@ -233,6 +242,7 @@ class OwnershipLedger:
         if entry is None:
             return False
         del self._rows[session_id]
+        self._recent.forget(session_id)
         self._leaves_owner(entry)
         self._forget_unused(entry.replica_id)
         use, keys = self._by_tenant[entry.tenant], self._keys[entry.tenant]
@@ -248,6 +258,11 @@ class OwnershipLedger:
         """The first `limit` sessions (None: all) of the tenant (None: of all tenants) behind the session key `after`,
         which need not be there, in the order of tenants and keys. O(limit + log n)."""
         return list(map(self.get, islice(self._keys_after(tenant, after), limit)))
+
+    def recent(self, limit: int) -> list[LedgerEntry]:
+        """The sessions that were used last, newest first: `limit` or MOST_RECENT of them, and fewer where of those many
+        have ended. O(limit)."""
+        return list(map(self.get, islice(self._recent.newest_first(), limit)))
 
     def count_of(self, replica_id: str) -> int:
         use = self._by_replica.get(replica_id)
@@ -342,10 +357,13 @@ class OwnershipLedger:
         self._tokens += grown
         self._size_bytes += entry.size_bytes - before.size_bytes
         self._rows[entry.session_id] = _row(entry)
+        if entry.last_used_s > before.last_used_s:
+            self._recent.used(entry.session_id)
         return entry
 
 
 _VALUES = attrgetter(*(field.name for field in fields(LedgerEntry)))
+_USED_AT = itemgetter([field.name for field in fields(LedgerEntry)].index("last_used_s"))
 
 
 def _row(entry: LedgerEntry) -> Row:

@@ -6,8 +6,8 @@ the cluster controller's clock, `idle_s` and `timeout_s` are durations. `result`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from controllers.tokens import count_tokens
 from controllers.wire_record import wire_record
@@ -356,3 +356,46 @@ class HeartbeatReply:
     draining: bool = False
     stale_epochs: tuple[int, ...] = ()
     wants_all: bool = False
+
+
+EVENT_KINDS = (
+    "opened",
+    "closed",
+    "moved",
+    "taken_over",
+    "drained",
+    "replica_up",
+    "replica_down",
+    "demoted",
+    "promoted",
+    "audit",
+)
+"""What an event may be. The controller tells all but the last three, which front ends find in replicas' figures."""
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
+class ClusterEvent:
+    """Something that happened to a session, named by its key, or to a replica. `number` counts the controller's events.
+    `to_replica_id` has the session from then on."""
+
+    number: int
+    at_s: float
+    kind: str
+    session_id: str | None = None
+    replica_id: str | None = None
+    to_replica_id: str | None = None
+    detail: str = ""
+
+
+@wire_record
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """What the controller tells those who watch. `recent` are those of the `sessions` that were used last, newest
+    first; `states` says of each replica that is known what it is in. The next events come behind `cursor`."""
+
+    sessions: int
+    recent: tuple[LedgerEntry, ...] = ()
+    states: Mapping[str, str] = field(default_factory=dict)
+    events: tuple[ClusterEvent, ...] = ()
+    cursor: str = ""

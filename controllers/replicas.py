@@ -154,6 +154,10 @@ class ReplicaDirectory:
             return ReplicaState.SUSPECT
         return ReplicaState.LIVE if known.status is not None else ReplicaState.JOINING
 
+    def states(self) -> dict[str, ReplicaState]:
+        """Of all that are known, those that are gone among them."""
+        return {replica_id: self.state(replica_id) for replica_id in self._replicas}
+
     def ended(self, replica_id: str) -> bool:
         """True if it is gone for certain. One that is only silent may be slow, and is better asked than nobody."""
         known = self._replicas.get(replica_id)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from controllers.cluster_stats import ClusterStats
+from controllers.cluster_watch import ClusterWatch
 from controllers.errors import SessionNotFound, SessionTakenOver, StaleEpoch
 from controllers.ownership import OwnershipLedger
 from controllers.records import LedgerEntry
@@ -25,10 +26,13 @@ ABANDONED_GRACE_S = 60.0
 class SessionClaims:
     """Used by the owner of `ledger` and `store`. Every method may raise StoreError."""
 
-    def __init__(self, ledger: OwnershipLedger, store: SessionStore, stats: ClusterStats) -> None:
+    def __init__(
+        self, ledger: OwnershipLedger, store: SessionStore, stats: ClusterStats, watch: ClusterWatch
+    ) -> None:
         self._ledger = ledger
         self._store = store
         self._stats = stats
+        self._watch = watch
 
     def fence(self, session_id: str, epoch: int, replica_id: str | None = None) -> LedgerEntry:
         """As the ledger's. Raises SessionNotFound only if the log does not have the session either."""
@@ -52,6 +56,7 @@ class SessionClaims:
         with self._stats.timed("claim"):
             entry = self._store.claim(session_id, replica_id)
         self._stats.count("sessions_claimed")
+        self._watch.claimed(entry)
         return self._ledger.add(entry)
 
     @contextmanager
@@ -110,3 +115,4 @@ class SessionClaims:
     def _drop(self, session_id: str) -> None:
         if self._ledger.expire(session_id):
             self._stats.count("sessions_taken_over")
+            self._watch.closed(session_id, "another cluster has it now, or has ended it")

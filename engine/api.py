@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from cache.audit import AuditReport, PageAccounts, TierAccounts
+from cache.slots import KVPlace
 from cache.token_chain import TokenChain
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -386,6 +387,9 @@ class Engine(Protocol):
 
     def kv_census(self) -> Future[KVCensus]:
         """Whose KV is where, and which sessions have any. Looks at all of them."""
+
+    def session_places(self, session_ids: Sequence[str]) -> Future[dict[str, KVPlace]]:
+        """Where these sessions' KV is, of those that have any."""
 
     def audit(self) -> Future[AuditReport]:
         """Walks every page of every pool and names each that has no account, or two, and who had it last."""

@@ -14,6 +14,7 @@ from cache.audit import AuditReport
 from cache.history import History
 from cache.prefix_cache import token_array
 from cache.session_cache import SessionAwareCache
+from cache.slots import KVPlace
 from cache.token_chain import TokenChain
 from engine.api import (
     DeltaSink,
@@ -199,6 +200,9 @@ class LocalEngine:
             return KVCensus(num_bytes, self._cache.session_ids())
 
         return self._call(operation)
+
+    def session_places(self, session_ids: Sequence[str]) -> Future[dict[str, KVPlace]]:
+        return self._call(lambda: self._cache.places(session_ids))
 
     def audit(self) -> Future[AuditReport]:
         return self._call(self._cache.books.audit)

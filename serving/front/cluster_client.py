@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry, TurnNote
 from controllers.session_keys import id_in, session_key
 from serving.background import BackgroundTasks
+from serving.front.api.sessions.trees import told_session
+from serving.front.cluster_watch import ClusterWatch
 from serving.front.conversations import Conversations
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
@@ -29,6 +31,7 @@ from serving.front.replica_gone import ReplicaGone
 from serving.front.shared_answer import SharedAnswer
 from serving.front.siblings import Siblings
 from serving.front.turn_dispatch import LOG_AWAY, RETRY_PAUSE_S, TurnDispatcher
+from serving.front.watch_source import ClusterSource
 from serving.watch.audit_reply import cluster_audit
 from serving.watch.metrics import IngressMetrics
 from serving.watch.page import cluster_page
@@ -63,6 +66,7 @@ from serving.wire.turns import (
     TurnCall,
     TurnEvent,
     TurnTranscript,
+    WatchedItem,
 )
 
 NEWCOMER_GRACE_S = 5.0
@@ -107,6 +111,10 @@ class ClusterClient:
         # another ingress may have told newer figures, and counters must not go back.
         self._metrics_page = SharedAnswer(self._gather_metrics, tasks)
         self._health = SharedAnswer(self._look_for_health, tasks)
+        source = ClusterSource(
+            replicas, controller, lambda entry, now_s: told_session(_session_info(entry, now_s))
+        )
+        self._watch = ClusterWatch(source, tasks, model)
 
     @property
     def model(self) -> ModelInfo:
@@ -256,8 +264,15 @@ class ClusterClient:
         except ControllerError as error:
             trouble = f"who should have answered is not known: {error.message}"
         names = expected.union(await self._replicas.present())
-        answers = await asyncio.gather(*map(self._audit_of, names))
-        return cluster_audit([answer for answer in answers if answer is not None], expected, trouble)
+        answers = [each for each in await asyncio.gather(*map(self._audit_of, names)) if each is not None]
+        for answer in answers:
+            self._watch.audited(answer)
+        return cluster_audit(answers, expected, trouble)
+
+    def watch(
+        self, interval_s: float, limit: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[WatchedItem]]]:
+        return self._watch.watch(interval_s, limit)
 
     async def server_info(self) -> dict[str, Any]:
         return {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from serving.front.api import admin, tokenization
+from serving.front.api import admin, console, tokenization, watching
 from serving.front.api.access import CallersKnown
 from serving.front.api.body_limits import BodyLimits
 from serving.front.api.browsers import NO_RULES, BrowserCallsChecked, BrowserRules
@@ -32,6 +32,20 @@ KEEP_ALIVE_S = 5.0
 NO_KEYS = KeyRing({})
 NO_MODEL_LIMITS = BodyLimits()
 NO_RECORDER = Recorder()
+PROTOCOLS = (
+    chat,
+    completions,
+    models,
+    responses,
+    websocket,
+    conversations,
+    messages,
+    session_protocol,
+    tokenization,
+    sessions,
+    admin,
+    watching,
+)
 
 
 def create_http_app(
@@ -68,20 +82,10 @@ def create_http_app(
     app.state.request_chat_template = request_chat_template
     app.state.request_priority = request_priority
     install_error_handlers(app)
-    for protocol in (
-        chat,
-        completions,
-        models,
-        responses,
-        websocket,
-        conversations,
-        messages,
-        session_protocol,
-        tokenization,
-        sessions,
-        admin,
-    ):
+    for protocol in PROTOCOLS:
         app.include_router(protocol.routes())
+    if operators:
+        app.include_router(console.routes())
     app.add_middleware(CallersKnown, keys=keys, operators=operators)
     _add_outer_middleware(app, browser_rules, keyless=not keys, metrics=metrics)
     recorder.install(app)

@@ -72,6 +72,7 @@ from serving.wire.calls import (
     PlantFault,
     RewindSession,
     RunTurn,
+    SessionPlaces,
     Tokenize,
     answer_of,
 )
@@ -281,6 +282,9 @@ class LLMReplica:
                 return await self._audit()
             case Describe():
                 return self._describe()
+            case SessionPlaces():
+                async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
+                    return await asyncio.wrap_future(self._engine.session_places(call.session_ids))
             case MetricsText():
                 return self._metrics.render()
             case PlantFault():

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cache.slots import KVPlace
 from controllers.records import ForkOrder
 from serving.wire.turns import (
     ChatPrompt,
@@ -110,6 +111,12 @@ class Describe(Call, frozen=True, tag="describe"):
     """Figures, JSON ready."""
 
 
+class SessionPlaces(Call, frozen=True, tag="session_places"):
+    """Where the KV of these sessions is, of those that have any there."""
+
+    session_ids: tuple[str, ...]
+
+
 class MetricsText(Call, frozen=True, tag="metrics_text"):
     """The replica's metrics, as Prometheus reads them."""
 
@@ -154,6 +161,7 @@ AnyCall = (
     | Drain
     | Audit
     | Describe
+    | SessionPlaces
     | MetricsText
     | PlantFault
     | GetModelInfo
@@ -173,6 +181,7 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
         Drain: None,
         Audit: dict[str, Any],
         Describe: dict[str, Any],
+        SessionPlaces: dict[str, KVPlace],
         MetricsText: str,
         PlantFault: dict[str, Any],
         GetModelInfo: ModelInfo,

@@ -96,6 +96,7 @@ class ControllerCalls:
     replicas = _called(ClusterController.replicas)
     stats = _called(ClusterController.stats)
     measures = _called(ClusterController.measures)
+    view = _called(ClusterController.view)
     _announce = _called(ClusterController.announce)
     _commit_turns = _called(ClusterController.commit_turns)
 

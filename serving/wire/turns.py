@@ -344,6 +344,13 @@ class MovedSession(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class WatchedItem(msgspec.Struct, frozen=True):
+    """Something for those who watch the cluster: a "state" or an "event" (serving/watch/cluster_state.py), as JSON."""
+
+    name: str
+    data: bytes
+
+
 class TurnService(Protocol):
     """The cluster as the protocol adapters see it. Implemented in serving/front/cluster_client.py.
 
@@ -441,6 +448,13 @@ class TurnService(Protocol):
 
     async def audit(self) -> dict[str, Any]:
         """What a walk over every KV page of every replica found, JSON ready (serving/watch/audit_reply.py)."""
+
+    def watch(
+        self, interval_s: float, limit: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[WatchedItem]]]:
+        """What is to be seen of the cluster, from now on: its state every `interval_s`, with `limit` sessions at most,
+        and events, the last ones first. Waiting for the next items may be cancelled. Raises (503, "too_many_watchers")
+        on entry; and (503, "watcher_too_slow") where too much was not read."""
 
     async def metrics_text(self) -> str:
         """Prometheus exposition of every replica, the controller and every ingress."""

@@ -19,6 +19,9 @@ from serving.wire.turns import ErrorInfo
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """For load balancers and Prometheus, which tell nothing of what sessions say."""
 
+CONSOLE_PATH = "/console"
+"""The console's own files are for everybody, too: what they show comes from calls that need a key."""
+
 ONCE = frozenset(
     {"authorization", "host", "idempotency-key", "origin", "x-api-key", "x-session-id", "x-tenant-id"}
 )
@@ -79,7 +82,11 @@ class CallersKnown:
             return ANYBODY
         key = _key_in(headers)
         caller = None if key is None else self._keys.caller(key.strip().encode("latin-1", "replace"))
-        return caller or (Caller() if path in OPEN_PATHS else REFUSED)
+        return caller or (Caller() if _is_open(path) else REFUSED)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path == CONSOLE_PATH or path.startswith(f"{CONSOLE_PATH}/")
 
 
 def _address_in(scope: Scope) -> str | None:

@@ -21,7 +21,7 @@ SEND_PATIENCE_S = 60.0
 """A client that takes nothing for so long is gone, as far as its turn is concerned. It may have kilobytes of an answer
 on their way to it that it has not read."""
 
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class TurnEventStream(EventSourceResponse):
         self._sending = asyncio.Lock()
         self._sent_s = 0.0
         self._sending_since_s: float | None = None
-        super().__init__((), headers=_HEADERS)
+        super().__init__((), headers=STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         keep_alive_s: float = scope["app"].state.keep_alive_s

@@ -390,3 +390,17 @@ def test_an_audit_names_what_is_stored_for_nobody() -> None:
     written(books)
     books.slot("a").entry = None
     assert f"{KV} bytes of session a are stored for nobody" in books.sessions.books.audit().mismatches
+
+
+def test_where_each_sessions_kv_is_can_be_asked() -> None:
+    """Watchers are told of a few sessions; one without KV is not among them."""
+    books = books_of()
+    written(books)
+    books.run_turn("c", tokens_from(0, 9))
+    lent = tokens_from(5000, 9)
+    books.run_turn("d", lent)
+    kv = books.begin("d", tokens_from(5000, 12))
+    places = books.sessions.places(["a", "b", "c", "d", "unknown"])
+    said = {name: (place.tier, place.tokens) for name, place in places.items()}
+    assert said == {"a": ("disk", 14), "b": ("host", 14), "c": ("device", 8), "d": ("device", None)}
+    books.sessions.rollback_turn("d", kv, tokens_from(5000, 12), 8)

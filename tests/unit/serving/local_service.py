@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
@@ -23,6 +24,8 @@ from controllers.kept_answers import CALL_KEY
 from controllers.records import TREE_KEY, ForkOrder, LedgerEntry
 from controllers.session_keys import id_in, session_key, tenant_in
 from engine.api import EngineError, Finish, FinishReason
+from serving.front.api.sessions.trees import told_session
+from serving.front.cluster_watch import ClusterWatch
 from serving.front.conversations import Conversations
 from serving.front.http import create_http_app
 from serving.front.replica_calls import ReplicaCalls
@@ -30,6 +33,7 @@ from serving.front.replica_link import LinkTimes
 from serving.replica.replica import replica_figures
 from serving.text.text import TextProcessor
 from serving.watch.audit_reply import cluster_audit, replica_audit
+from serving.watch.cluster_state import Look
 from serving.watch.metrics import IngressMetrics
 from serving.watch.page import cluster_page
 from serving.wire.calls import KeepNote, MoveSession
@@ -48,6 +52,7 @@ from serving.wire.turns import (
     TurnCall,
     TurnEvent,
     TurnTranscript,
+    WatchedItem,
 )
 from tests.unit.serving.replica_rig import REPLICA_ID, VOCAB_SIZE, Rig, running_rig
 from tests.unit.serving.small_tokenizer import byte_level_tokenizer
@@ -68,6 +73,7 @@ class LocalService:
         self.conversations = Conversations(1000)
         self.calls: list[TurnCall] = []
         self.ended = 0
+        self.watchers = ClusterWatch(LocalSource(self), rig.tasks, MODEL)
 
     @property
     def cluster(self) -> Cluster:
@@ -175,6 +181,11 @@ class LocalService:
         report = await asyncio.wrap_future(self.rig.engine.audit())
         return cluster_audit([replica_audit(REPLICA_ID, report)], {REPLICA_ID})
 
+    def watch(
+        self, interval_s: float, limit: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[WatchedItem]]]:
+        return self.watchers.watch(interval_s, limit)
+
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
         key = session_key(tenant, session_id)
         try:
@@ -232,6 +243,31 @@ def _calls_of(rig: Rig) -> ReplicaCalls:
 
     unused: Any = rig.controller
     return ReplicaCalls(unused, refuse, refuse, rig.tasks, Random(0), times=LinkTimes(), call_timeout_s=1.0)
+
+
+class LocalSource:
+    """Looks at a local service as ClusterSource does at a cluster. `looks` counts them."""
+
+    def __init__(self, service: LocalService) -> None:
+        self._service = service
+        self.looks = 0
+
+    async def look(self, cursor: str | None, limit: int) -> Look:
+        self.looks += 1
+        rig, cluster = self._service.rig, self._service.cluster
+        view = cluster.watch.view(cursor, limit)
+        keys = [entry.session_id for entry in view.recent]
+        places = await asyncio.wrap_future(rig.engine.session_places(keys))
+        return Look(
+            time.time(),
+            view,
+            [replica_figures(REPLICA_ID, 0, 0, rig.engine)],
+            [told_session(_session_info(entry)) for entry in view.recent],
+            {REPLICA_ID: places},
+        )
+
+    async def audit_of(self, replica_id: str) -> dict[str, Any]:
+        return replica_audit(replica_id, await asyncio.wrap_future(self._service.rig.engine.audit()))
 
 
 @contextmanager

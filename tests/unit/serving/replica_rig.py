@@ -103,6 +103,7 @@ class LocalController:
         parts: dict[str, Callable[..., Any]] = {
             "commit_turn": self._commit_turn,
             "notes": self.cluster.notes.page,
+            "view": self.cluster.watch.view,
             "forget_note": self.cluster.notes.forget,
         }
         return parts.get(name) or getattr(self.cluster, name)

@@ -42,14 +42,15 @@ class ServedService:
 
 
 @contextmanager
-def served_service(directory: Path) -> Iterator[ServedService]:
+def served_service(directory: Path, **options: Any) -> Iterator[ServedService]:
+    """`options` are the application's."""
     came_up: list[ServedService] = []
     up, ending = threading.Event(), threading.Event()
 
     async def serve() -> None:
         async with (
             local_service(directory) as service,
-            http_server(create_http_app(lambda: service)) as address,
+            http_server(create_http_app(lambda: service, **options)) as address,
         ):
             came_up.append(ServedService(address, service, asyncio.get_running_loop()))
             up.set()

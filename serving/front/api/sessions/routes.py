@@ -13,11 +13,11 @@ from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
 from serving.front.api.fields import OPERATORS_ONLY, Client, Count, CountOrZero, Name, Service, Tenant
 from serving.front.api.keys import ANYBODY
-from serving.front.api.sessions.trees import close_tree, node_id, tree_and_request
+from serving.front.api.sessions.trees import close_tree, node_id, told_session, tree_and_request
 from serving.front.api.strict_json import StrictBody, StrictJsonRoute
 from serving.logs.audit_log import audit_event
 from serving.wire.transcripts import conversation_of
-from serving.wire.turns import ServiceError, SessionInfo, TurnService, TurnTranscript
+from serving.wire.turns import ServiceError, TurnService, TurnTranscript
 
 MOST_IN_PAGE = 1000
 """Sessions, if the caller asks for no fewer: a page holds up the controller's loop and this one's for some ms."""
@@ -118,7 +118,7 @@ async def list_sessions(
     found = await service.sessions(tenant=None if everybodys else tenant, after=after, limit=limit + 1)
     page = found[:limit]
     more = session_key(page[-1].tenant, page[-1].session_id) if len(found) > limit else None
-    return {"sessions": [_told(session) for session in page], "next": more}
+    return {"sessions": [told_session(session) for session in page], "next": more}
 
 
 async def create_session(body: NewSession, service: Service, tenant: Tenant) -> dict[str, str]:
@@ -143,14 +143,14 @@ async def get_session(
     if session is None:
         raise _unknown()
     if not messages:
-        return _told(session)
+        return told_session(session)
     turns = await service.transcript(session_id, tenant=tenant)
     said, ends = conversation_of(turns)
     checkpoints = [
         {"turn": _number(turn), "messages": count, "tokens": turn.end_len}
         for turn, count in zip(turns, ends, strict=True)
     ]
-    return _told(session) | {"messages": said, "checkpoints": checkpoints}
+    return told_session(session) | {"messages": said, "checkpoints": checkpoints}
 
 
 async def fork_session(
@@ -210,12 +210,6 @@ async def _end_of(session_id: str, turn_index: int, service: TurnService, tenant
         "turn",
         code="turn_not_found",
     )
-
-
-def _told(session: SessionInfo) -> dict[str, Any]:
-    """As its client knows it. `rid` is null for what is no request of a tree."""
-    session_id, rid = tree_and_request(session.session_id)
-    return asdict(session) | {"session_id": session_id, "rid": rid}
 
 
 def _number(turn: TurnTranscript) -> int | None:

@@ -10,13 +10,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
+
+from msgspec.structs import asdict
 
 from controllers.session_keys import session_key
 from serving.front.api.errors import refusal
 from serving.front.api.sessions.schema import SessionParams
 from serving.front.api.unused_sessions import FINISHED_TURNS, run_first_turn
 from serving.wire.errors import ANOTHERS_TURN, SESSION_CLOSING, SESSION_NOT_FOUND
-from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, TurnService
+from serving.wire.turns import (
+    ServiceError,
+    SessionInfo,
+    SessionTurn,
+    TurnCall,
+    TurnEvent,
+    TurnService,
+)
 
 BEHIND_TREE = "\x1f"
 """Between a tree's name and a request's: no client's name has it."""
@@ -60,6 +70,12 @@ class TreeRequests:
 def node_id(tree_id: str, rid: str) -> str:
     """What the cluster calls the session of a tree's request."""
     return f"{tree_id}{BEHIND_TREE}{rid}"
+
+
+def told_session(session: SessionInfo) -> dict[str, Any]:
+    """As its client knows it. `rid` is null for what is no request of a tree."""
+    session_id, rid = tree_and_request(session.session_id)
+    return asdict(session) | {"session_id": session_id, "rid": rid}
 
 
 def tree_and_request(session_id: str) -> tuple[str, str | None]:

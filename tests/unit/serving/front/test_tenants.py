@@ -18,6 +18,7 @@ SESSIONS = "/v1/kedge/sessions"
 TURN: dict[str, Any] = {"model": MODEL.model_id, "prompt": [5], "max_tokens": 2}
 FOR_OPERATORS = [
     ("GET", "/v1/kedge/audit"),
+    ("GET", "/v1/kedge/watch?count=1"),
     ("GET", "/get_server_info"),
     ("GET", "/server_info"),
     ("GET", "/get_load"),
@@ -98,7 +99,7 @@ async def test_what_is_everybodys_needs_an_operators_key(
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "operator_only")
 
 
-@pytest.mark.parametrize(("method", "path"), FOR_OPERATORS[:3])
+@pytest.mark.parametrize(("method", "path"), FOR_OPERATORS[:4])
 async def test_an_operator_may(client: httpx.AsyncClient, method: str, path: str) -> None:
     assert (await client.request(method, path, headers=key("operators"))).status_code == 200
 

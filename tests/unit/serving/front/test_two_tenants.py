@@ -33,6 +33,7 @@ COMMON_IDS = ("s", "t")
 COMMON_KEYS = ("k", "l", "m")
 FOR_OPERATORS = (
     ("GET", "/v1/kedge/audit"),
+    ("GET", "/v1/kedge/watch?count=1"),
     ("GET", "/get_server_info"),
     ("GET", "/server_info"),
     ("GET", "/get_load"),

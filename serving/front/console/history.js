@@ -1,0 +1,157 @@
+// One session: what was said in it, and what can be done with it: fork, rewind, close.
+
+import { sessionPath } from "./api.js";
+import { byId, bytes, count, el, plural, say } from "./dom.js";
+
+export class History {
+  // `on` has chat(row), forked(id, tenant), closed(), wantsKey(error).
+  constructor(api, on) {
+    this.api = api;
+    this.on = on;
+    this.row = null;
+    this.asked = 0;
+    this.section = byId("history");
+    this.said = byId("history-said");
+    this.close = el("button", { type: "button", class: "danger", onclick: () => this.confirmClose() }, "Close it");
+    byId("history-buttons").append(
+      el("button", { type: "button", class: "main", onclick: () => this.on.chat(this.row) }, "Chat in it"),
+      el("button", { type: "button", onclick: () => this.fork(null) }, "Fork"),
+      this.close,
+      el("button", { type: "button", onclick: () => this.leave() }, "Hide"),
+    );
+  }
+
+  async open(row) {
+    this.row = row;
+    this.section.hidden = false;
+    this.resetClose();
+    say(byId("history-title"), `Session ${row.session_id}${row.rid === null ? "" : ` · ${row.rid}`}`);
+    say(this.said, "");
+    byId("turns").replaceChildren();
+    this.show(row);
+    await this.load();
+    this.section.scrollIntoView({ block: "nearest" });
+  }
+
+  // The newest figures of the session that is shown.
+  show(row) {
+    const grown = row.turns !== this.row.turns && !row.in_turn;
+    this.row = row;
+    const pages = row.kv_pages === null ? "" : `, ${plural(row.kv_pages, "page")}`;
+    say(
+      byId("history-facts"),
+      `${plural(row.turns, "turn")}, ${plural(row.tokens, "token")}; KV ${bytes(row.size_bytes)}${pages}, ` +
+        `tier ${row.tier ?? "unknown"}; replica ${row.replica_id ?? "–"}, epoch ${row.epoch}`,
+    );
+    if (grown) this.load();
+  }
+
+  gone() {
+    say(this.said, "This session has ended, or was not used for long.");
+  }
+
+  leave() {
+    this.row = null;
+    this.section.hidden = true;
+    this.on.closed();
+  }
+
+  async load() {
+    const asked = ++this.asked;
+    const { session_id: id, tenant, rid } = this.row;
+    const query = rid === null ? { messages: true } : { messages: true, rid };
+    await this.tried(async () => {
+      const session = await this.api.json("GET", sessionPath(id), { tenant, query });
+      if (asked === this.asked && this.row) this.render(session);
+    });
+  }
+
+  render({ messages, checkpoints }) {
+    let told = 0;
+    const turns = checkpoints.map((checkpoint) => {
+      const said = messages.slice(told, checkpoint.messages);
+      told = Math.max(told, checkpoint.messages);
+      return this.turn(checkpoint, said);
+    });
+    const rest = messages.slice(told).map(message);
+    byId("turns").replaceChildren(...turns, ...(rest.length ? [el("li", {}, ...rest)] : []));
+    if (!turns.length && !rest.length) byId("turns").append(el("li", { class: "quiet" }, "Nothing was said yet."));
+  }
+
+  turn(checkpoint, said) {
+    const name = checkpoint.turn === null ? "a turn of its parent" : `turn ${checkpoint.turn}`;
+    const place = checkpoint.turn === null ? { length: checkpoint.tokens } : { turn: checkpoint.turn };
+    const button = (text, does) =>
+      el("button", { type: "button", "aria-label": `${text}, ${name}`, onclick: does }, text);
+    const buttons =
+      this.row.rid === null
+        ? [button("Fork here", () => this.fork(place)), button("Rewind to here", () => this.rewind(place))]
+        : [];
+    return el(
+      "li",
+      {},
+      el(
+        "div",
+        { class: "bar-title" },
+        el("span", { class: "quiet" }, `${name}, ${count(checkpoint.tokens)} tokens`),
+        el("span", { class: "buttons" }, ...buttons),
+      ),
+      ...said.map(message),
+    );
+  }
+
+  async fork(place) {
+    const { session_id: id, tenant } = this.row;
+    await this.tried(async () => {
+      const forked = await this.api.json("POST", sessionPath(id, "/fork"), { tenant, body: place ?? {} });
+      say(
+        this.said,
+        `Forked: ${forked.session_id} has ${count(forked.tokens)} tokens, of which ${count(forked.cached_tokens)} have KV.`,
+      );
+      this.on.forked(forked.session_id, tenant);
+    });
+  }
+
+  async rewind(place) {
+    const { session_id: id, tenant } = this.row;
+    await this.tried(async () => {
+      const rewound = await this.api.json("POST", sessionPath(id, "/rewind"), { tenant, body: place });
+      say(this.said, `Rewound: ${count(rewound.tokens)} tokens are left.`);
+      await this.load();
+    });
+  }
+
+  // The first click asks, the second closes.
+  async confirmClose() {
+    if (!this.close.dataset.asked) {
+      this.close.dataset.asked = "yes";
+      this.close.textContent = "Really close it?";
+      return;
+    }
+    const { session_id: id, tenant } = this.row;
+    await this.tried(async () => {
+      await this.api.call("DELETE", sessionPath(id), { tenant });
+      this.leave();
+    });
+    this.resetClose();
+  }
+
+  resetClose() {
+    delete this.close.dataset.asked;
+    this.close.textContent = "Close it";
+  }
+
+  async tried(work) {
+    try {
+      await work();
+    } catch (error) {
+      if (error.wantsKey) this.on.wantsKey(error);
+      say(this.said, error.message);
+    }
+  }
+}
+
+function message(said) {
+  const content = typeof said.content === "string" ? said.content : JSON.stringify(said.content ?? said.tool_calls);
+  return el("div", { class: `message ${said.role}` }, el("b", {}, said.role), " ", content);
+}

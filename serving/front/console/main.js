@@ -1,0 +1,144 @@
+// The console: one stream of events from the server, and the parts of the page that show it.
+
+import { Api } from "./api.js";
+import { Chat } from "./chat.js";
+import { byId, count, plural, say, share } from "./dom.js";
+import { Events } from "./events.js";
+import { History } from "./history.js";
+import { Memory } from "./memory.js";
+import { keyOf, Sessions } from "./sessions.js";
+
+const WATCH = "v1/kedge/watch";
+const MOST_SESSIONS = 500;
+const RETRY_MS = [500, 1000, 2000, 5000];
+
+class Console {
+  constructor() {
+    this.api = new Api();
+    this.waiting = [];
+    this.watching = null;
+    this.memory = new Memory();
+    this.sessions = new Sessions((row) => this.choose(row));
+    this.events = new Events((id, tenant) => this.chooseById(id, tenant));
+    const wantsKey = (error) => this.askKey(error.message);
+    this.history = new History(this.api, {
+      chat: (row) => this.chatIn(row.session_id, row.tenant),
+      forked: (id, tenant) => this.chat.begin(id, tenant),
+      closed: () => this.sessions.choose(null),
+      wantsKey,
+    });
+    this.chat = new Chat(this.api, {
+      rowOf: (id, tenant) => this.rowOf(id, tenant),
+      nextState: () => new Promise((resolve) => this.waiting.push(resolve)),
+      wantsKey,
+    });
+    byId("key-button").addEventListener("click", () => this.askKey("Calls are made with this key."));
+    byId("key-dialog").addEventListener("close", () => this.keyGiven());
+  }
+
+  // Watches for ever: a stream that ends is opened again, later and later where nothing comes of it.
+  async run() {
+    for (let tries = 0; ; tries += 1) {
+      const began = performance.now();
+      try {
+        await this.watch();
+        this.linkIs("waiting", "connecting again");
+      } catch (error) {
+        this.linkIs("down", error.wantsKey ? "a key is needed" : "not connected");
+        if (error.wantsKey) await this.askKey(error.message);
+      }
+      if (performance.now() - began > 10000) tries = 0;
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
+    }
+  }
+
+  async watch() {
+    this.watching = new AbortController();
+    let first = true;
+    const options = { signal: this.watching.signal, query: { interval_s: 1, limit: MOST_SESSIONS } };
+    const stream = this.api.events("GET", WATCH, options);
+    const beganS = Date.now() / 1000;
+    for await (const { name, data } of stream) {
+      if (first) {
+        this.events.clear();
+        this.linkIs("up", "live");
+        first = false;
+      }
+      const told = JSON.parse(data);
+      if (name === "state") this.show(told);
+      if (name === "event") this.events.add(told, told.at > beganS - 1);
+      if (name === "error") throw new Error(told.error.message);
+    }
+  }
+
+  show(state) {
+    say(byId("model"), state.model);
+    this.linkIs(state.trouble ? "waiting" : "up", state.trouble ?? "live");
+    this.memory.show(state);
+    this.sessions.show(state.sessions);
+    this.summarize(state);
+    const shown = this.history.row;
+    if (shown !== null) {
+      const row = this.sessions.find(keyOf(shown));
+      if (row) this.history.show(row);
+      else this.history.gone();
+    }
+    const waiting = this.waiting;
+    this.waiting = [];
+    for (const resolve of waiting) resolve();
+  }
+
+  summarize(state) {
+    const total = (name) => state.replicas.reduce((sum, each) => sum + (each[name] ?? 0), 0);
+    const [prefill, cached] = [total("prefill_tokens"), total("cached_tokens")];
+    say(
+      byId("summary"),
+      `${plural(state.replicas.length, "replica")}, ${plural(state.sessions.total, "session")}, ` +
+        `${count(total("running"))} running, ${share(cached, cached + prefill)} of input found in KV`,
+    );
+  }
+
+  rowOf(id, tenant) {
+    return this.sessions.rows.find((row) => row.session_id === id && row.tenant === tenant && row.rid === null);
+  }
+
+  choose(row) {
+    this.sessions.choose(row);
+    this.history.open(row);
+  }
+
+  chooseById(id, tenant) {
+    const row = this.rowOf(id, tenant);
+    if (row) this.choose(row);
+    else say(byId("announce"), `Session ${id} is not among those that were used last.`);
+  }
+
+  chatIn(id, tenant) {
+    this.chat.begin(id, tenant);
+    byId("chat-text").focus();
+  }
+
+  linkIs(kind, text) {
+    byId("link").dataset.is = kind;
+    say(byId("link"), text);
+  }
+
+  async askKey(said) {
+    const dialog = byId("key-dialog");
+    if (!dialog.open) {
+      say(byId("key-said"), said);
+      byId("key").value = "";
+      dialog.returnValue = "";
+      dialog.showModal();
+    }
+    await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
+  }
+
+  keyGiven() {
+    if (byId("key-dialog").returnValue !== "use") return;
+    this.api.key = byId("key").value.trim();
+    this.watching?.abort();
+  }
+}
+
+new Console().run();

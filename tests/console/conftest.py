@@ -1,0 +1,35 @@
+"""The console in a real browser. Without Chromium its tests are skipped, which fails a run that has CI set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.console.browser import Opened, chromium, chromium_path
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if chromium_path() is None:
+        pytest.skip("no Chromium")
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def console(browser: Browser) -> Iterator[Callable[..., Opened]]:
+    """Opens the console of a server. None may have had a fault, or have called anybody else."""
+    opened: list[Opened] = []
+
+    def open_console(url: str, **options: Any) -> Opened:
+        opened.append(Opened(browser, url, **options))
+        return opened[-1]
+
+    yield open_console
+    for each in opened:
+        each.close()
+    assert [each.faults for each in opened] == [[] for _ in opened]
+    assert [each.foreign for each in opened] == [[] for _ in opened]
