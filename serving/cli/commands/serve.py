@@ -12,6 +12,7 @@ import typer
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.start.environment import Proxy, default_proxy, serve_environment
 from serving.cli.start.errors import StartError
+from serving.cli.start.operating_system import check_system
 from serving.cli.start.ray_cluster import check_cluster
 
 ADDRESS_HELP = (
@@ -40,6 +41,7 @@ def serve(
     environ = dict(os.environ)  # before Ray is imported, which may change it
     executables = Path(sys.executable).parent
     with one_line_errors("serve"):
+        check_system(sys.platform)
         _check_settings(config)
         check_cluster(address, environ, allow_open=allow_no_token)
         environment = serve_environment(environ, executables, proxy or default_proxy(environ))
