@@ -19,10 +19,11 @@ PAGE = DOCS / "settings.md"
 WIDTH = 110
 HEAD = """# Settings
 
-`python docs/settings.py` writes this page: what a setting may be comes from the code that checks it, and what it does
-from the table in [operations](operations.md#settings).
+`python docs/settings.py` writes this page. What a setting may be comes from the code that checks it. What it
+does comes from the table in [operations](operations.md#settings).
 
-Settings are the `args` of an application in a config file such as [`configs/cluster.yaml`](../configs/cluster.yaml):
+Settings are the `args` of an application in a config file such as
+[`configs/cluster.yaml`](../configs/cluster.yaml):
 
 ```yaml
 applications:
@@ -35,13 +36,14 @@ applications:
         size_mib: 4096
 ```
 
-Only `model.path` must be there. Times are in seconds. A key that does not exist is refused by its name before anything
-starts, and so is a value of another type. `python -m serving.settings.config my.yaml` checks a file and starts nothing.
+Only `model.path` must be there. Times are in seconds. A key that does not exist is refused by its name before
+anything starts, and so is a value of another type. `python -m serving.settings.config my.yaml` checks a file
+and starts nothing.
 """
 ENVIRONMENT = """## The environment
 
-Secrets are no settings, because Ray logs those. They are variables of the environment that Ray's processes are started
-with: that of `kedge serve` where it starts Ray, or that of `ray start` on each node.
+Secrets are no settings, because Ray logs those. They are variables of the environment that Ray's processes are
+started with: that of `kedge serve` if it starts Ray, or that of `ray start` on each node.
 
 | variable | read by | meaning |
 |---|---|---|
@@ -66,7 +68,7 @@ def page() -> str:
     for section, reference in schema["properties"].items():
         parts.append(f"## {section}\n")
         parts += [
-            f"### `{key}`\n\nTakes {_values(value)}. Default: {default or rows[key].default}.\n\n{rows[key].meaning}\n"
+            _entry(key, _values(value), default, rows[key])
             for key, value, default in _settings(section, _resolved(reference, schema), schema)
             if key in rows or "properties" not in value
         ]
@@ -78,6 +80,15 @@ class Row(NamedTuple):
 
     default: str
     meaning: str
+
+
+def _entry(key: str, values: str, default: str, row: Row) -> str:
+    taken = _filled(f"Takes {values}. Default: {default or row.default}.")
+    return f"### `{key}`\n\n{taken}\n\n{_filled(row.meaning)}\n"
+
+
+def _filled(paragraph: str) -> str:
+    return textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _rows(operations: str) -> dict[str, Row]:
@@ -93,8 +104,7 @@ def _elsewhere(meaning: str) -> str:
     """Sentences for another page: links to headings beside the table lead to its page, and so does "below"."""
     there = meaning.replace("](#", "](operations.md#").replace("\\|", "|")
     there = re.sub(r'\bsee (below|"[^"]+")', "see [operations](operations.md#settings)", there)
-    whole = there[0].upper() + there[1:] + ("" if there.endswith(".") else ".")
-    return textwrap.fill(whole, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return there[0].upper() + there[1:] + ("" if there.endswith(".") else ".")
 
 
 def _settings(prefix: str, section: Schema, whole: Schema) -> Iterator[tuple[str, Schema, str]]:
