@@ -42,8 +42,8 @@ and starts nothing.
 """
 ENVIRONMENT = """## The environment
 
-Secrets are no settings, because Ray logs those. They are variables of the environment that Ray's processes are
-started with: that of `kedge serve` if it starts Ray, or that of `ray start` on each node.
+Secrets are no settings, because Ray logs those. They are variables of the environment that Ray's processes
+are started with: that of `kedge serve` if it starts Ray, or that of `ray start` on each node.
 
 | variable | read by | meaning |
 |---|---|---|
