@@ -2,7 +2,8 @@
 # make monitor Prometheus, and Grafana where it is installed, beside `make serve`
 # make test    installs what tests need and runs what is worth running at every change
 # make test-all that, and the long suites
-# make check   linters, types, import and size rules
+# make check   linters, types, import and size rules, the documentation's links
+# make docs    the documentation as a site, in build/site
 #
 # CONFIG=path      another cluster
 # PROXY=ray        Ray Serve's own proxy in place of HAProxy, which is faster (Linux)
@@ -33,7 +34,7 @@ LOCKED := $(PIP) install $(PIP_ARGS) --no-deps --require-hashes
 CPU_TORCH := $(PIP) install $(PIP_ARGS) --no-deps torch==$(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' requirements.lock)+cpu
 IS_CPU_TORCH := 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'
 
-.PHONY: serve monitor test test-all check format install install-dev clean
+.PHONY: serve monitor test test-all check docs format install install-dev clean
 .DELETE_ON_ERROR:
 
 serve: install
@@ -64,6 +65,10 @@ check: install-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
 
+docs: $(STAMPS)/docs
+	$(BIN)/sphinx-build -q -W --keep-going -c docs/site -d build/site-sources . build/site
+	@echo build/site/index.html
+
 format: install-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -89,10 +94,15 @@ $(STAMPS)/run: requirements.lock requirements-cuda.lock pyproject.toml setup.py 
 	$(PIP) check
 	touch $@
 
-$(STAMPS)/dev: requirements-dev.lock $(STAMPS)/run
+# The site needs nothing of the project's: who writes documentation installs no torch.
+$(STAMPS)/docs: requirements-docs.lock $(STAMPS)/venv
+	$(LOCKED) -r requirements-docs.lock
+	touch $@
+
+$(STAMPS)/dev: requirements-dev.lock $(STAMPS)/run $(STAMPS)/docs
 	$(LOCKED) -r requirements-dev.lock
 	$(PIP) check
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache *.egg-info

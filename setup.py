@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import platform
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -65,6 +66,9 @@ def extensions() -> list[Extension]:
         for name, (sources, flags) in builds.items()
     ]
 
+
+if sys.platform == "win32":
+    sys.exit("Kedge cannot be installed on Windows, where it does not run. Install it on Linux, or in WSL 2.")
 
 setup(
     ext_modules=extensions(),

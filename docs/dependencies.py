@@ -23,6 +23,7 @@ LOCKS = {
     "brought along": ROOT / "requirements.lock",
     "CUDA": ROOT / "requirements-cuda.lock",
     "tools": ROOT / "requirements-dev.lock",
+    "documentation": ROOT / "requirements-docs.lock",
 }
 """By the name of the table that lists them; what pyproject.toml asks for itself is in the table "asked for"."""
 
@@ -49,6 +50,9 @@ def tables() -> dict[str, dict[str, str]]:
     found = {table: pins(lock) for table, lock in LOCKS.items()}
     runtime = found["brought along"]
     found["brought along"] = {name: version for name, version in runtime.items() if name not in direct}
+    found["documentation"] = {
+        name: version for name, version in found["documentation"].items() if name not in runtime
+    }
     return {"asked for": {name: runtime[name] for name in sorted(direct)}, **found}
 
 

