@@ -20,6 +20,9 @@ def bytecodes(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = (
+        True  # Python 3.12 tells opcodes only if a frame asked before the trace began
+    )
     sys.settrace(trace)
     try:
         call()
