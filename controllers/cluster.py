@@ -17,7 +17,6 @@ from controllers.cluster_stats import ClusterStats
 from controllers.cluster_watch import ClusterWatch
 from controllers.commits import Commits
 from controllers.errors import (
-    NoReplica,
     SessionClosing,
     SessionExists,
     SessionNotFound,
@@ -148,16 +147,9 @@ class Cluster:
         return gone
 
     def drain_replica(self, replica_id: str) -> None:
-        """The replica is to go: it gets no more sessions, and is told to hand over those that it has.
-
-        Raises NoReplica, and changes nothing, where nobody else could take them.
-        """
-        others = [
-            status for status in self._replicas.in_state(ReplicaState.LIVE) if status.replica_id != replica_id
-        ]
-        if not others:
-            raise NoReplica(f"no other live replica could take the sessions of {replica_id!r}")
-        self._replicas.drain(replica_id)
+        """The replica is to go: it gets no more sessions, and is told to hand over those that it has. Raises NoReplica,
+        and changes nothing, where nobody else could take them."""
+        self._replicas.order_drain(replica_id)
         self.watch.look()
 
     def deregister_replica(self, replica_id: str) -> int:

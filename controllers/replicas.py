@@ -115,6 +115,12 @@ class ReplicaDirectory:
         known.drains = True
         self._note_drain(known)
 
+    def order_drain(self, replica_id: str) -> None:
+        """An operator's word. Raises NoReplica, and changes nothing, where nobody else could take its sessions."""
+        if all(status.replica_id == replica_id for status in self.in_state(ReplicaState.LIVE)):
+            raise NoReplica(f"no other live replica could take the sessions of {replica_id!r}")
+        self.drain(replica_id)
+
     def deregister(self, replica_id: str) -> float | None:
         """It says farewell: it answers nothing any more. Gives how long it drained; None if it did not, or had said so
         before."""

@@ -19,9 +19,9 @@ from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
 from serving.logs.serve_log import logging_options
+from serving.replica.place import place_in_serve as place_of_replica
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import EngineFactory, LLMReplica
-from serving.replica.replica import place_in_serve as place_of_replica
 from serving.settings.config import AppArgs, ReplicaArgs, parse_args
 from serving.wire.controller_calls import announce_at_deploy
 

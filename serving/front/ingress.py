@@ -98,11 +98,6 @@ class Ingress:
         self._spans = open_spans(args.tracing, "ingress", place.ingress_id)
         owners = OwnershipCache(CACHED_OWNERS)
         conversations = _conversations(args)
-
-        def forget(replica_id: str) -> None:
-            owners.forget_replica(replica_id)
-            conversations.forget_replica(replica_id)
-
         calls = self._replicas = ReplicaCalls(
             controller,
             place.open_connection,
@@ -112,7 +107,7 @@ class Ingress:
             times=LinkTimes(reopen_s=REOPEN_SHARE * args.ingress.failover_timeout_s),
             call_timeout_s=CALL_TIMEOUT_S,
             on_broken=metrics.connection_broke,
-            on_gone=forget,
+            on_gone=_forgets(owners, conversations),
         )
         metrics.read(calls.figures)
         self._tasks.every(LOOK_INTERVAL_S, calls.look, timeout_s=CONTROLLER_TIMEOUT_S)
@@ -254,6 +249,14 @@ async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPla
 def _conversations(args: AppArgs) -> Conversations:
     unnamed = args.sessions.unnamed.enabled
     return Conversations(CACHED_CONVERSATIONS, unnamed=unnamed, shared=args.ingress.count > 1)
+
+
+def _forgets(owners: OwnershipCache, conversations: Conversations) -> Callable[[str], None]:
+    def forget(replica_id: str) -> None:
+        owners.forget_replica(replica_id)
+        conversations.forget_replica(replica_id)
+
+    return forget
 
 
 async def actor_has_died(address: ReplicaAddress) -> bool:

@@ -8,39 +8,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import ray
-from ray import serve
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from cache.audit import PageAccounts
 from controllers.errors import ControllerError, NoAnswer
-from controllers.records import ReplicaAddress
 from controllers.served_model import ServedModel
 from controllers.session import SessionController
-from controllers.settings import Deployment
-from engine.api import DeltaSink, Engine, EngineError, EngineStats, InvalidRequest
+from engine.api import DeltaSink, Engine, EngineError, InvalidRequest
 from engine.models.hub import find_model
-from engine.settings import EngineSettings, ModelSettings
+from engine.settings import EngineSettings
 from serving.background import BackgroundTasks
-from serving.garbage import settle
 from serving.logs.call_facts import CALL_FACTS, CallFacts
-from serving.logs.serve_log import log_with_serve
 from serving.replica.autoscaling_policy import ReplicaLoad
 from serving.replica.engine_watch import WATCH_INTERVAL_S, EngineWatch
 from serving.replica.gauges import replica_gauges
 from serving.replica.generation_config import sampling_defaults
 from serving.replica.hand_over_pace import HandOverPace
 from serving.replica.kv_watch import LOOK_INTERVAL_S, KVWatch
-from serving.replica.link_server import TICK_S, Emit, LinkServer, PeerConnections, TakeFrame
+from serving.replica.link_server import TICK_S, Emit, LinkServer
 from serving.replica.live_turn import EventMaker
 from serving.replica.mailbox import Mailbox
 from serving.replica.ordered_moves import OrderedMoves
-from serving.replica.peer_sockets import PeerSockets
+from serving.replica.place import ReplicaPlace
 from serving.replica.session_host import SessionHost
 from serving.replica.tenant_load import TenantLoad
 from serving.replica.turn_commits import TurnCommits
@@ -52,9 +44,7 @@ from serving.settings.engine_args import ModelArgs
 from serving.text.text import TextProcessor
 from serving.trace.opening import open_spans, replica_traces
 from serving.watch.audit_reply import failed_audit, replica_audit
-from serving.watch.metrics import EndedTurn, ReplicaMetrics
-from serving.watch.ray_gauges import RayGauges
-from serving.watch.ray_llm import RayLLM
+from serving.watch.metrics import ReplicaMetrics
 from serving.wire.calls import (
     Abort,
     AnyCall,
@@ -76,9 +66,8 @@ from serving.wire.calls import (
     Tokenize,
     answer_of,
 )
-from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls, connect_controller
+from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S
 from serving.wire.errors import error_info, unavailable
-from serving.wire.link_keys import CurveKeys
 from serving.wire.turns import (
     ChatPrompt,
     ErrorInfo,
@@ -106,34 +95,6 @@ LAST_ANSWERS_S = 1.0
 START_TIMEOUT_S = 900.0
 
 EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
-
-
-class Listener(PeerConnections, Protocol):
-    """Where front ends connect to."""
-
-    def open(self, frame_came: TakeFrame) -> ReplicaAddress: ...
-
-    async def close(self) -> None: ...
-
-
-def nothing_told(_turn: EndedTurn) -> None:
-    """Where nobody wants to hear of turns."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaPlace:
-    """What a replica is given where it runs. `clock` returns monotonic seconds, `unix_clock` Unix time; `settle` is
-    called once everything is loaded, `turn_ended` for each turn that the engine has ended."""
-
-    replica_id: str
-    controller: ControllerCalls
-    listener: Listener
-    publish_gauges: Callable[[EngineStats], None]
-    load_text: Callable[[ModelSettings, Engine], TextProcessor]
-    clock: Callable[[], float]
-    unix_clock: Callable[[], float]
-    settle: Callable[[], None]
-    turn_ended: Callable[[EndedTurn], None] = nothing_told
 
 
 class LLMReplica:
@@ -172,23 +133,7 @@ class LLMReplica:
         self._builder = RequestBuilder(self._engine, self._text)
         self._unnamed = UnnamedSessions(place.clock, args.sessions.unnamed.idle_timeout_s, self._engine)
         self._spans = open_spans(args.tracing, "replica", self._replica_id)
-        self._turns = TurnRunner(
-            engine=self._engine,
-            sessions=sessions,
-            host=self._host,
-            commits=TurnCommits(
-                self._controller, self._metrics, patience_s=args.controller.commit_patience_s
-            ),
-            unnamed=self._unnamed,
-            builder=self._builder,
-            event_maker=EventMaker(self._text, self._metrics, place.clock),
-            mailbox=mailbox,
-            load=TenantLoad(args.tenants.max_turns_in_flight, args.tenants.max_queued_tokens),
-            metrics=self._metrics,
-            tasks=self._tasks,
-            clock=place.clock,
-            traces=replica_traces(self._spans, self._replica_id),
-        )
+        self._turns = self._turn_runner(sessions, mailbox, place.clock)
         self._kv_watch = KVWatch(
             self._engine,
             self._metrics,
@@ -204,6 +149,28 @@ class LLMReplica:
         self._answered_s = place.clock()
         self._created = int(place.unix_clock())
         await self._start(place.settle)
+
+    def _turn_runner(
+        self, sessions: SessionController, mailbox: Mailbox, clock: Callable[[], float]
+    ) -> TurnRunner:
+        args = self._args
+        return TurnRunner(
+            engine=self._engine,
+            sessions=sessions,
+            host=self._host,
+            commits=TurnCommits(
+                self._controller, self._metrics, patience_s=args.controller.commit_patience_s
+            ),
+            unnamed=self._unnamed,
+            builder=self._builder,
+            event_maker=EventMaker(self._text, self._metrics, clock),
+            mailbox=mailbox,
+            load=TenantLoad(args.tenants.max_turns_in_flight, args.tenants.max_queued_tokens),
+            metrics=self._metrics,
+            tasks=self._tasks,
+            clock=clock,
+            traces=replica_traces(self._spans, self._replica_id),
+        )
 
     def _host_of(self, sessions: SessionController, clock: Callable[[], float]) -> SessionHost:
         return SessionHost(
@@ -422,38 +389,6 @@ class LLMReplica:
         self._publish(self._engine.stats())
 
 
-async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
-    """That of a replica of Ray Serve."""
-    log_with_serve(args.logs)
-    controller = connect_controller(args.controller.name, deployment)
-    context = ray.get_runtime_context()
-    gauges, names = RayGauges(), args.metrics.ray_llm_names
-    boards = None if names == "none" else RayLLM(names, args.model.model_id)
-
-    def published(stats: EngineStats) -> None:
-        gauges.publish(stats)
-        if boards is not None:
-            boards.publish(stats)
-
-    return ReplicaPlace(
-        replica_id=serve.get_replica_context().replica_id.unique_id,
-        controller=controller,
-        listener=PeerSockets(
-            ray.util.get_node_ip_address(),
-            CurveKeys.of_secret(await controller.link_secret()).public,
-            node_id=context.get_node_id(),
-            actor=context.get_actor_name(),
-            namespace=context.namespace,
-        ),
-        publish_gauges=published,
-        turn_ended=nothing_told if boards is None else boards.ended,
-        load_text=_load_text,
-        clock=time.monotonic,
-        unix_clock=time.time,
-        settle=settle,
-    )
-
-
 def replica_figures(replica_id: str, num_live: int, num_links: int, engine: Engine) -> dict[str, Any]:
     """JSON ready; `links` are the front ends that are connected, `tasks` those of the event loop. Under `execution` is
     what the engine runs on and how."""
@@ -478,13 +413,6 @@ def execution_line(engine: Engine) -> str:
 
 def _pages(pages: PageAccounts) -> dict[str, int]:
     return asdict(pages) | {"leaked": pages.leaked}
-
-
-def _load_text(model: ModelSettings, engine: Engine) -> TextProcessor:
-    directory = find_model(model.path, model.revision)
-    return TextProcessor.load(
-        str(directory), vocab_size=engine.vocab_size, max_context_len=engine.max_context_len
-    )
 
 
 def _sampling_of(model: ModelArgs) -> SamplingDefaults:

@@ -14,7 +14,8 @@ from controllers.errors import StoreError
 from engine.api import Engine
 from engine.settings import ModelSettings
 from serving.front.ingress import Ingress, IngressPlace
-from serving.replica.replica import LLMReplica, ReplicaPlace
+from serving.replica.place import ReplicaPlace
+from serving.replica.replica import LLMReplica
 from serving.settings.config import AppArgs
 from serving.text.text import TextProcessor
 from serving.wire.controller_calls import CONTROLLER_TIMEOUT_S, ControllerCalls

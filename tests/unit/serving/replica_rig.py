@@ -178,9 +178,8 @@ class Rig:
         self.tasks = BackgroundTasks()
         text = text or TextProcessor(None, vocab_size=VOCAB_SIZE, max_context_len=512)
         self.model = model or ServedModel(text.fingerprint("null"), VOCAB_SIZE)
-        self.sessions = SessionController(
-            time.monotonic, idle_timeout_s, self.model, make_chain=self.engine.empty_chain
-        )
+        make_chain = self.engine.empty_chain
+        self.sessions = SessionController(time.monotonic, idle_timeout_s, self.model, make_chain=make_chain)
         self.host = SessionHost(
             replica_id,
             self.engine,
