@@ -42,7 +42,7 @@ def families(text: str) -> dict[str, Metric]:
 
 def in_rays_metrics(cluster: ServedCluster) -> dict[str, Metric]:
     """Of all of Ray's agents, as it tells Prometheus where they are."""
-    (path,) = cluster.directory.rglob("prom_metrics_service_discovery.json")
+    path = next(cluster.directory.rglob("prom_metrics_service_discovery.json"))  # links lead to it, too
     found: dict[str, Metric] = {}
     for target in json.loads(path.read_text())[0]["targets"]:
         for name, family in families(httpx.get(f"http://{target}/metrics", timeout=20.0).text).items():
