@@ -73,7 +73,7 @@ def idle_sessions(client: httpx.Client, count: int) -> list[Conversation]:
 def test_a_quiet_hour_fires_nothing_but_what_it_should(
     cluster: ServedCluster, prometheus: LivePrometheus
 ) -> None:
-    """First of all. Mixed load through a rolling update, a gap in the scrapes and a replica that is killed: the one death is told."""
+    """First of all. Mixed load, a rolling update, a gap in the scrapes, and a replica that is killed: which is told."""
     began_s = time.monotonic()
 
     def fewer_pages(document: dict[str, Any]) -> None:
