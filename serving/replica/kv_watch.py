@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from cache.audit import AuditReport
 from engine.api import Engine, EngineError
+from serving.settings.config import MetricsArgs
 from serving.watch.metrics import ReplicaMetrics
 
 logger = logging.getLogger(__name__)
@@ -22,23 +23,24 @@ OTHER_TENANTS = "other"
 
 
 class KVWatch:
-    """`known` says which sessions the replica knows of. `audit_interval_s` None: no walks but those that are asked for.
-    `clock` returns monotonic seconds, `unix_clock` Unix time. Used on the replica's event loop."""
+    """`known` says which sessions the replica knows of. `clock` returns monotonic seconds, `unix_clock` Unix time. Used
+    on the replica's event loop."""
 
     def __init__(
         self,
         engine: Engine,
         metrics: ReplicaMetrics,
         known: Callable[[str], bool],
+        settings: MetricsArgs,
         *,
-        audit_interval_s: float | None,
         clock: Callable[[], float],
         unix_clock: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._known = known
-        self._audit_interval_s = audit_interval_s
+        self._audit_interval_s = settings.audit_interval_s
+        self._most_named = MOST_TENANTS if settings.tenant_names else 0
         self._clock = clock
         self._unix_clock = unix_clock
         self._next_audit_s = clock()
@@ -53,7 +55,7 @@ class KVWatch:
             return
         # What is being opened or closed is there for a moment on one side only.
         unknown = frozenset(session_id for session_id in census.sessions if not self._known(session_id))
-        self._metrics.tenant_kv(by_tenant(census.num_bytes), len(unknown & self._unknown))
+        self._metrics.tenant_kv(by_tenant(census.num_bytes, self._most_named), len(unknown & self._unknown))
         self._unknown = unknown
         if self._audit_interval_s is not None and self._clock() >= self._next_audit_s:
             self._next_audit_s = self._clock() + self._audit_interval_s
@@ -73,13 +75,16 @@ class KVWatch:
         return report
 
 
-def by_tenant(num_bytes: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """By tenant and tier, of the few tenants that have the most, and of all others together. Namespaces are tenants,
-    with a salt behind a NUL where a request has one."""
+def by_tenant(
+    num_bytes: Mapping[tuple[str, str], int], most_named: int = MOST_TENANTS
+) -> dict[tuple[str, str], int]:
+    """By tenant and tier, of the `most_named` tenants that have the most, of who names none, and of all others.
+    Namespaces are tenants, with a salt behind a NUL where a request has one."""
     tenants: Counter[str] = Counter()
     for (namespace, _), count in num_bytes.items():
         tenants[_tenant(namespace)] += count
-    shown = {tenant for tenant, _ in _most(tenants.items())}
+    tenants.pop(NO_TENANT, None)
+    shown = {NO_TENANT, *_most(tenants.items(), most_named)}
     told: Counter[tuple[str, str]] = Counter()
     for (namespace, tier), count in num_bytes.items():
         tenant = _tenant(namespace)
@@ -87,8 +92,8 @@ def by_tenant(num_bytes: Mapping[tuple[str, str], int]) -> dict[tuple[str, str],
     return dict(told)
 
 
-def _most(tenants: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    return sorted(tenants, key=lambda each: (-each[1], each[0]))[:MOST_TENANTS]
+def _most(tenants: Iterable[tuple[str, int]], count: int) -> list[str]:
+    return [tenant for tenant, _ in sorted(tenants, key=lambda each: (-each[1], each[0]))[:count]]
 
 
 def _tenant(namespace: str) -> str:

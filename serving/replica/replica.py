@@ -184,7 +184,7 @@ class LLMReplica:
             self._engine,
             self._metrics,
             lambda session_id: sessions.epoch(session_id) is not None or session_id in self._unnamed,
-            audit_interval_s=args.metrics.audit_interval_s,
+            args.metrics,
             clock=place.clock,
             unix_clock=place.unix_clock,
         )

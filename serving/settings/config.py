@@ -275,11 +275,13 @@ class MetricsArgs(StrictModel):
     """`cluster_name` is the label `cluster` of every metric: clusters that share a Prometheus need names of their own.
     With `ray_llm_names` Ray's metrics have this cluster's figures also under the names that vLLM or SGLang have there,
     which Ray's own boards for LLMs read. `audit_interval_s`: so often each replica walks over all of its pages by
-    itself (None: only when asked)."""
+    itself (None: only when asked). With `tenant_names` the tenants that have the most KV are named on a page that needs
+    no key."""
 
     cluster_name: NotEmpty = "kedge"
     ray_llm_names: Literal["none", "vllm", "sglang"] = "none"
     audit_interval_s: Seconds | None = 60.0
+    tenant_names: bool = False
 
 
 class AppArgs(StrictModel):

@@ -52,7 +52,8 @@ LABELS = MappingProxyType(
         "pool": "`full`, and `window` if the model has sliding-window layers",
         "account": "`free`, `cached`, `protected`, `session`, `in_flight`, `leaked`",
         "tier": "`device`, `host`, `disk`; of demotions also `log`: dropped, to be computed again",
-        "tenant": "the eight that have the most KV at the replica; `-` is who names no tenant, `other` all others",
+        "tenant": "`-`: who names no tenant; with `metrics.tenant_names` the eight that have the most KV at the "
+        "replica; `other`: all others",
         "outcome": "of turns see [below](#outcomes-of-turns); of conversations `recognized` or `new`",
         "reason": "`stop`, `length`, `abort`, `error`",
         "kind": "of conversations `unnamed` or `named` (a session whose client sends all of it); "

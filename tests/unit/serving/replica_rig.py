@@ -38,6 +38,7 @@ from serving.replica.turn_commits import TurnCommits
 from serving.replica.turn_request import RequestBuilder
 from serving.replica.turn_runner import TurnRunner
 from serving.replica.unnamed_sessions import UnnamedSessions
+from serving.settings.config import MetricsArgs
 from serving.text.text import TextProcessor
 from serving.watch.metrics import ReplicaMetrics
 from serving.watch.registry import NO_LABELS
@@ -207,7 +208,7 @@ class Rig:
             self.engine,
             self.metrics,
             lambda session_id: self.sessions.epoch(session_id) is not None or session_id in self.unnamed,
-            audit_interval_s=0.0,
+            MetricsArgs(audit_interval_s=1e-6, tenant_names=True),
             clock=time.monotonic,
             unix_clock=time.time,
         )

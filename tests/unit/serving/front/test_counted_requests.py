@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.front.api.counted import RequestsCounted
+from serving.front.api.messages.stream import MessageEncoder
+from serving.front.api.sse import KEEP_ALIVE_COMMENT
 from serving.watch.metrics import IngressMetrics
 from tests.unit.serving.local_service import client_of, local_client
 
@@ -90,6 +92,28 @@ async def test_chunks_behind_the_first_cost_no_look_at_the_clock() -> None:
     assert next(clocked.ticks) == 3, "begin, first event, end"
     assert figure(clocked.metrics, "kedge_http_ttft_seconds_sum", route="/stream") == 1
     assert figure(clocked.metrics, "kedge_http_request_seconds_sum", route="/stream") == 2
+
+
+@pytest.mark.parametrize(
+    "sign_of_life", [KEEP_ALIVE_COMMENT, MessageEncoder.keep_alive], ids=["comment", "ping"]
+)
+async def test_a_sign_of_life_is_no_first_event(sign_of_life: bytes) -> None:
+    """A prompt that takes minutes would seem to take what a stream may be silent for."""
+    clocked = Clocked()
+
+    @clocked.app.get("/slow")
+    async def slow() -> StreamingResponse:
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield sign_of_life
+                next(clocked.ticks)
+            yield b"data: at last\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async with clocked.client() as client:
+        await client.get("/slow")
+    assert figure(clocked.metrics, "kedge_http_ttft_seconds_sum", route="/slow") == 4
 
 
 async def test_what_nobody_expected_is_a_server_error() -> None:

@@ -19,9 +19,14 @@ def test_few_tenants_have_a_name() -> None:
     assert told["t00", "device"] == 100
     assert told["t00", "host"] == 5, "a salt is no tenant of its own"
     assert told["-", "disk"] == 1000
-    assert len({tenant for tenant, _ in told}) == MOST_TENANTS + 1
-    assert told["other", "device"] == sum(100 - number for number in range(7, 11))
+    assert len({tenant for tenant, _ in told}) == MOST_TENANTS + 2
+    assert told["other", "device"] == sum(100 - number for number in range(8, 11))
     assert sum(told.values()) == sum(kv.values())
+
+
+def test_none_has_one_unless_the_operator_wants_it() -> None:
+    kv = {("anna", "device"): 3, ("bert", "device"): 4, ("", "host"): 5}
+    assert by_tenant(kv, 0) == {("other", "device"): 7, ("-", "host"): 5}
 
 
 async def test_kv_is_its_tenants(tmp_path: Path) -> None:

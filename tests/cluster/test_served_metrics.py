@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,7 +42,7 @@ def families(text: str) -> dict[str, Metric]:
 
 def in_rays_metrics(cluster: ServedCluster) -> dict[str, Metric]:
     """Of all of Ray's agents, as it tells Prometheus where they are."""
-    (path,) = cluster.directory.rglob("prom_metrics_service_discovery.json")
+    path = next(cluster.directory.rglob("prom_metrics_service_discovery.json"))  # links lead to it, too
     found: dict[str, Metric] = {}
     for target in json.loads(path.read_text())[0]["targets"]:
         for name, family in families(httpx.get(f"http://{target}/metrics", timeout=20.0).text).items():
@@ -61,11 +62,9 @@ def talk(client: httpx.Client) -> None:
             "max_tokens": 6,
             "stream": number % 2 == 0,
         }
-        for _ in range(2):
-            client.post(
-                "/v1/chat/completions", json=chat, headers={"x-session-id": f"metrics-{number}"}
-            ).raise_for_status()
-            client.post("/v1/chat/completions", json=chat).raise_for_status()
+        named = {"x-session-id": uuid.uuid4().hex}
+        for headers in (named, {}, {}):
+            client.post("/v1/chat/completions", json=chat, headers=headers).raise_for_status()
 
 
 def test_the_page_is_what_is_defined(cluster: ServedCluster, client: httpx.Client) -> None:
