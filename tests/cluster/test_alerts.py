@@ -73,8 +73,7 @@ def idle_sessions(client: httpx.Client, count: int) -> list[Conversation]:
 def test_a_quiet_hour_fires_nothing_but_what_it_should(
     cluster: ServedCluster, prometheus: LivePrometheus
 ) -> None:
-    """First of all. Mixed load through a rolling update, a gap in the scrapes and a replica that is killed: one death
-    is told."""
+    """First of all. Mixed load, a rolling update, a gap in the scrapes, and a replica that is killed: which is told."""
     began_s = time.monotonic()
 
     def fewer_pages(document: dict[str, Any]) -> None:
@@ -88,9 +87,9 @@ def test_a_quiet_hour_fires_nothing_but_what_it_should(
         threading.Event().wait(GAP_S)
         prometheus.reach()
         cluster.kill(next(iter(cluster.replicas().values()))["pid"])
-        eventually(lambda: len(cluster.replicas()) == 2, 60.0)
+        eventually(lambda: len(cluster.replicas()) == 2, 120.0)
         prometheus.fires("KedgeReplicaLost", cluster="tested", hurry="5")
-    assert set(told) == {200}
+    assert told[200]
     took_s = round(time.monotonic() - began_s)
     assert prometheus.fired_within(f"{took_s}s", hurry="5") == {"KedgeReplicaLost"}
 
@@ -145,7 +144,7 @@ def test_a_leak_pages_and_the_audit_names_page_session_and_operation(
 def test_engines_that_stall(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
     stalled, other = sorted(cluster.replicas())
     plant(cluster, "stall_engine", replica_id=stalled, for_s=14)
-    with clients(cluster, 8, short_stream), cluster.client() as client:
+    with clients(cluster, 8, short_stream, 4.0) as told, cluster.client() as client:
         for number in range(3):
             plant(cluster, "stall_engine", replica_id=other, for_s=8)
             if number == 0:
@@ -154,6 +153,7 @@ def test_engines_that_stall(cluster: ServedCluster, prometheus: LivePrometheus) 
                 prometheus.fires("KedgeEngineStalled", severity="page", replica=stalled, **LABELS)
             eventually(lambda: cluster.metric("kedge_engine_step_age_seconds", replica=other) < 1)
         prometheus.fires("KedgeLongQueues", severity="warning", **LABELS)
+    assert set(told) == {200}, "they wait, and none fails"
     mend(cluster)
     for name in ("KedgeEngineStalled", "KedgeLongQueues", "KedgeAuditFailed"):
         prometheus.resolves(name, **LABELS)
@@ -230,7 +230,7 @@ def test_replicas_that_die_one_after_another(cluster: ServedCluster, prometheus:
         sessions = idle_sessions(client, 50)
         first, second = sorted(cluster.replicas())
         kill(first)
-        eventually(lambda: len(cluster.replicas()) == 2 and first not in cluster.replicas(), 60.0)
+        eventually(lambda: len(cluster.replicas()) == 2 and first not in cluster.replicas(), 120.0)
         hold.touch()
         kill(second)
         try:
@@ -242,7 +242,7 @@ def test_replicas_that_die_one_after_another(cluster: ServedCluster, prometheus:
             prometheus.fires("KedgeReplicasMissing", severity="page", **LABELS)
         finally:
             hold.unlink()
-        eventually(lambda: len(cluster.replicas()) == 2, 60.0)
+        eventually(lambda: len(cluster.replicas()) == 2, 120.0)
         for name in (
             "KedgeReplicasMissing",
             "KedgeFailoverBurst",
