@@ -18,7 +18,7 @@ from serving.debug.loopback import host_of_serve
 from serving.front.api.keys import KeyRing
 from serving.front.ingress import Ingress
 from serving.front.ingress import place_in_serve as place_of_ingress
-from serving.logs.serve_log import logging_options
+from serving.logs.serve_log import deployment_options
 from serving.replica.place import place_in_serve as place_of_replica
 from serving.replica.rank_actors import ParallelEngineFactory, placement_options
 from serving.replica.replica import EngineFactory, LLMReplica
@@ -72,7 +72,7 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         graceful_shutdown_timeout_s=args.replicas.graceful_shutdown_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        logging_config=logging_options(args.logs),
+        **deployment_options(args.logs),
         graceful_shutdown_wait_loop_s=LOOKS_FOR_CALLS_S,
         max_surge_percent=args.replicas.surge_percent,
         **placement_options(args),
@@ -83,7 +83,7 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
         ray_actor_options={"num_cpus": args.ingress.num_cpus},
         max_ongoing_requests=args.ingress.max_ongoing_requests,
         graceful_shutdown_timeout_s=args.ingress.graceful_shutdown_timeout_s,
-        logging_config=logging_options(args.logs),
+        **deployment_options(args.logs),
         max_surge_percent=INGRESS_SURGE_PERCENT,
     )
     engines = replicas.bind(args, engine_factory, partial(place_of_replica, deployment=deployment))

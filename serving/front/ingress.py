@@ -270,12 +270,15 @@ async def actor_has_died(address: ReplicaAddress) -> bool:
 
 async def _model_info(calls: ReplicaCalls) -> ModelInfo:
     """Asks until a replica answers: models may take minutes to load."""
+    waits = False
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             try:
                 answer = await calls.call(ANY_REPLICA, GetModelInfo())
             except ReplicaGone:
-                logger.info("waiting for a replica")
+                if not waits:
+                    logger.info("waiting for a replica")
+                waits = True
                 await asyncio.sleep(0.5)
             else:
                 assert isinstance(answer, ModelInfo)

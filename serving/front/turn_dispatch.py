@@ -99,8 +99,10 @@ class TurnDispatcher:
         was refused."""
         facts = CALL_FACTS.get() or CallFacts()
         facts.begin(call)
+        if facts.request_id:
+            call = replace(call, http_request_id=facts.request_id)
         with self._traces.turn(call) as trace:
-            turn = DispatchedTurn(_with_key(call, facts), trace, facts)
+            turn = DispatchedTurn(_with_key(call), trace, facts)
             self._turns.add(turn)
             try:
                 async with AsyncExitStack() as stack:
@@ -222,6 +224,7 @@ class TurnDispatcher:
                     replica_id, epoch = owner.replica_id, owner.epoch
             turn.facts.replica_id, turn.facts.epoch = replica_id, epoch
             entered = AsyncExitStack()
+            refusal: ErrorInfo | None = None
             try:
                 entered.enter_context(turn.trace.at(replica_id, epoch))
                 carried = turn.trace.carried(call)
@@ -395,11 +398,9 @@ def _for_living_session(call: TurnCall, owner: Owner | None = None) -> TurnCall:
     return replace(call, session=replace(session, create=False, open_key=open_key))
 
 
-def _with_key(call: TurnCall, facts: CallFacts) -> TurnCall:
+def _with_key(call: TurnCall) -> TurnCall:
     """A turn without an idempotency key gets one of its own: this very call may be repeated, and no other but its
     client's next try, where the client counts them."""
-    if facts.request_id:
-        call = replace(call, http_request_id=facts.request_id)
     session = call.session
     if session is None or session.idempotency_key is not None:
         return call

@@ -16,8 +16,14 @@ OURS = ("cache", "controllers", "engine", "kedge", "serving")
 """Where the names of Kedge's loggers begin."""
 
 
+def deployment_options(args: LogsArgs) -> dict[str, Any]:
+    """Options of Ray Serve's deployments. None where nothing is asked for: the config file may have a `logging_config`
+    of Ray Serve's, which one of the deployment would replace."""
+    return {} if args == LogsArgs() else {"logging_config": logging_options(args)}
+
+
 def logging_options(args: LogsArgs) -> dict[str, Any]:
-    """Ray Serve's `logging_config` of a deployment. Where requests have a line of Kedge's they need none of Ray's."""
+    """Ray Serve's `logging_config`. Where requests have a line of Kedge's they need none of Ray's."""
     return {
         "encoding": args.format.upper(),
         "log_level": args.level,

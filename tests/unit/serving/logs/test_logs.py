@@ -20,7 +20,7 @@ from serving.front.api.keys import KeyRing
 from serving.front.http import create_http_app
 from serving.front.recorder import Recorder
 from serving.logs.call_facts import CALL_FACTS, CallFacts, CallFactsFilter
-from serving.logs.serve_log import OURS, SERVE_LOGGER, log_with_serve, logging_options
+from serving.logs.serve_log import OURS, SERVE_LOGGER, deployment_options, log_with_serve, logging_options
 from serving.settings.record_args import LogsArgs
 from serving.wire.turns import SessionTurn
 from tests.unit.serving.local_service import LocalService, client_of, local_service
@@ -267,6 +267,11 @@ def test_what_a_record_says_itself_counts() -> None:
     finally:
         CALL_FACTS.reset(token)
     assert record.session_id == "its own"
+
+
+def test_where_nothing_is_asked_for_ray_serves_own_settings_count() -> None:
+    assert deployment_options(LogsArgs()) == {}
+    assert deployment_options(ALL) == {"logging_config": logging_options(ALL)}
 
 
 @pytest.mark.parametrize("args", [LogsArgs(), ALL, LogsArgs(format="json", level="DEBUG")])
