@@ -17,6 +17,7 @@ from serving.front.conversations import Conversations
 from serving.wire.calls import MoveSession
 from serving.wire.turns import MovedSession, ServiceError
 from tests.unit.serving.failover_rig import Failover, running_failover
+from tests.unit.serving.local_service import MODEL
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
 
 FIRST = [1, 2, 3]
@@ -38,17 +39,19 @@ async def served(tmp_path: Path) -> AsyncIterator[Failover]:
 
 def client(served: Failover) -> ClusterClient:
     """A front end over the replicas."""
-    unused: dict[str, Any] = dict.fromkeys(("model", "siblings", "tasks"))
     replicas: Any = served.replicas
     controller: Any = served.controller
+    nobody: Any = None
     return ClusterClient(
+        model=MODEL,
+        siblings=nobody,
+        tasks=served.rigs[0].tasks,
         replicas=replicas,
         controller=controller,
         dispatcher=served.dispatcher,
         conversations=Conversations(9),
         metrics=served.metrics,
         settings={},
-        **unused,
     )
 
 
