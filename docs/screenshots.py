@@ -15,7 +15,7 @@ from tests.console.browser import Opened, chromium  # noqa: E402 - the path come
 
 IMAGES = ROOT / "docs" / "images"
 MOST_BYTES = 150_000
-PICTURE = {"width": 1180, "height": 740}
+PICTURE = {"width": 1120, "height": 700}
 OTHERS = (
     ("support-1041", "acme"),
     ("support-1042", "acme"),
