@@ -269,7 +269,8 @@ class Cluster:
         taker = self._rebalancing.choose(replica_id, kv_tokens, self._takers(replica_id))
         if taker is None:
             return False
-        self._move_to(entry, taker, "to a less busy replica")
+        self._move_to(entry, taker)
+        self.watch.moved(entry, taker, "to a less busy replica")
         self._rebalancing.moved(replica_id, taker, kv_tokens)
         self._stats.count("rebalanced")
         return True
@@ -419,7 +420,9 @@ class Cluster:
         takers = self._replicas.candidates(self._ledger.count_of, (ReplicaState.LIVE,))
         if not takers:
             return False
-        self._move_to(entry, choose_replica(takers), "its replica drains")
+        taker = choose_replica(takers)
+        self._move_to(entry, taker)
+        self.watch.moved(entry, taker, "its replica drains")
         self._stats.count("drained")
         return True
 
@@ -428,20 +431,17 @@ class Cluster:
         if (child.open_key, child.tokens, child.turns) != (order.fork_key, length, 0):
             raise SessionExists(f"{named(order.child_id)} is open already", "new_session_id")
         if child.replica_id != parent.replica_id:
-            self._move_to(child, parent.replica_id, "to the session that it is a fork of")
+            self._move_to(child, parent.replica_id)
+            self.watch.moved(child, parent.replica_id, "to the session that it is a fork of")
         return self._ledger.get(order.child_id).record()
 
     def _take_over(self, entry: LedgerEntry) -> Assignment:
         taker = self._place()
-        assignment = self._transfer(entry, taker)
+        assignment = self._move_to(entry, taker)
         self.watch.taken_over(entry, taker)
         return assignment
 
-    def _move_to(self, entry: LedgerEntry, replica_id: str, why: str = "") -> None:
-        self._transfer(entry, replica_id)
-        self.watch.moved(entry, replica_id, why)
-
-    def _transfer(self, entry: LedgerEntry, replica_id: str) -> Assignment:
+    def _move_to(self, entry: LedgerEntry, replica_id: str) -> Assignment:
         with self._claims.changing(entry.session_id), self._stats.timed("assign"):
             self._store.assign(entry.session_id, replica_id, entry.epoch + 1)
         self._replicas.assign_tokens(replica_id, entry.tokens + self._settings.placement_tokens)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 WAIT_MS = 30_000
 """For what must happen soon, also on a busy machine."""
@@ -35,6 +35,7 @@ def chromium_path() -> str | None:
 def chromium() -> Iterator[Browser]:
     path = chromium_path()
     assert path is not None
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS))
         try:

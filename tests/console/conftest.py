@@ -11,8 +11,9 @@ from playwright.sync_api import Browser
 from tests.console.browser import Opened, chromium, chromium_path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """No longer than for a file: while Playwright runs, its event loop keeps out tests that have one of their own."""
     if chromium_path() is None:
         pytest.skip("no Chromium")
     with chromium() as browser:

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from serving.front.api.keys import API_KEYS, OPERATOR_KEYS, KeyRing
-from tests.console.browser import WAIT_MS, Opened
+from tests.console.browser import Opened
 from tests.unit.cache.planted_faults import plant
 from tests.unit.serving.replica_rig import REPLICA_ID
 from tests.unit.serving.served_service import ServedService, served_service
@@ -18,7 +18,6 @@ from tests.unit.serving.served_service import ServedService, served_service
 Open = Callable[..., Opened]
 RING = KeyRing({API_KEYS: "key-a=acme", OPERATOR_KEYS: "key-o"})
 EVIL = "<img/src=x/onerror=alert(1)>"
-expect.set_options(timeout=WAIT_MS)
 
 
 @pytest.fixture
