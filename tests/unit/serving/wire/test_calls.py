@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import fields
 
+from cache.slots import KVPlace
 from controllers.records import ForkOrder
 from engine.api import LogprobParams, SamplingParams, TokenLogprob
 from serving.wire import turns
@@ -32,6 +33,7 @@ from serving.wire.calls import (
     Request,
     RewindSession,
     RunTurn,
+    SessionPlaces,
     Tokenize,
     UnreadableMessage,
     answer_of,
@@ -106,6 +108,7 @@ CALLS: list[AnyCall] = [
     MoveSession("s", 2, "b", 1),
     MoveSession("s", 2, None, 2),
     KeepNote("s", 2, b"note", "key", 3),
+    SessionPlaces(("s", "t")),
     Abort(None, "t"),
     Flush(),
     Drain(),
@@ -124,6 +127,7 @@ RESULTS: list[tuple[AnyCall, Any]] = [
     (RewindSession("s", 2, 0), None),
     (MoveSession("s", 2, "b", 2), MovedSession("a", "b", 3)),
     (KeepNote("s", 2, b"", "k", None), None),
+    (SessionPlaces(("s",)), {"s": KVPlace("device", 3), "t": KVPlace("host", None)}),
     (Abort("r", "t"), 4),
     (Flush(), False),
     (Drain(), None),
