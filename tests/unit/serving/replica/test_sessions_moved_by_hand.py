@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.runner.null import null_generate
 
 from controllers.errors import NoAnswer, StaleEpoch
 from controllers.records import ForkOrder
@@ -16,6 +15,7 @@ from serving.front.cluster_client import ClusterClient
 from serving.front.conversations import Conversations
 from serving.wire.calls import MoveSession
 from serving.wire.turns import MovedSession, ServiceError
+from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import Failover, running_failover
 from tests.unit.serving.local_service import MODEL
 from tests.unit.serving.replica_rig import VOCAB_SIZE, call
