@@ -23,7 +23,8 @@ def test_it_goes_on_at_the_replica_that_was_named(cluster: ServedCluster, client
     rng = random.Random(21)
     session = Conversation.open(client)
     session.turn(random_tokens(rng, 60))
-    owner = cluster.sessions()[session.session_id]["replica_id"]
+    opened = cluster.sessions()[session.session_id]
+    owner, epoch = opened["replica_id"], opened["epoch"]
     (other,) = set(cluster.replicas()) - {owner}
 
     refused = move(cluster, session.session_id, "--to", "nobody")
@@ -31,13 +32,17 @@ def test_it_goes_on_at_the_replica_that_was_named(cluster: ServedCluster, client
     session.turn(random_tokens(rng, 5))  # checks that its KV is still there
 
     moved = move(cluster, session.session_id, "--to", other)
-    assert moved.stdout == f"{session.session_id}: moved from {owner} to {other}, epoch 2\n", moved.stderr
+    assert moved.stdout == f"{session.session_id}: moved from {owner} to {other}, epoch {epoch + 1}\n", (
+        moved.stderr
+    )
     assert cluster.sessions()[session.session_id]["replica_id"] == other
     session.exact_turn(random_tokens(rng, 5), resumed=True)
     session.turn(random_tokens(rng, 5))
 
     back = move(cluster, session.session_id)
-    assert back.stdout == f"{session.session_id}: moved from {other} to {owner}, epoch 3\n", back.stderr
+    assert back.stdout == f"{session.session_id}: moved from {other} to {owner}, epoch {epoch + 2}\n", (
+        back.stderr
+    )
     session.exact_turn(random_tokens(rng, 5), resumed=True)
     session.close()
     eventually(lambda: client.get("/v1/kedge/audit").json()["clean"])

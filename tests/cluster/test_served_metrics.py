@@ -90,25 +90,27 @@ def _whole(page: dict[str, Metric]) -> dict[str, Metric] | None:
 
 def test_rays_board_for_vllm_fills(cluster: ServedCluster, client: httpx.Client) -> None:
     """Each series that its panels ask for is there, and is joined by the process to Serve's count of requests."""
-    talk(client)
     panels = [panel for row in serve_llm_dashboard_config.rows for panel in row.panels]
     asked = _asked(target.expr for panel in panels for target in panel.targets)
     empty = tuple(f"ray_{start}" for start in NOT_TOLD)
     wanted = {name for name in asked if not name.startswith(empty)}
 
-    def told() -> dict[str, list[dict[str, str]]] | None:
+    def joined() -> dict[str, list[dict[str, str]]] | None:
+        talk(client)
         series: dict[str, list[dict[str, str]]] = {}
         for family in in_rays_metrics(cluster).values():
             for sample in family.samples:
                 series.setdefault(sample.name, []).append(sample.labels)
-        return series if wanted <= set(series) else None
+        if not wanted <= set(series):
+            return None
+        replicas = {labels["WorkerId"] for labels in series[JOINED] if labels["deployment"] == "LLMReplica"}
+        others = [labels for name in wanted - {JOINED} for labels in series[name]]
+        # What replicas of the deployment before have told is there for a while.
+        return series if all(labels["WorkerId"] in replicas for labels in others) else None
 
-    series = eventually(told, 60.0, 1.0)
-    replicas = {labels["WorkerId"] for labels in series[JOINED] if labels["deployment"] == "LLMReplica"}
+    series = eventually(joined, 90.0, 1.0)
     for name in wanted - {JOINED}:
-        for labels in series[name]:
-            assert labels["model_name"], name
-            assert labels["WorkerId"] in replicas, name
+        assert all(labels["model_name"] for labels in series[name]), name
 
 
 def _asked(queries: Iterable[str]) -> set[str]:
