@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ class Round:
     tokens_per_s: float
 
 
-def watched(document: dict[str, Any], endpoint: str) -> None:
+def watched(document: dict[str, Any], endpoint: str, sample_ratio: float, access: str) -> None:
     document["applications"][0]["args"] |= {
-        "tracing": {"endpoint": endpoint},
-        "logs": {"format": "json", "access": "all"},
+        "tracing": {"endpoint": endpoint, "sample_ratio": sample_ratio},
+        "logs": {"format": "json", "access": access},
         "metrics": {"ray_llm_names": "vllm", "audit_interval_s": 10.0},
     }
 
@@ -92,6 +93,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--sample-ratio", type=float, default=1.0, help="of traces")
+    parser.add_argument("--access", default="all", help="which requests have a line: off, errors, all")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     config = ROOT / "configs" / "cluster.yaml"
@@ -100,7 +103,12 @@ def main() -> None:
         collector = stack.enter_context(running_collector())
         clusters = {
             "off": ServedCluster(config, unwatched),
-            "on": ServedCluster(config, lambda document: watched(document, collector.endpoint)),
+            "on": ServedCluster(
+                config,
+                partial(
+                    watched, endpoint=collector.endpoint, sample_ratio=args.sample_ratio, access=args.access
+                ),
+            ),
         }
         for cluster in clusters.values():
             stack.callback(cluster.stop)
