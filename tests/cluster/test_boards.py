@@ -16,7 +16,8 @@ from watched_cluster import clients, session_of_two_turns, watched
 
 sys.path.insert(0, str(MONITORING / "grafana"))
 
-from boards import BOARDS, Query
+from boards import BOARDS
+from panels import Query
 from write_boards import VARIABLES, document, expression
 
 pytestmark = pytest.mark.skipif(not installed(), reason="prometheus is not installed (Debian's package)")

@@ -1,75 +1,24 @@
-"""What the Grafana boards show: rows of panels, a query each line. `write_boards.py` makes the files of it.
-
-In queries `@c` stands for the labels of the chosen clusters and models, `@r` for those and the chosen replicas.
-"""
+"""What the Grafana boards show: rows of panels, a query each line. `write_boards.py` makes the files of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-SECONDS, BYTES, SHARE, PLAIN = "s", "bytes", "percentunit", "short"
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """`rarely`: why it may have no data where all is well; empty: it has some wherever there is load."""
-
-    expr: str
-    legend: str
-    rarely: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """`kind` is one of Grafana's panels. `width` is of 24."""
-
-    title: str
-    text: str
-    unit: str
-    queries: tuple[Query, ...]
-    kind: str = "timeseries"
-    width: int = 8
-    stacked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    title: str
-    panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Board:
-    uid: str
-    title: str
-    rows: tuple[Row, ...]
-
-
-def rate(name: str, labels: str = "@r", by: str = "") -> str:
-    total = f"rate({name}{{{labels}}}[$__rate_interval])"
-    return f"sum by (cluster, model{', ' + by if by else ''}) ({total})"
-
-
-def quantile(share: float, name: str, labels: str = "@r", by: str = "") -> str:
-    return f"histogram_quantile({share}, {rate(f'{name}_bucket', labels, 'le' + (', ' + by if by else ''))})"
-
-
-def quantiles(
-    title: str, text: str, name: str, labels: str = "@r", *, rarely: str = "", width: int = 8
-) -> Panel:
-    """p50, p95 and p99 of a histogram of seconds."""
-    queries = tuple(
-        Query(quantile(share, name, labels), f"p{share * 100:g}", rarely) for share in (0.5, 0.95, 0.99)
-    )
-    return Panel(title, text, SECONDS, queries, width=width)
-
-
-NO_ERRORS = "nothing has failed"
-NO_MOVES = "no session has moved in a turn"
-NO_DEATHS = "no replica has died in mid-stream"
-NO_DRAINS = "no replica has drained"
-NO_DISK = "there is no disk tier"
-NO_STREAMS = "no client streams"
+from failures_board import FAILURES
+from panels import (
+    BYTES,
+    NO_ERRORS,
+    NO_MOVES,
+    NO_STREAMS,
+    PLAIN,
+    SECONDS,
+    SHARE,
+    Board,
+    Panel,
+    Query,
+    Row,
+    quantile,
+    quantiles,
+    rate,
+)
 
 OVERVIEW = Board(
     "kedge-overview",
@@ -443,144 +392,6 @@ ENGINE = Board(
                     (
                         Query(rate("kedge_draft_tokens_total"), "proposed"),
                         Query(rate("kedge_accepted_draft_tokens_total"), "accepted"),
-                    ),
-                ),
-            ),
-        ),
-    ),
-)
-
-FAILURES = Board(
-    "kedge-failures",
-    "Kedge / Failures",
-    (
-        Row(
-            "Turns and requests",
-            (
-                Panel(
-                    "Turns by outcome",
-                    "Ours are error, unavailable, store_failed and stale.",
-                    "ops",
-                    (Query(rate("kedge_turns_total", "@r", "outcome"), "{{outcome}}"),),
-                    stacked=True,
-                ),
-                Panel(
-                    "Requests by route and status",
-                    "All that were not answered well.",
-                    "reqps",
-                    (
-                        Query(
-                            rate("kedge_http_requests_total", '@c, status!="2xx"', "route, status"),
-                            "{{route}} {{status}}",
-                            NO_ERRORS,
-                        ),
-                    ),
-                ),
-                Panel(
-                    "First token's objective",
-                    "Share of streams over 2 s; the objective is 1 %.",
-                    SHARE,
-                    (
-                        Query("kedge:ttft_slow:ratio5m{@c}", "5 minutes", NO_STREAMS),
-                        Query("kedge:ttft_slow:ratio1h{@c}", "an hour", NO_STREAMS),
-                        Query("kedge:ttft_slow:ratio6h{@c}", "six hours", NO_STREAMS),
-                    ),
-                ),
-            ),
-        ),
-        Row(
-            "Replicas and the controller",
-            (
-                Panel(
-                    "Replicas by state",
-                    "As the controller sees them.",
-                    PLAIN,
-                    tuple(
-                        Query(f"max by (cluster, model) (kedge_controller_replicas_{state}{{@c}})", state)
-                        for state in ("live", "joining", "suspect", "draining")
-                    ),
-                    stacked=True,
-                ),
-                Panel(
-                    "Heartbeats",
-                    "Since each replica was heard.",
-                    SECONDS,
-                    (Query("max by (replica) (kedge_controller_heartbeat_age_seconds{@r})", "{{replica}}"),),
-                ),
-                Panel(
-                    "Lost replicas, failovers, takeovers",
-                    "A second.",
-                    "ops",
-                    (
-                        Query(rate("kedge_controller_replicas_lost_total", "@c"), "lost replicas"),
-                        Query(rate("kedge_failovers_total", "@c"), "failovers"),
-                        Query(rate("kedge_takeovers_total", "@c"), "takeovers"),
-                        Query(rate("kedge_connection_breaks_total", "@c"), "broken connections"),
-                    ),
-                ),
-                quantiles(
-                    "What a takeover costs a turn",
-                    "The loss of its replica to its next event.",
-                    "kedge_takeover_seconds",
-                    "@c",
-                    rarely=NO_DEATHS,
-                ),
-                quantiles(
-                    "Drains",
-                    "A replica's word that it is to go, to its farewell.",
-                    "kedge_controller_drain_seconds",
-                    "@c",
-                    rarely=NO_DRAINS,
-                ),
-                Panel(
-                    "Links",
-                    "Of front ends to replicas.",
-                    PLAIN,
-                    (
-                        Query("sum by (state) (kedge_links{@c})", "{{state}}"),
-                        Query("sum by (cluster, model) (kedge_link_calls{@c})", "calls under way"),
-                    ),
-                ),
-                Panel(
-                    "The page itself",
-                    "Whether the controller answers, and who is missing.",
-                    PLAIN,
-                    (
-                        Query("max by (cluster, model) (kedge_controller_up{@c})", "controller"),
-                        Query(
-                            "max by (cluster, model) (kedge_scrape_missing_replicas{@c})", "missing replicas"
-                        ),
-                    ),
-                ),
-            ),
-        ),
-        Row(
-            "Session log",
-            (
-                Panel(
-                    "Operations of the log",
-                    "p99 by operation.",
-                    SECONDS,
-                    (
-                        Query(
-                            quantile(0.99, "kedge_controller_store_seconds", "@c", "operation"),
-                            "{{operation}}",
-                        ),
-                    ),
-                ),
-                Panel(
-                    "Failures of the log",
-                    "By operation.",
-                    "ops",
-                    (Query(rate("kedge_controller_store_errors_total", "@c", "operation"), "{{operation}}"),),
-                ),
-                Panel(
-                    "Turns that wait for the log",
-                    "Finished ones, at replicas; commits told again.",
-                    PLAIN,
-                    (
-                        Query("sum by (cluster, model) (kedge_commits_pending{@r})", "waiting"),
-                        Query(rate("kedge_commit_retries_total"), "retries a second"),
                     ),
                 ),
             ),

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from boards import BOARDS, Board, Panel, Query
+from boards import BOARDS
+from panels import Board, Panel, Query
 
 HERE = Path(__file__).resolve().parent
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -1,0 +1,158 @@
+"""The board of failures: turns and requests that fail, replicas and the controller, the session log."""
+
+from __future__ import annotations
+
+from panels import (
+    NO_DEATHS,
+    NO_DRAINS,
+    NO_ERRORS,
+    NO_STREAMS,
+    PLAIN,
+    SECONDS,
+    SHARE,
+    Board,
+    Panel,
+    Query,
+    Row,
+    quantile,
+    quantiles,
+    rate,
+)
+
+FAILURES = Board(
+    "kedge-failures",
+    "Kedge / Failures",
+    (
+        Row(
+            "Turns and requests",
+            (
+                Panel(
+                    "Turns by outcome",
+                    "Ours are error, unavailable, store_failed and stale.",
+                    "ops",
+                    (Query(rate("kedge_turns_total", "@r", "outcome"), "{{outcome}}"),),
+                    stacked=True,
+                ),
+                Panel(
+                    "Requests by route and status",
+                    "All that were not answered well.",
+                    "reqps",
+                    (
+                        Query(
+                            rate("kedge_http_requests_total", '@c, status!="2xx"', "route, status"),
+                            "{{route}} {{status}}",
+                            NO_ERRORS,
+                        ),
+                    ),
+                ),
+                Panel(
+                    "First token's objective",
+                    "Share of streams over 2 s; the objective is 1 %.",
+                    SHARE,
+                    (
+                        Query("kedge:ttft_slow:ratio5m{@c}", "5 minutes", NO_STREAMS),
+                        Query("kedge:ttft_slow:ratio1h{@c}", "an hour", NO_STREAMS),
+                        Query("kedge:ttft_slow:ratio6h{@c}", "six hours", NO_STREAMS),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Replicas and the controller",
+            (
+                Panel(
+                    "Replicas by state",
+                    "As the controller sees them.",
+                    PLAIN,
+                    tuple(
+                        Query(f"max by (cluster, model) (kedge_controller_replicas_{state}{{@c}})", state)
+                        for state in ("live", "joining", "suspect", "draining")
+                    ),
+                    stacked=True,
+                ),
+                Panel(
+                    "Heartbeats",
+                    "Since each replica was heard.",
+                    SECONDS,
+                    (Query("max by (replica) (kedge_controller_heartbeat_age_seconds{@r})", "{{replica}}"),),
+                ),
+                Panel(
+                    "Lost replicas, failovers, takeovers",
+                    "A second.",
+                    "ops",
+                    (
+                        Query(rate("kedge_controller_replicas_lost_total", "@c"), "lost replicas"),
+                        Query(rate("kedge_failovers_total", "@c"), "failovers"),
+                        Query(rate("kedge_takeovers_total", "@c"), "takeovers"),
+                        Query(rate("kedge_connection_breaks_total", "@c"), "broken connections"),
+                    ),
+                ),
+                quantiles(
+                    "What a takeover costs a turn",
+                    "The loss of its replica to its next event.",
+                    "kedge_takeover_seconds",
+                    "@c",
+                    rarely=NO_DEATHS,
+                ),
+                quantiles(
+                    "Drains",
+                    "A replica's word that it is to go, to its farewell.",
+                    "kedge_controller_drain_seconds",
+                    "@c",
+                    rarely=NO_DRAINS,
+                ),
+                Panel(
+                    "Links",
+                    "Of front ends to replicas.",
+                    PLAIN,
+                    (
+                        Query("sum by (state) (kedge_links{@c})", "{{state}}"),
+                        Query("sum by (cluster, model) (kedge_link_calls{@c})", "calls under way"),
+                    ),
+                ),
+                Panel(
+                    "The page itself",
+                    "Whether the controller answers, and who is missing.",
+                    PLAIN,
+                    (
+                        Query("max by (cluster, model) (kedge_controller_up{@c})", "controller"),
+                        Query(
+                            "max by (cluster, model) (kedge_scrape_missing_replicas{@c})", "missing replicas"
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Session log",
+            (
+                Panel(
+                    "Operations of the log",
+                    "p99 by operation.",
+                    SECONDS,
+                    (
+                        Query(
+                            quantile(0.99, "kedge_controller_store_seconds", "@c", "operation"),
+                            "{{operation}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Failures of the log",
+                    "By operation.",
+                    "ops",
+                    (Query(rate("kedge_controller_store_errors_total", "@c", "operation"), "{{operation}}"),),
+                ),
+                Panel(
+                    "Turns that wait for the log",
+                    "Finished ones, at replicas; commits told again.",
+                    PLAIN,
+                    (
+                        Query("sum by (cluster, model) (kedge_commits_pending{@r})", "waiting"),
+                        Query(rate("kedge_commit_retries_total"), "retries a second"),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
