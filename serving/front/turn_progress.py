@@ -31,7 +31,7 @@ class TurnProgress:
         """What of the attempt's next event the client has not been sent; None if that is nothing."""
         if self._again:
             event = self._cut(event)
-            if _is_empty(event):
+            if event.says_nothing:
                 return None
         if self._replayed is None:
             self._replayed = event.replayed
@@ -83,8 +83,3 @@ class TurnProgress:
             rest[part] = whole[known:]
             self._again[part] = max(0, known - len(whole))
         return replace(event, **rest)
-
-
-def _is_empty(event: TurnEvent) -> bool:
-    parts = (event.text, event.token_ids, event.logprobs, event.input_logprobs, event.finish, event.error)
-    return not any(parts)

@@ -76,6 +76,13 @@ class LiveTurn:
         self.finish = finish
         self.ended.set()
 
+    def accepted_event(self) -> TurnEvent:
+        """The engine has the turn: it says nothing yet."""
+        named = self.named
+        return (
+            TurnEvent() if named is None else TurnEvent(turn_index=named.turn_index, open_key=named.open_key)
+        )
+
     def final_event(self) -> TurnEvent:
         """The event that ends a turn which did not fail; totals are those of the last delta."""
         assert self.finish is not None

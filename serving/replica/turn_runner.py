@@ -120,6 +120,8 @@ class TurnRunner:
         if isinstance(begun, Replay):
             self._metrics.turn_ended("replayed")
             return decode_result(begun.result)
+        if call.tells_accepted:
+            asker.tell(begun.accepted_event())
         try:
             await self._follow(begun)
             begun.trace.computed()

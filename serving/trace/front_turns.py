@@ -118,7 +118,7 @@ class FrontTurn:
         self._span.add_event("takeover", {"kedge.replica_id": replica_id})
 
     def tell(self, event: TurnEvent) -> None:
-        if not self._heard:
+        if not self._heard and not event.says_nothing:
             self._heard = True
             self._span.set_attribute(FIRST_CHUNK, time.perf_counter() - self._began_s)
         if self._spans.records_content:

@@ -144,6 +144,9 @@ class TurnCall(msgspec.Struct, frozen=True):
     `strict_calls` are the functions that calls in a free answer are held to (serving/front/api/openai/tools.py; None:
     such calls are free, too). It goes with no `constraint`.
 
+    A call that `tells_accepted` has an event that says nothing, ahead of all others, once its replica has taken it: so
+    its client can be answered before there is a token.
+
     `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
     `wire_version` is that of the front end that made the call. `http_request_id` is for logs; `traceparent` and
     `tracestate`, as W3C has them, for spans: the dispatcher sets them, if it traces.
@@ -173,6 +176,7 @@ class TurnCall(msgspec.Struct, frozen=True):
     http_request_id: str = ""
     traceparent: str = ""
     tracestate: str = ""
+    tells_accepted: bool = False
 
     @property
     def may_go_on(self) -> bool:
@@ -229,6 +233,12 @@ class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
     tokenizer: str | None = None
     open_key: str | None = None
     in_thought: bool = False
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether nothing of it is for a client: it may tell that the turn is accepted."""
+        said = (self.text, self.token_ids, self.logprobs, self.input_logprobs, self.finish, self.error)
+        return not any(said)
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
@@ -361,7 +371,8 @@ class TurnService(Protocol):
     def model(self) -> ModelInfo: ...
 
     def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]:
-        """Streams a turn's events, each at least one token or the end. Leaving the context early (client
+        """Streams a turn's events, each at least one token or the end, but for the first of a call that
+        `tells_accepted`. Leaving the context early (client
         disconnect) aborts the turn. Errors after admission arrive as an event; refusals raise ServiceError on entry:
         entering the context waits for the first event."""
 

@@ -157,6 +157,7 @@ class Clients:
             sampling=GREEDY,
             max_new_tokens=op.most,
             session=session,
+            tells_accepted=asked.number % 2 == 0,  # as streams over HTTP do
         )
 
     async def _try(self, asked: Asked, call: TurnCall, op: Turn) -> Answer:

@@ -13,8 +13,10 @@ WEBSOCKET = "websocket"
 OTHER = "other"
 LEFT = "left"
 EVENT_STREAM = b"text/event-stream"
-SIGNS_OF_LIFE = (b":", b"event: ping")
+SIGNS_OF_LIFE = (b":", b"event: ping", b"event: response.created")
 """How those begin that a stream sends while there is nothing to tell."""
+OUTPUT = b"\nevent: response.output"
+"""How a response's first part begins, where it comes with those."""
 CONVERTER = ":path"
 """In a template, of parts that may have slashes."""
 SERVER_ERROR = 500
@@ -104,4 +106,4 @@ class _Watched:
 
 
 def _tells(body: bytes) -> bool:
-    return bool(body) and not body.startswith(SIGNS_OF_LIFE)
+    return bool(body) and (not body.startswith(SIGNS_OF_LIFE) or OUTPUT in body)

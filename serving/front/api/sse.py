@@ -54,6 +54,9 @@ class StreamEncoder(Protocol):
     def keep_alive(self) -> bytes:
         """What clients pass over. It goes out at any time, also before everything else."""
 
+    def accepted(self) -> bytes:
+        """What is told before the turns say anything: they will. Empty: nothing is."""
+
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         """Empty: a later one tells it, too."""
 
@@ -70,13 +73,15 @@ class TurnEventStream(EventSourceResponse):
     A turn may wait in a queue, or for the session log. Meanwhile the encoder's `keep_alive` goes out, so that nobody on
     the way takes the connection for dead.
 
-    The reply starts with the first event, so that a refusal still gets a status of its own; or with the first of those.
+    The reply starts once all turns are accepted, so that a refusal still has a status of its own, and nobody waits for
+    a token to see whether there will be an answer; or with the first `keep_alive`.
     The turns run inside the response, in one task: they end when the client goes away.
     """
 
     def __init__(self, service: RunsTurns, plan: TurnPlan, encoder: StreamEncoder) -> None:
         self._service = service
-        self._plan = plan
+        self._plan = plan.telling_accepted()
+        self._accepted: set[int] = set()
         self._encoder = encoder
         self._started = False
         self._sending = asyncio.Lock()
@@ -111,8 +116,8 @@ class TurnEventStream(EventSourceResponse):
         try:
             async with open_turns(self._service, self._plan) as events:
                 async for index, event in events:
-                    text = await encoder.chunk(index, event)
-                    if not text:
+                    text = await self._told(index, event)
+                    if text is None:
                         continue
                     if not self._started:
                         self.headers.update(turn_headers(event))
@@ -126,6 +131,13 @@ class TurnEventStream(EventSourceResponse):
             if not isinstance(error, ServiceError):
                 logger.exception("a stream broke off")
             await self._write(send, encoder.error(error_info(error)))
+
+    async def _told(self, index: int, event: TurnEvent) -> bytes | None:
+        """What goes out with the event, perhaps the headers alone. None: nothing does."""
+        if not event.says_nothing:
+            return await self._encoder.chunk(index, event) or None
+        self._accepted.add(index)
+        return self._encoder.accepted() if len(self._accepted) == len(self._plan.calls) else None
 
     async def _watch(self, send: Send, keep_alive_s: float, patience: asyncio.Timeout) -> None:
         """Sends a sign of life when nothing has been sent for `keep_alive_s`. Lets `patience` run out once the client
@@ -151,13 +163,14 @@ class TurnEventStream(EventSourceResponse):
         patience.reschedule(loop.time())
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """For whole events, of which none gets into another."""
+        """For whole events, of which none gets into another; the first time the status and the headers go ahead."""
         async with self._sending:
             loop = asyncio.get_running_loop()
             self._sending_since_s = loop.time()
             if not self._started:
                 self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
             self._sending_since_s = None
             self._sent_s = loop.time()

@@ -43,6 +43,10 @@ class TurnPlan:
     calls: Sequence[TurnCall]
     field_names: Mapping[str, str] = field(default_factory=dict)
 
+    def telling_accepted(self) -> TurnPlan:
+        """The same, whose turns say when they are accepted."""
+        return TurnPlan([replace(call, tells_accepted=True) for call in self.calls], self.field_names)
+
 
 async def beside_streams(make: Callable[[], T], num_messages: int) -> T:
     """What `make` makes of so many messages: on a thread, if they are many, so that streams go on meanwhile."""

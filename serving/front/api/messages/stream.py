@@ -39,6 +39,9 @@ class MessageEncoder:
         self._blocks = BlockEvents()
         self._started = False
 
+    def accepted(self) -> bytes:
+        return b""
+
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         assert index == 0
         return b"".join(map(typed_event, self._events(event)))

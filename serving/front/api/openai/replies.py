@@ -132,6 +132,9 @@ class ChunkEncoder(ABC):
         """Choices of which something was told."""
         self._templates: dict[int, TextTemplate] = {}
 
+    def accepted(self) -> bytes:
+        return b""
+
     @abstractmethod
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         """The index-th choice's next events."""

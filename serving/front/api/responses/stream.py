@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 from serving.front.api.responses.output import Event
-from serving.front.api.responses.replayable_turn import NOTHING_YET
 from serving.front.api.responses.replies import ResponseHead, ResponseReader, usage_of
 from serving.front.api.sse import KEEP_ALIVE_COMMENT, typed_event
 from serving.wire.turns import ErrorInfo, TurnEvent
@@ -72,10 +71,14 @@ class ResponseEvents:
     def begun(self) -> bool:
         return self._created
 
+    def created(self) -> list[Event]:
+        """What is told before the turn says anything."""
+        return self._told(self._creation())
+
     def of(self, event: TurnEvent) -> list[Event]:
         """What an event of the turn adds."""
-        if event == NOTHING_YET:
-            return self._told(self._creation())
+        if event.says_nothing:
+            return self.created()
         events = [*self._opening(), *self._reader.read(event)]
         response = self._reader.response(event)
         if response is not None:
@@ -93,7 +96,6 @@ class ResponseEvents:
         return self._told([*self._opening(), {"type": "response.failed", "response": response}])
 
     def _creation(self) -> list[Event]:
-        """What is told before the turn says anything."""
         if self._created:
             return []
         self._created = True
@@ -122,6 +124,9 @@ class ResponseEncoder:
 
     def __init__(self, head: ResponseHead, reader: ResponseReader, numbers: EventNumbers) -> None:
         self._events = ResponseEvents(head, reader, numbers)
+
+    def accepted(self) -> bytes:
+        return b"".join(map(typed_event, self._events.created()))
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         assert index == 0

@@ -51,6 +51,9 @@ class GenerateEncoder:
         """Of each call what its events so far have of log-probabilities: each entry is written once."""
         self._told = [_Sent() for _ in plan.calls]
 
+    def accepted(self) -> bytes:
+        return b""
+
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         new = await _logprob_items(self._body, event)
         result = self._results[index]

@@ -16,9 +16,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serving.front.api.counted import RequestsCounted
 from serving.front.api.messages.stream import MessageEncoder
-from serving.front.api.sse import KEEP_ALIVE_COMMENT
+from serving.front.api.sse import KEEP_ALIVE_COMMENT, typed_event
 from serving.watch.metrics import IngressMetrics
 from tests.unit.serving.local_service import client_of, local_client
+
+CREATED = typed_event({"type": "response.created"})
 
 
 def figure(metrics: IngressMetrics, name: str, **labels: str) -> float:
@@ -95,7 +97,9 @@ async def test_chunks_behind_the_first_cost_no_look_at_the_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    "sign_of_life", [KEEP_ALIVE_COMMENT, MessageEncoder.keep_alive], ids=["comment", "ping"]
+    "sign_of_life",
+    [KEEP_ALIVE_COMMENT, MessageEncoder.keep_alive, CREATED],
+    ids=["comment", "ping", "created"],
 )
 async def test_a_sign_of_life_is_no_first_event(sign_of_life: bytes) -> None:
     """A prompt that takes minutes would seem to take what a stream may be silent for."""
@@ -114,6 +118,23 @@ async def test_a_sign_of_life_is_no_first_event(sign_of_life: bytes) -> None:
     async with clocked.client() as client:
         await client.get("/slow")
     assert figure(clocked.metrics, "kedge_http_ttft_seconds_sum", route="/slow") == 4
+
+
+async def test_a_response_that_begins_with_its_output_is_told_at_once() -> None:
+    clocked = Clocked()
+
+    @clocked.app.get("/quick")
+    async def quick() -> StreamingResponse:
+        async def events() -> AsyncIterator[bytes]:
+            yield CREATED + typed_event({"type": "response.output_item.added"})
+            next(clocked.ticks)
+            yield b"data: more\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async with clocked.client() as client:
+        await client.get("/quick")
+    assert figure(clocked.metrics, "kedge_http_ttft_seconds_sum", route="/quick") == 1
 
 
 async def test_what_nobody_expected_is_a_server_error() -> None:

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from controllers.errors import StoreError
+from engine.api import EngineOverloaded
 from serving.cli.client.stream import EventSplitter
 from serving.front.http import create_http_app
 from tests.unit.serving.local_service import MODEL, LocalService, http_server, local_service
@@ -51,6 +52,73 @@ async def test_a_turn_that_waits_for_its_first_token_says_that_it_lives(tmp_path
     assert all(line.startswith("data: ") for line in events)
     assert events[-1] == "data: [DONE]"
     assert len(events) > 1
+
+
+STREAMED: dict[str, dict[str, Any]] = PATHS | {
+    "/v1/messages": {"messages": [{"role": "user", "content": "a dog"}], "max_tokens": 4},
+    "/v1/responses": {"input": "a dog", "max_output_tokens": 16, "store": False},
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+async def test_headers_come_as_soon_as_a_turn_is_accepted(tmp_path: Path, path: str) -> None:
+    """Its tokens may take as long as they will."""
+    body = STREAMED[path] | {"stream": True} | ({} if path == "/generate" else {"model": MODEL.model_id})
+    async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+        service.rig.runner.hold()
+        async with asyncio.timeout(20), client.stream("POST", path, json=body) as reply:
+            assert reply.status_code == 200
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            assert service.rig.engine.stats().generated_tokens == 0
+            service.rig.runner.go_on()
+            assert "data: " in (await reply.aread()).decode()
+
+
+async def test_headers_tell_which_turn_was_accepted(tmp_path: Path) -> None:
+    body = PATHS["/v1/chat/completions"] | {"stream": True}
+    async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+        service.rig.runner.hold()
+        async with client.stream(
+            "POST", "/v1/chat/completions", json=body, headers={"x-session-id": "s"}
+        ) as reply:
+            assert reply.headers["x-session-turn"] == "0"
+            service.rig.runner.go_on()
+            await reply.aread()
+
+
+async def test_a_response_is_created_before_it_says_anything(tmp_path: Path) -> None:
+    body = STREAMED["/v1/responses"] | {"stream": True}
+    async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+        service.rig.runner.hold()
+        async with client.stream("POST", "/v1/responses", json=body) as reply:
+            lines = reply.aiter_lines()
+            assert await anext(lines) == "event: response.created"
+            service.rig.runner.go_on()
+            names = [line for line in [line async for line in lines] if line.startswith("event: ")]
+    assert names[0] == "event: response.in_progress"
+    assert "event: response.created" not in names
+
+
+async def test_headers_wait_until_every_choice_is_accepted(tmp_path: Path) -> None:
+    """The second finds the queue full: so the request is refused, with a status of its own."""
+    body = PATHS["/v1/completions"] | {"stream": True, "n": 2}
+    async with served(tmp_path, NEVER_S) as (url, service), httpx.AsyncClient(base_url=url) as client:
+        service.rig.runner.hold()
+        submit, taken = service.rig.engine.submit, []
+
+        def only_one(request: Any) -> None:
+            if taken:
+                raise EngineOverloaded("planted")
+            taken.append(request)
+            submit(request)
+
+        service.rig.engine.submit = only_one
+        refusing = asyncio.create_task(client.post("/v1/completions", json=body))
+        async with asyncio.timeout(20):
+            while not taken:
+                await asyncio.sleep(0.005)
+        service.rig.runner.go_on()
+        assert (await refusing).status_code == 429
 
 
 async def test_a_turn_that_waits_for_the_log_says_that_it_lives(tmp_path: Path) -> None:

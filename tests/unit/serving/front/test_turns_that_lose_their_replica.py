@@ -21,6 +21,7 @@ from engine.settings import SpeculationSettings
 from serving.front import turn_dispatch
 from serving.front.replica_gone import ReplicaGone
 from serving.text.text import TextProcessor
+from serving.wire.turn_events import merge_events
 from serving.wire.turns import OutputConstraint, ResumedTurn, ServiceError, TurnCall, TurnEvent
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.failover_rig import STEP_S, Failover, at_the_end, behind, running_failover
@@ -240,6 +241,25 @@ async def test_input_log_probabilities_are_told_once_if_that_was_all(served: Fai
     assert list(whole.token_ids) == null_generate(prompt, 8, VOCAB_SIZE)
     assert [name for name, _ in served.replicas.calls] == ["a", "b"]
     assert served.replicas.calls[1][1].resumed == ResumedTurn((), turn_index=None)
+
+
+@pytest.mark.parametrize("session", ["s", None])
+async def test_a_turn_that_was_accepted_and_has_said_nothing_begins_anew(
+    served: Failover, session: str | None
+) -> None:
+    """Its client has its headers, and is told once that it is accepted."""
+    if session is not None:
+        served.open_session(session)
+    served.replicas.losses = {"a": behind(1)}
+    events = [
+        event async for event in served.events(turn_of(session, logprobs=LOGPROBS, tells_accepted=True))
+    ]
+    assert [event.says_nothing for event in events] == [True] + [False] * (len(events) - 1)
+    assert events[0].turn_index == (None if session is None else 0)
+    whole = merge_events(events)
+    assert list(whole.token_ids) == WHOLE
+    assert (len(whole.input_logprobs), len(whole.logprobs)) == (3, LENGTH)
+    assert [name for name, _ in served.replicas.calls] == ["a", "b"]
 
 
 async def test_a_session_closed_meanwhile_ends_the_turn_and_does_not_begin_anew(served: Failover) -> None:
