@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -421,7 +421,8 @@ class SessionHost:
     async def _load(self, session_id: str, epoch: int) -> None:
         began_s = asyncio.get_running_loop().time()
         record = await self._controller.load_session(session_id, epoch, self._replica_id)
-        await self._free_kv(session_id)
+        # The engine takes this ahead of the turn's request, between the same two steps: the turn waits for neither.
+        self._tasks.start(self._free_kv(session_id))
         self._sessions.adopt(record)
         self._on_loaded(asyncio.get_running_loop().time() - began_s)
 
@@ -457,10 +458,19 @@ class SessionHost:
         else:
             self._tasks.start(self._free_kv(session_id))
 
-    async def _free_kv(self, session_id: str) -> None:
-        """For the memory alone: KV from an earlier ownership is used as far as it is of the history, no further."""
+    def _free_kv(self, session_id: str) -> Coroutine[Any, Any, None]:
+        """For the memory alone: KV from an earlier ownership is used as far as it is of the history, no further. The
+        engine is asked at once; who awaits what is returned waits for it."""
         try:
-            await self._from_engine(self._engine.close_session(session_id))
+            return self._freed(session_id, self._engine.close_session(session_id))
+        except EngineError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return self._freed(session_id, refused)
+
+    async def _freed(self, session_id: str, asked: Future[None]) -> None:
+        try:
+            await self._from_engine(asked)
         except SessionBusy:
             logger.warning("session %s: KV still in use", session_id)
         except (EngineError, TimeoutError) as error:
