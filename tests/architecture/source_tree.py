@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("cache", "controllers", "engine", "serving")
-CODE_FOLDERS = (*PACKAGES, "assets", "benchmarks", "tests")
+CODE_FOLDERS = (*PACKAGES, "assets", "benchmarks", "configs", "docs", "tests")
 
 
 @dataclass(frozen=True)
