@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 
 from controllers.log_cipher import LogCipher
-from controllers.redis_store import RedisSessionStore
 from controllers.settings import LOG_KEYS, LogSettings, RedisLogSettings
 from controllers.sqlite_store import SqliteSessionStore
 from controllers.store import SessionStore
@@ -21,5 +20,7 @@ def open_store(log: LogSettings, cluster: str, clock: Callable[[], float]) -> Se
     time in seconds. The keys of an encrypted log are in the environment. Raises StoreError."""
     cipher = LogCipher.parse(os.environ.get(LOG_KEYS, ""), encrypts=log.encrypted)
     if isinstance(log, RedisLogSettings):
+        from controllers.redis_store import RedisSessionStore  # what every process loads would load redis
+
         return RedisSessionStore(log, cluster, clock=clock, open_patience_s=OPEN_PATIENCE_S, cipher=cipher)
     return SqliteSessionStore(log.path, clock=clock, full_sync=log.full_sync, cipher=cipher)
