@@ -68,8 +68,9 @@ RAY = """## Ray's own boards for LLMs
 Ray ships Grafana boards "Serve LLM" and "Serve LLM SGLang", which read `ray_vllm_*` and `ray_sglang_*`. With
 `metrics.ray_llm_names: vllm` (or `sglang`) each replica tells Ray's metrics what it truly has under those names, beside
 the `kedge_*` gauges; the label `model_name` is the model's name. A turn that a replica begins and another one ends
-counts at the other. With `vllm` turns count in Serve's own `ray_serve_deployment_request_counter_total`, too: that
-board takes from it which process is which replica, and Serve does not see turns.
+counts at the other. Turns count in Serve's own `ray_serve_deployment_request_counter_total`, too: Serve does not see
+them, and the boards take from it which deployments there are, and which process is which replica. A counter is there
+once it has counted something: "Aborted Requests / s" is empty until turns are aborted.
 """
 BOARDS: Mapping[LLMNames, DashboardConfig] = {
     "vllm": serve_llm_dashboard_config,

@@ -28,8 +28,8 @@ LLMNames = Literal["vllm", "sglang"]
 
 MODEL = "model_name"
 SERVE_REQUESTS = "serve_deployment_request_counter"
-"""Serve's count of a deployment's requests. Ray's board for vLLM takes from it which replica a process is, and Serve
-does not count turns, which come by links of Kedge's own."""
+"""Serve's count of a deployment's requests, which does not see turns: they come by links of Kedge's own. Ray's boards
+take from it which deployments there are, that for vLLM also which replica a process is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +223,10 @@ class RayLLM:
         for now in NOW_FIGURES[names]:
             gauge = self._gauges[now.name] = Gauge(now.name, now.source, (MODEL,))
             gauge.set_default_tags({MODEL: model})
-        self._finished = self._requests = None
+        self._requests = Counter(SERVE_REQUESTS, "Turns.", ("route",))
+        self._finished = None
         if names == "vllm":
             self._finished = _counter(FINISHED, "Turns by why they ended.", model, "finished_reason")
-            self._requests = Counter(SERVE_REQUESTS, "Turns.", ("route",))
 
     def ended(self, turn: EndedTurn) -> None:
         """A turn of this replica has ended."""
@@ -238,9 +238,9 @@ class RayLLM:
                 self._histograms[figure.name].observe(value, {})
             elif value:
                 self._counters[figure.name].inc(value, {})
-        if self._finished is not None and self._requests is not None:
+        self._requests.inc(1, {"route": ""})
+        if self._finished is not None:
             self._finished.inc(1, {"finished_reason": turn.reason})
-            self._requests.inc(1, {"route": ""})
 
     def publish(self, stats: EngineStats) -> None:
         """To be called every few seconds, see RayGauges."""

@@ -39,6 +39,7 @@ def _changes(item: pytest.Item) -> int:
 def shared_cluster() -> Iterator[ServedCluster]:
     """Started by the first `use` of it."""
     served = ServedCluster(ROOT / "configs" / "cluster.yaml")
+    served.environment["RAY_metrics_report_interval_ms"] = "2000"  # a fifth of Ray's own: tests wait for them
     try:
         yield served
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -47,30 +48,23 @@ def shortened(rules: dict[str, Any], factor: float) -> dict[str, Any]:
     return rules
 
 
-class LivePrometheus:
-    """Scrapes the front end at `port` every SCRAPE_S, and evaluates the rules in a copy for each of `factors`."""
+class Prometheus:
+    """On a port of its own, with what it has in a folder of its own; `config` is written by whoever makes it."""
 
-    def __init__(self, port: int, factors: tuple[float, ...]) -> None:
+    def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kdprom", dir="/tmp"))
-        self._target = f"127.0.0.1:{port}"
-        self._targets = self.directory / "targets.json"
-        self._config = self.directory / "prometheus.yml"
+        self.config = self.directory / "prometheus.yml"
         self._process: subprocess.Popen[bytes] | None = None
-        for factor in factors:
-            rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
-            path = self.directory / f"rules-{factor:g}.yml"
-            path.write_text(yaml.safe_dump(shortened(rules, factor)))
-        self._configure(SCRAPE_S)
-        self.reach()
 
     def start(self) -> None:
+        """Returns once a scrape has found somebody."""
         port = free_port()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10.0)
         with (self.directory / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     "prometheus",
-                    f"--config.file={self._config}",
+                    f"--config.file={self.config}",
                     f"--storage.tsdb.path={self.directory / 'data'}",
                     f"--web.listen-address=127.0.0.1:{port}",
                 ],
@@ -86,6 +80,44 @@ class LivePrometheus:
             self.client.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    def read_config_again(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGHUP)
+
+    def query(self, expression: str, at_s: float | None = None) -> list[dict[str, Any]]:
+        """The samples of an instant query, as the API gives them. `at_s`: the time to ask about, now unless given."""
+        parameters = {"query": expression} | ({} if at_s is None else {"time": f"{at_s:.3f}"})
+        reply = self.client.get("/api/v1/query", params=parameters)
+        assert reply.status_code == 200, (expression, reply.text)
+        result: list[dict[str, Any]] = reply.json()["data"]["result"]
+        return result
+
+    def has_numbers(self, expression: str, at_s: float | None = None) -> bool:
+        """A quantile of nothing is none."""
+        return any(not math.isnan(float(each["value"][1])) for each in self.query(expression, at_s))
+
+    def _scrapes(self) -> bool:
+        try:
+            ready = self.client.get("/-/ready").status_code == 200
+            return ready and bool(self.query("up == 1"))
+        except httpx.HTTPError:
+            return False
+
+
+class LivePrometheus(Prometheus):
+    """Scrapes the front end at `port` every SCRAPE_S, and evaluates the rules in a copy for each of `factors`."""
+
+    def __init__(self, port: int, factors: tuple[float, ...]) -> None:
+        super().__init__()
+        self._target = f"127.0.0.1:{port}"
+        self._targets = self.directory / "targets.json"
+        for factor in factors:
+            rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
+            path = self.directory / f"rules-{factor:g}.yml"
+            path.write_text(yaml.safe_dump(shortened(rules, factor)))
+        self._configure(SCRAPE_S)
+        self.reach()
+
     def reach(self, there: bool = True) -> None:
         """Whether scrapes reach the front end; else they find nobody."""
         target = self._target if there else "127.0.0.1:9"
@@ -95,16 +127,8 @@ class LivePrometheus:
 
     def scrape_every(self, interval_s: int) -> None:
         """A page that lacks the controller takes three seconds, and no scrape may take longer than its interval."""
-        assert self._process is not None
         self._configure(interval_s)
-        self._process.send_signal(signal.SIGHUP)
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an instant query, as the API gives them."""
-        reply = self.client.get("/api/v1/query", params={"query": expression})
-        assert reply.status_code == 200, (expression, reply.text)
-        result: list[dict[str, Any]] = reply.json()["data"]["result"]
-        return result
+        self.read_config_again()
 
     def firing(self, name: str, **labels: str) -> list[Alert]:
         alerts = self.client.get("/api/v1/alerts").json()["data"]["alerts"]
@@ -136,13 +160,6 @@ class LivePrometheus:
         found = [rule for group in groups for rule in group["rules"] if rule["name"] == name]
         return [(rule["alerts"], rule["query"], self.query(rule["query"])) for rule in found]
 
-    def _scrapes(self) -> bool:
-        try:
-            ready = self.client.get("/-/ready").status_code == 200
-            return ready and bool(self.query("up == 1"))
-        except httpx.HTTPError:
-            return False
-
     def _configure(self, interval_s: int) -> None:
         shipped = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
         (job,) = (each for each in shipped["scrape_configs"] if each["job_name"] == "kedge")
@@ -157,4 +174,4 @@ class LivePrometheus:
             "rule_files": [str(self.directory / "rules-*.yml")],
             "scrape_configs": [job],
         }
-        self._config.write_text(yaml.safe_dump(document))
+        self.config.write_text(yaml.safe_dump(document))

@@ -7,6 +7,7 @@ rules that are hurried less (CALMER): a restart takes as long as it does.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -68,6 +69,11 @@ def idle_sessions(client: httpx.Client, count: int) -> list[Conversation]:
     for number, session in enumerate(sessions):
         session.turn([300 + number] * 20)
     return sessions
+
+
+def session_left_behind(client: httpx.Client, rng: Any) -> int:
+    opened = client.post("/open_session", json={"capacity_of_str_len": 100_000, "timeout": 20})
+    return stream(client, random_tokens(rng, 200), 2, opened.json()) if opened.status_code == 200 else 0
 
 
 def test_a_quiet_hour_fires_nothing_but_what_it_should(
@@ -204,10 +210,6 @@ def test_memory_that_is_short(cluster: ServedCluster, prometheus: LivePrometheus
     def long_answer(client: httpx.Client, rng: Any) -> int:
         return stream(client, random_tokens(rng, 50), 1500)
 
-    def session_left_behind(client: httpx.Client, rng: Any) -> int:
-        opened = client.post("/open_session", json={"capacity_of_str_len": 100_000, "timeout": 20})
-        return stream(client, random_tokens(rng, 200), 2, opened.json()) if opened.status_code == 200 else 0
-
     with clients(cluster, 3, session_left_behind, 0.05):
         prometheus.fires("KedgeSessionsComputedAnew", severity="warning", **LABELS)
     with clients(cluster, 20, long_answer):
@@ -269,3 +271,27 @@ def test_a_controller_that_is_away_and_a_cluster_that_is(
     prometheus.fires("KedgeDown", severity="page", **LABELS)
     prometheus.reach()
     prometheus.resolves("KedgeDown", **LABELS)
+
+
+def test_a_disk_that_fails(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
+    """Somebody clears away the folders with KV while replicas live. They have a real model, and its copies."""
+    kept = cluster.state_dir / "kv"
+
+    def with_a_disk(document: dict[str, Any]) -> None:
+        watched(document)
+        application = document["applications"][0]
+        application["import_path"] = "serving.app:build"
+        application["args"]["cache"].update(num_pages=100, host_mib=8, disk_mib=64, disk_path=str(kept))
+
+    cluster.use(with_a_disk)
+    folders = [each for each in kept.iterdir() if each.is_dir()]
+    assert len(folders) == 2
+    for each in folders:
+        shutil.rmtree(each)
+    with clients(cluster, 3, session_left_behind, 0.05) as told:
+        prometheus.fires("KedgeDiskFailures", severity="warning", **LABELS)
+        for each in folders:
+            each.mkdir()
+        eventually(lambda: cluster.metric("kedge_demotions_total", tier="disk") > 0, 60.0)
+        prometheus.resolves("KedgeDiskFailures", **LABELS)
+    assert set(told) == {200}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Iterator
@@ -48,11 +47,6 @@ def filled_in(query: str) -> str:
     return query
 
 
-def has_data(prometheus: LivePrometheus, query: str) -> bool:
-    """A number at least: a quantile of nothing is none."""
-    return any(not math.isnan(float(each["value"][1])) for each in prometheus.query(filled_in(query)))
-
-
 def test_each_query_of_each_panel_has_data(cluster: ServedCluster, prometheus: LivePrometheus) -> None:
     """But for those of which the board says why they have none where all is well."""
 
@@ -67,7 +61,7 @@ def test_each_query_of_each_panel_has_data(cluster: ServedCluster, prometheus: L
     expected = [query for query in queries if not query.rarely]
 
     def empty() -> list[Query]:
-        return [query for query in expected if not has_data(prometheus, expression(query))]
+        return [query for query in expected if not prometheus.has_numbers(filled_in(expression(query)))]
 
     with clients(cluster, 4, session_of_two_turns), clients(cluster, 2, whole_conversation, 0.1) as told:
         try:

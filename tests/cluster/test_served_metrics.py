@@ -1,31 +1,41 @@
-"""What a real cluster serves: the metrics that are defined, and in Ray's metrics what its boards for LLMs ask for."""
+"""What a real cluster serves: the metrics that are defined, and what Ray's own boards show of it."""
 
 from __future__ import annotations
 
-import json
+import random
 import re
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from live_prometheus import installed
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import serve_llm_dashboard_config
+from ray_boards import BoardQuery, RayPrometheus, queries_of
 from served_cluster import ServedCluster, eventually
+from watched_cluster import clients
 
 from serving.watch.definitions import DEFINITIONS
-from serving.watch.ray_llm import NOT_TOLD, SERVE_REQUESTS
+from serving.watch.ray_llm import NOT_TOLD, LLMNames
 
-JOINED = f"ray_{SERVE_REQUESTS}_total"
+NOT_OF_KEDGE = re.compile(r"_grpc_|multiplexed")
+"""Of Serve's boards: there is no gRPC, and no multiplexed model."""
+AS_IT_COMES = re.compile(r"_gpus_|_gram_|recently_failed_nodes|_scheduling_tasks")
+"""What a machine without GPUs, and a cluster in which all is well, may not have."""
+WHOLE_MINUTE_S = 60.0
+"""One panel looks at whole minutes only, so boards are asked for what they will show when the next one has begun."""
 
 
-def with_rays_names(document: dict[str, Any]) -> None:
+def with_rays_names(document: dict[str, Any], names: LLMNames = "vllm") -> None:
     (application,) = document["applications"]
     application["args"]["metrics"] = {
         "cluster_name": "east",
-        "ray_llm_names": "vllm",
+        "ray_llm_names": names,
         "audit_interval_s": 1.0,
     }
 
@@ -38,18 +48,6 @@ def cluster(shared_cluster: ServedCluster) -> ServedCluster:
 
 def families(text: str) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(text)}
-
-
-def in_rays_metrics(cluster: ServedCluster) -> dict[str, Metric]:
-    """Of all of Ray's agents, as it tells Prometheus where they are."""
-    path = next(cluster.directory.rglob("prom_metrics_service_discovery.json"))  # links lead to it, too
-    found: dict[str, Metric] = {}
-    for target in json.loads(path.read_text())[0]["targets"]:
-        for name, family in families(httpx.get(f"http://{target}/metrics", timeout=20.0).text).items():
-            found.setdefault(name, family)
-            if found[name] is not family:
-                found[name].samples += family.samples
-    return found
 
 
 def talk(client: httpx.Client) -> None:
@@ -88,30 +86,81 @@ def _whole(page: dict[str, Metric]) -> dict[str, Metric] | None:
     return page if set(DEFINITIONS) <= set(page) else None
 
 
-def test_rays_board_for_vllm_fills(cluster: ServedCluster, client: httpx.Client) -> None:
-    """Each series that its panels ask for is there, and is joined by the process to Serve's count of requests."""
-    panels = [panel for row in serve_llm_dashboard_config.rows for panel in row.panels]
-    asked = _asked(target.expr for panel in panels for target in panel.targets)
-    empty = tuple(f"ray_{start}" for start in NOT_TOLD)
-    wanted = {name for name in asked if not name.startswith(empty)}
-
-    def joined() -> dict[str, list[dict[str, str]]] | None:
-        talk(client)
-        series: dict[str, list[dict[str, str]]] = {}
-        for family in in_rays_metrics(cluster).values():
-            for sample in family.samples:
-                series.setdefault(sample.name, []).append(sample.labels)
-        if not wanted <= set(series):
-            return None
-        replicas = {labels["WorkerId"] for labels in series[JOINED] if labels["deployment"] == "LLMReplica"}
-        others = [labels for name in wanted - {JOINED} for labels in series[name]]
-        # What replicas of the deployment before have told is there for a while.
-        return series if all(labels["WorkerId"] in replicas for labels in others) else None
-
-    series = eventually(joined, 90.0, 1.0)
-    for name in wanted - {JOINED}:
-        assert all(labels["model_name"] for labels in series[name]), name
+@pytest.fixture(scope="module")
+def rays_folder(cluster: ServedCluster) -> Path:
+    return cluster.directory / "ray" / "session_latest" / "metrics"
 
 
-def _asked(queries: Iterable[str]) -> set[str]:
-    return {name for query in queries for name in re.findall(r"\bray_(?:vllm|serve)_\w+", query)}
+@pytest.fixture(scope="module")
+def prometheus(rays_folder: Path) -> Iterator[RayPrometheus]:
+    if not installed():
+        pytest.skip("prometheus is not installed (Debian's package)")
+    scraping = RayPrometheus(rays_folder)
+    try:
+        scraping.start()
+        yield scraping
+    finally:
+        scraping.stop()
+
+
+def chats(client: httpx.Client, rng: random.Random) -> int:
+    """One with a session, one that is refused, and one that is broken off."""
+    chat = {
+        "model": "kedge-chat",
+        "messages": [{"role": "user", "content": f"number {rng.randrange(10**9)}"}],
+        "max_tokens": 8,
+    }
+    session = {"x-session-id": uuid.uuid4().hex}
+    assert client.post("/v1/chat/completions", json=chat | {"max_tokens": "x"}).status_code == 400
+    with client.stream(
+        "POST", "/v1/chat/completions", json=chat | {"max_tokens": 400, "stream": True}
+    ) as reply:
+        next(reply.iter_lines())
+    return client.post("/v1/chat/completions", json=chat, headers=session).status_code
+
+
+def fill(cluster: ServedCluster, prometheus: RayPrometheus, expected: list[BoardQuery]) -> None:
+    """Waits until each of these has had a number, while clients chat. Gauges that are seldom set come and go: Ray
+    shows them for two of its intervals."""
+    missing = expected
+
+    def filled() -> bool:
+        nonlocal missing
+        at_s = time.time() + WHOLE_MINUTE_S
+        missing = [each for each in missing if not prometheus.has_numbers(each.expression, at_s)]
+        return not missing
+
+    with clients(cluster, 3, chats) as told:
+        try:
+            eventually(filled, 60.0, 0.5)
+        except AssertionError:
+            raise AssertionError([each.panel for each in missing]) from None
+    assert set(told) == {200}
+
+
+def test_rays_boards_for_serve_fill(
+    cluster: ServedCluster, prometheus: RayPrometheus, rays_folder: Path
+) -> None:
+    """But for what there is none of."""
+    asked = [each for board in ("serve", "serve_deployment") for each in queries_of(rays_folder, board)]
+    empty = [each for each in asked if NOT_OF_KEDGE.search(each.expression)]
+    certain = [each for each in asked if each not in empty and not AS_IT_COMES.search(each.expression)]
+    fill(cluster, prometheus, certain)
+    assert [each for each in empty if prometheus.query(each.expression)] == []
+
+
+@pytest.mark.parametrize(("names", "board"), [("vllm", "serve_llm"), ("sglang", "serve_llm_sglang")])
+def test_rays_board_for_llms_fills(
+    cluster: ServedCluster, prometheus: RayPrometheus, rays_folder: Path, names: LLMNames, board: str
+) -> None:
+    """But for what Kedge says it does not have. Serve's requests count turns, so the variables offer the replicas."""
+    cluster.use(partial(with_rays_names, names=names))
+    asked = queries_of(rays_folder, board)
+    empty = [each for each in asked if any(f"ray_{start}" in each.expression for start in NOT_TOLD)]
+    fill(cluster, prometheus, [each for each in asked if each not in empty])
+    assert [each for each in empty if prometheus.query(each.expression)] == []
+    uncounted = (
+        f"group by (replica) (ray_{names}_prompt_tokens_total)"
+        " unless on (replica) ray_serve_deployment_request_counter_total"
+    )
+    eventually(lambda: not prometheus.query(uncounted))

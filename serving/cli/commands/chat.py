@@ -16,6 +16,7 @@ from serving.cli.client.conversation import Conversation, TurnTiming
 from serving.cli.client.server import ServerError, first_model, server_at
 from serving.cli.commands.failure import one_line_errors
 from serving.cli.commands.options import DEFAULT_URL, ApiKey, Url
+from serving.cli.commands.printable import printable
 
 HELP = """\
 /reset   start a new session
@@ -132,10 +133,10 @@ def _run_turn(console: Console, conversation: Conversation, text: str, run_turn:
 
 
 def _print_turn(console: Console, conversation: Conversation, text: str) -> None:
-    """As it comes, and then what it took."""
+    """As it comes, and then what it took. A terminal gets nothing of the model's that it would obey."""
     with conversation.turn(text) as stream:
         for piece in stream:
-            console.print(piece, end="", markup=False)
+            console.print(printable(piece) if console.is_terminal else piece, end="", markup=False)
     console.print()
     if stream.timing is not None:
         console.print(_summary(stream.timing), style="dim")

@@ -12,12 +12,12 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from serving.cli.commands.printable import printable
 from serving.cli.commands.wording import counted, duration
 
 OTHER_COLUMNS = 38
 """Cells of the table beside the text."""
 MIN_TEXT_WIDTH = 20
-REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _add_turn(table: Table, turn: ShownTurn, text_width: int | None) -> None:
         # A prompt of token ids says nothing that could be read.
         table.add_row(number, "", Text("no words", style="dim"), *figures)
     for index, message in enumerate(turn.messages):
-        words = Text(_printable(said(message)))
+        words = Text(printable(said(message)))
         if text_width is not None:
             words = Text(" ".join(words.plain.split()))
             words.truncate(text_width, overflow="ellipsis")
@@ -112,8 +112,3 @@ def _add_turn(table: Table, turn: ShownTurn, text_width: int | None) -> None:
             words,
             *(figures if is_last else ("", "")),
         )
-
-
-def _printable(words: str) -> str:
-    """Without what a terminal would obey."""
-    return "".join(each if each.isprintable() or each in "\n\t" else REPLACED for each in words)

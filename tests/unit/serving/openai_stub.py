@@ -29,6 +29,7 @@ class Stub:
     fails_with: int | None = None
     breaks_off: bool = False
     default_tokens: int = 4
+    word: str = "w"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     session_ids: list[str | None] = field(default_factory=list)
     history: dict[str, int] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class Stub:
                 if self.breaks_off and done:
                     return
                 count = min(self.tokens_per_chunk, output - done)
-                words = "".join(f" w{number}" for number in range(done, done + count))
+                words = "".join(f" {self.word}{number}" for number in range(done, done + count))
                 choice: dict[str, Any] = {"index": 0, "finish_reason": None}
                 choice |= {"delta": {"content": words}} if chat else {"text": words}
                 if body.get("return_token_ids") and self.returns_token_ids:

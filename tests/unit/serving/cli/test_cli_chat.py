@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from typer.testing import CliRunner
@@ -108,53 +110,81 @@ def test_a_server_that_is_down_is_one_line_and_exit_1(command):
     assert len(result.output.splitlines()) == 1
 
 
+@contextmanager
+def in_a_terminal(stub: Stub) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`kedge chat --session s1` in a real one, and the end of it that reads and types."""
+    terminal, worker = pty.openpty()
+    program = "from serving.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "chat", "--url", stub.url, "--session", "s1"],
+        stdin=worker,
+        stdout=worker,
+        stderr=worker,
+        env=os.environ | {"TERM": "dumb", "COLUMNS": "200"},
+        start_new_session=True,
+    )
+    os.close(worker)
+    try:
+        yield process, terminal
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
 def test_ctrl_c_aborts_the_turn_and_neither_the_chat_nor_the_named_session():
     """In a real terminal, because that is where Ctrl-C comes from."""
-    with running(Stub(token_delay_s=0.02, default_tokens=1000)) as stub:
-        terminal, worker = pty.openpty()
-        command = [
-            sys.executable,
-            "-c",
-            "from serving.cli.main import main; main()",
-            "chat",
-            "--url",
-            stub.url,
-        ]
-        process = subprocess.Popen(
-            [*command, "--session", "s1"],
-            stdin=worker,
-            stdout=worker,
-            stderr=worker,
-            env=os.environ | {"TERM": "dumb", "COLUMNS": "200"},
-            start_new_session=True,
-        )
-        os.close(worker)
-        try:
-            rest = read_until(terminal, b"> ")
-            os.write(terminal, b"hello\n")
-            rest = read_until(terminal, b" w3", rest)
-            process.send_signal(signal.SIGINT)
-            rest = read_until(terminal, b"stopped; the session stands where it was", rest)
-            read_until(terminal, b"> ", rest)
-            assert stub.closed == []
-            os.write(terminal, b"\x04")
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.kill()
-            process.wait()
-            os.close(terminal)
+    with (
+        running(Stub(token_delay_s=0.02, default_tokens=1000)) as stub,
+        in_a_terminal(stub) as (process, terminal),
+    ):
+        rest = read_until(terminal, b"> ")
+        os.write(terminal, b"hello\n")
+        rest = read_until(terminal, b" w3", rest)
+        process.send_signal(signal.SIGINT)
+        rest = read_until(terminal, b"stopped; the session stands where it was", rest)
+        read_until(terminal, b"> ", rest)
+        assert stub.closed == []
+        os.write(terminal, b"\x04")
+        assert process.wait(timeout=60) == 0
     assert stub.closed == []
     assert stub.aborted == 1
 
 
-def read_until(terminal: int, expected: bytes, seen: bytes = b"", timeout_s: float = 60.0) -> bytes:
+OBEYED = "\x1b]0;title\x07\x1b[2J\x9b31m\x08"
+"""A terminal would take a title, lose what is on it, change its colour and go back."""
+
+
+def test_a_terminal_gets_nothing_of_a_model_that_it_would_obey():
+    with running(Stub(word=f"é\t{OBEYED}")) as stub, in_a_terminal(stub) as (process, terminal):
+        rest = read_until(terminal, b"> ")
+        os.write(terminal, b"hello\n")
+        rest = read_until(terminal, b"hello\r\n", rest)
+        said, _, _ = read_past(terminal, b"> ", rest).decode().partition("TTFT")
+        os.write(terminal, b"\x04")
+        assert process.wait(timeout=60) == 0
+    shown = "".join(f" é      \ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffd{number}" for number in range(4))
+    assert said.rstrip() == shown
+
+
+def test_a_program_gets_what_the_model_said():
+    with running(Stub(word="\x1b[2J")) as stub:
+        assert chat(stub, "one\n").output.count(" \x1b[2J") == 4
+
+
+def read_until(terminal: int, expected: bytes, seen: bytes = b"") -> bytes:
     """Waits for `expected` and returns what came after it."""
+    return read_past(terminal, expected, seen).split(expected, 1)[1]
+
+
+def read_past(terminal: int, expected: bytes, seen: bytes, timeout_s: float = 60.0) -> bytes:
+    """Waits for `expected` and returns all of it."""
     deadline_s = time.monotonic() + timeout_s
     while expected not in seen:
         ready, _, _ = select.select([terminal], [], [], max(deadline_s - time.monotonic(), 0))
         assert ready, f"{expected!r} did not come; seen {seen!r}"
         seen += os.read(terminal, 4096)
-    return seen.split(expected, 1)[1]
+    return seen
 
 
 def test_for_programs_each_turn_is_a_line():
