@@ -24,6 +24,7 @@ from serving.front.api.keys import KeyRing
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.conversations import Conversations
+from serving.front.departure import LOOK_INTERVAL_S as LOOK_FOR_DEPARTURE_S
 from serving.front.http import create_http_app
 from serving.front.membership import LOOK_INTERVAL_S
 from serving.front.operator_port import OperatorPort
@@ -133,6 +134,9 @@ class Ingress:
             settings=args.model_dump(mode="json"),
             replicas_expected=args.replicas_expected,
             tasks=self._tasks,
+        )
+        self._tasks.every(
+            LOOK_FOR_DEPARTURE_S, self._service.look_for_departure, timeout_s=2 * FIGURES_TIMEOUT_S
         )
         self._expire_idle_sessions(controller)
         self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)

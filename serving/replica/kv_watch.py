@@ -47,8 +47,8 @@ class KVWatch:
         self._unknown: frozenset[str] = frozenset()
 
     async def look(self) -> None:
-        """To be called every LOOK_INTERVAL_S. An engine that does not answer is others' affair; a walk that it owes then
-        counts as one that failed."""
+        """To be called every LOOK_INTERVAL_S. An engine that does not answer is others' affair; a walk that is due then
+        counts as failed."""
         answers = await self._take_census()
         if self._audit_interval_s is None or self._clock() < self._next_audit_s:
             return
