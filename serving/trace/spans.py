@@ -10,7 +10,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -43,7 +43,7 @@ class Spans:
             }
         )
         self._scope = InstrumentationScope("kedge", version)
-        self._sampler = ParentBasedTraceIdRatio(args.sample_ratio)
+        self._sampler = TraceIdRatioBased(args.sample_ratio)
         self._ids = RandomIdGenerator()
         self._sender = BatchSpanProcessor(
             DirectExporter(self._resource, self._scope, endpoint=args.traces_url, timeout=SEND_TIMEOUT_S)
@@ -63,19 +63,17 @@ class Spans:
         return self._propagator.extract(headers, context=NO_SPAN) if headers.get(TRACEPARENT) else NO_SPAN
 
     def named_in(self, parent: Context) -> tuple[SpanContext, SpanContext | None]:
-        """The name of a span that begins there, and its parent's. The name says whether the span is kept."""
-        above: SpanContext | None = get_current_span(parent).get_span_context()
-        if above is None or not above.is_valid:
-            above, trace_id = None, self._ids.generate_trace_id()
-        else:
-            trace_id = above.trace_id
-        chosen = self._sampler.should_sample(parent, trace_id, "")
+        """The name of a span that begins there, and its parent's. It says whether the span is kept."""
+        above = get_current_span(parent).get_span_context()
+        if above.is_valid:
+            return self.named_below(above), above
+        trace_id = self._ids.generate_trace_id()
+        chosen = self._sampler.should_sample(None, trace_id, "")
         flags = _KEPT if chosen.decision is Decision.RECORD_AND_SAMPLE else _NOT_KEPT
-        name = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, chosen.trace_state)
-        return name, above
+        return SpanContext(trace_id, self._ids.generate_span_id(), False, flags), None
 
     def named_below(self, above: SpanContext) -> SpanContext:
-        """The name of a child's span."""
+        """The name of a child's span, which is kept if its parent's is."""
         return SpanContext(
             above.trace_id, self._ids.generate_span_id(), False, above.trace_flags, above.trace_state
         )

@@ -196,9 +196,7 @@ def test_a_turn_whose_ingress_is_killed_runs_once(cluster: ServedCluster, client
     assert client.get("/v1/kedge/audit").json()["clean"]
 
 
-def test_who_watches_does_not_hold_an_ingress_that_is_to_go(
-    cluster: ServedCluster, client: httpx.Client
-) -> None:
+def test_who_watches_does_not_hold_an_ingress_that_is_to_go(cluster: ServedCluster) -> None:
     begun = [threading.Event() for _ in range(NUM_CALLS)]
 
     def end_of_stream(number: int) -> str:
