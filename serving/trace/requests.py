@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Awaitable, Set
 from http import HTTPStatus
 
 from opentelemetry.trace import SpanKind
@@ -56,12 +56,12 @@ class RequestsTraced:
 
 
 def _noting_status(span: OpenSpan, send: Send) -> Send:
-    async def note_and_send(message: Message) -> None:
+    def note_and_send(message: Message) -> Awaitable[None]:
         if message["type"] in _STARTS:
             status = message["status"]
             span.attributes["http.response.status_code"] = status
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 span.fail(str(status))
-        await send(message)
+        return send(message)
 
     return note_and_send
