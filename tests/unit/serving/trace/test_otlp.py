@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from engine.api import FinishReason
 from serving.trace.otlp import SpanEncoder
 
 RESOURCE = Resource({"service.name": "kedge-ingress", "service.version": "1" * 200})
@@ -46,6 +48,8 @@ VALUES = {
     "list": ["a", "b"],
     "tuple": (1, 2.5, False),
     "none of them": [],
+    "status": HTTPStatus.OK,
+    "reason": FinishReason.LENGTH,
 }
 SPANS = {
     "a root": [span()],
