@@ -25,7 +25,6 @@ from serving.background import BackgroundTasks
 from serving.front.api.sessions.trees import told_session
 from serving.front.cluster_watch import ClusterWatch
 from serving.front.conversations import Conversations
-from serving.front.departure import Departure
 from serving.front.ownership_cache import Owner
 from serving.front.replica_calls import ANY_REPLICA, ReplicaCalls
 from serving.front.replica_gone import ReplicaGone
@@ -116,7 +115,6 @@ class ClusterClient:
             replicas, controller, lambda entry, now_s: told_session(_session_info(entry, now_s))
         )
         self._watch = ClusterWatch(source, tasks, model)
-        self._departure = Departure(siblings, metrics.ingress_id)
 
     @property
     def model(self) -> ModelInfo:
@@ -276,10 +274,13 @@ class ClusterClient:
     ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[WatchedItem]]]:
         return self._watch.watch(interval_s, limit)
 
-    async def look_for_departure(self) -> None:
-        """To be called now and then: where this ingress is to go, whoever watches here goes to another."""
-        if (self._watch.is_reading or not self._departure.was_listed) and await self._departure.is_near():
-            self._watch.end()
+    @property
+    def is_watched(self) -> bool:
+        return self._watch.is_reading
+
+    def end_watching(self) -> None:
+        """This ingress is to go: whoever watches here goes to another."""
+        self._watch.end()
 
     async def server_info(self) -> dict[str, Any]:
         return {
