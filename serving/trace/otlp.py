@@ -16,6 +16,7 @@ from opentelemetry.trace import Status, StatusCode
 
 _SMALL = tuple(bytes((number,)) for number in range(128))
 _INT64 = 1 << 64
+_INTS = range(-(1 << 63), 1 << 63)
 _IS_REMOTE_KNOWN, _IS_REMOTE = 0x100, 0x200
 _TIMES = struct.Struct("<BQBQ")
 _FLAGS = struct.Struct("<HI")
@@ -93,15 +94,16 @@ class SpanEncoder:
 
 
 def _value(value: Any) -> bytes:
-    if isinstance(value, str):
+    kind = type(value)
+    if kind is str:
         return b"\x0a" + _sized(_text(value))
-    if isinstance(value, bool):
-        return b"\x10\x01" if value else b"\x10\x00"
-    if isinstance(value, int) and -_INT64 <= 2 * value < _INT64:
+    if kind is int and value in _INTS:
         return b"\x18" + _varint(value % _INT64)
-    if isinstance(value, float):
+    if kind is float:
         return _DOUBLE.pack(0x21, value)
-    if isinstance(value, list | tuple):
+    if kind is bool:
+        return b"\x10\x01" if value else b"\x10\x00"
+    if kind is list or kind is tuple:
         return b"\x2a" + _sized(b"".join([b"\x0a" + _sized(_value(each)) for each in value]))
     return b"\x0a" + _sized(_text(str(value)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from engine.api import FinishReason
 from serving.trace.otlp import SpanEncoder
 
 RESOURCE = Resource({"service.name": "kedge-ingress", "service.version": "1" * 200})
@@ -48,8 +46,6 @@ VALUES = {
     "list": ["a", "b"],
     "tuple": (1, 2.5, False),
     "none of them": [],
-    "status": HTTPStatus.OK,
-    "reason": FinishReason.LENGTH,
 }
 SPANS = {
     "a root": [span()],
