@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Mapping
 
 from opentelemetry.context import Context, get_current
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -18,7 +19,6 @@ from opentelemetry.util.types import AttributeValue
 
 from serving.settings.record_args import TracingArgs
 from serving.trace.open_span import OpenSpan
-from serving.trace.otlp import DirectExporter
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 SEND_TIMEOUT_S = 5.0
@@ -45,9 +45,7 @@ class Spans:
         self._scope = InstrumentationScope("kedge", version)
         self._sampler = TraceIdRatioBased(args.sample_ratio)
         self._ids = RandomIdGenerator()
-        self._sender = BatchSpanProcessor(
-            DirectExporter(self._resource, self._scope, endpoint=args.traces_url, timeout=SEND_TIMEOUT_S)
-        )
+        self._sender = BatchSpanProcessor(OTLPSpanExporter(endpoint=args.traces_url, timeout=SEND_TIMEOUT_S))
         self._propagator = TraceContextTextMapPropagator()
 
     def parent_in(self, headers: Mapping[str, str]) -> Context:
