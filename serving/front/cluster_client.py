@@ -274,6 +274,14 @@ class ClusterClient:
     ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[WatchedItem]]]:
         return self._watch.watch(interval_s, limit)
 
+    @property
+    def is_watched(self) -> bool:
+        return self._watch.is_reading
+
+    def end_watching(self) -> None:
+        """This ingress is to go: whoever watches here goes to another."""
+        self._watch.end()
+
     async def server_info(self) -> dict[str, Any]:
         return {
             "settings": self._settings,

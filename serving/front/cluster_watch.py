@@ -62,6 +62,7 @@ class Watcher:
         self._due_s = 0.0
         self._state: bytes | None = None
         self._events: list[bytes] = []
+        self._ended: ErrorInfo | None = None
         self._arrived = asyncio.Event()
 
     @property
@@ -79,14 +80,20 @@ class Watcher:
         if self._events:
             self._arrived.set()
 
+    def end(self, why: ErrorInfo) -> None:
+        self._ended = why
+        self._arrived.set()
+
     def __aiter__(self) -> Watcher:
         return self
 
     async def __anext__(self) -> list[WatchedItem]:
         """Raises ServiceError for one that is dropped."""
-        while self._state is None and not self._events:
+        while self._state is None and not self._events and self._ended is None:
             self._arrived.clear()
             await self._arrived.wait()
+        if self._ended is not None:
+            raise ServiceError(self._ended)
         if len(self._events) > MOST_UNREAD:
             raise ServiceError(TOO_SLOW)
         items = [] if self._state is None else [WatchedItem("state", self._state)]
@@ -145,6 +152,11 @@ class ClusterWatch:
                 self._reading.cancel()
                 self._reading = None
                 self._figures.clear()  # what is counted until somebody watches again is not news then
+
+    def end(self) -> None:
+        """The front end is to go: nobody who watches is to hold it up."""
+        for watcher in self._watchers:
+            watcher.end(GOES)
 
     def audited(self, audit: Mapping[str, Any]) -> None:
         """Somebody had a replica's books walked over: what that has found is told to whoever watches."""
@@ -218,6 +230,9 @@ class ClusterWatch:
 
 TOO_MANY = ErrorInfo(
     503, "too_many_watchers", f"{MOST_WATCHERS} watch this front end already.", retry_after_s=5.0
+)
+GOES = ErrorInfo(
+    503, "front_end_stops", "This front end is to go: connect again, to another.", retry_after_s=1.0
 )
 TOO_SLOW = ErrorInfo(
     503, "watcher_too_slow", f"{MOST_UNREAD} events were not read in time: connect again.", retry_after_s=1.0

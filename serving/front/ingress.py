@@ -24,6 +24,8 @@ from serving.front.api.keys import KeyRing
 from serving.front.api.responses.background import BackgroundResponses
 from serving.front.cluster_client import FIGURES_TIMEOUT_S, ClusterClient
 from serving.front.conversations import Conversations
+from serving.front.departure import LOOK_INTERVAL_S as LOOK_FOR_DEPARTURE_S
+from serving.front.departure import Departure
 from serving.front.http import create_http_app
 from serving.front.membership import LOOK_INTERVAL_S
 from serving.front.operator_port import OperatorPort
@@ -134,10 +136,17 @@ class Ingress:
             replicas_expected=args.replicas_expected,
             tasks=self._tasks,
         )
+        self._departure = Departure(siblings, metrics.ingress_id)
+        self._tasks.every(LOOK_FOR_DEPARTURE_S, self._look_for_departure, timeout_s=2 * FIGURES_TIMEOUT_S)
         self._expire_idle_sessions(controller)
         self._tasks.every(RELOAD_KEYS_INTERVAL_S, self._reload_keys, timeout_s=RELOAD_KEYS_TIMEOUT_S)
         self._operator_port = self._opened_for_operators()
         place.settle()
+
+    async def _look_for_departure(self) -> None:
+        watched = self._service.is_watched or not self._departure.was_listed
+        if watched and await self._departure.is_near():
+            self._service.end_watching()
 
     def _expire_idle_sessions(self, controller: ControllerCalls) -> None:
         """Owners end their own; this ends those without an owner. Doing it twice does no harm."""

@@ -29,3 +29,13 @@ class Siblings:
             logger.warning("not all ingresses answered %s: %r", method, error)
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def running(self) -> set[str] | None:
+        """Ids of those that Serve sends calls to; None if one of them does not answer."""
+        try:
+            answers = await self._handle.broadcast("describe").results_async(timeout_s=self._timeout_s)
+        except DeploymentUnavailableError:
+            return set()
+        except Exception:  # whatever a call there may raise: nothing is known
+            return None
+        return {answer["ingress_id"] for answer in answers}

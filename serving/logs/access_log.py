@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any
 
@@ -88,7 +89,7 @@ class _Answer:
         self.status = _CLOSED_EARLY
         self.num_bytes = 0
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         kind = message["type"]
         if kind in _STARTS:
             self.status = message.get("status", HTTPStatus.SWITCHING_PROTOCOLS)
@@ -98,7 +99,7 @@ class _Answer:
             self.num_bytes += len(message.get("body", b""))
         elif kind == "websocket.send":
             self.num_bytes += len(message.get("bytes") or message.get("text") or b"")
-        await self._send(message)
+        return self._send(message)
 
 
 def route_of(scope: Scope) -> str:

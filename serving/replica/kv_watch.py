@@ -47,20 +47,30 @@ class KVWatch:
         self._unknown: frozenset[str] = frozenset()
 
     async def look(self) -> None:
-        """To be called every LOOK_INTERVAL_S. An engine that does not answer is others' affair."""
+        """To be called every LOOK_INTERVAL_S. An engine that does not answer is others' affair; a walk that is due then
+        counts as failed."""
+        answers = await self._take_census()
+        if self._audit_interval_s is None or self._clock() < self._next_audit_s:
+            return
+        self._next_audit_s = self._clock() + self._audit_interval_s
+        if not answers:
+            self._metrics.audited(None, self._unix_clock())
+            return
+        with suppress(EngineError, TimeoutError):
+            await self.audit()
+
+    async def _take_census(self) -> bool:
+        """Whether the engine has answered."""
         try:
             async with asyncio.timeout(ENGINE_TIMEOUT_S):
                 census = await asyncio.wrap_future(self._engine.kv_census())
         except (EngineError, TimeoutError):
-            return
+            return False
         # What is being opened or closed is there for a moment on one side only.
         unknown = frozenset(session_id for session_id in census.sessions if not self._known(session_id))
         self._metrics.tenant_kv(by_tenant(census.num_bytes, self._most_named), len(unknown & self._unknown))
         self._unknown = unknown
-        if self._audit_interval_s is not None and self._clock() >= self._next_audit_s:
-            self._next_audit_s = self._clock() + self._audit_interval_s
-            with suppress(EngineError, TimeoutError):
-                await self.audit()
+        return True
 
     async def audit(self) -> AuditReport:
         """Walks over all pages. Raises EngineError, and TimeoutError if the engine does not answer."""

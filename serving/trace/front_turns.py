@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 from msgspec.structs import replace
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import Span, SpanKind, get_current_span, set_span_in_context
+from opentelemetry.context import get_current
+from opentelemetry.trace import SpanContext, SpanKind, get_current_span
 
 from serving.logs.call_facts import CALL_FACTS
 from serving.trace.gen_ai import (
@@ -23,7 +23,9 @@ from serving.trace.gen_ai import (
     request_attributes,
     usage_attributes,
 )
-from serving.trace.spans import TRACEPARENT, TRACESTATE, Spans, fail
+from serving.trace.open_span import OpenSpan, RequestNow, Within
+from serving.trace.spans import TRACEPARENT, TRACESTATE, Spans, headers_of, is_kept
+from serving.trace.turn_traces import FrontTrace, Untraced
 from serving.wire.errors import SESSION_MOVED, STALE_EPOCH
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 
@@ -39,29 +41,42 @@ class FrontTurns:
         self._spans = spans
         self._model = model
 
-    def turn(self, call: TurnCall) -> FrontTurn:
-        self._parsed()
-        span = self._spans.tracer.start_span(
-            f"{operation_of(call)} {self._model}", attributes=request_attributes(call, self._model)
-        )
+    def turn(self, call: TurnCall) -> FrontTrace:
+        request = get_current_span()
+        name, parent = self._spans.named_in(get_current())
+        if not is_kept(name):
+            return UnkeptTurn(name)
+        if isinstance(request, RequestNow):
+            self._parsed(request)
+        attributes = request_attributes(call, self._model)
         if self._spans.records_content:
-            span.set_attribute(INPUT_MESSAGES, input_messages(call))
-        return FrontTurn(self._spans, span)
+            attributes[INPUT_MESSAGES] = input_messages(call)
+        title = f"{operation_of(call)} {self._model}"
+        return FrontTurn(self._spans, self._spans.begin(title, name, parent, attributes=attributes))
 
-    def _parsed(self) -> None:
+    def _parsed(self, request: RequestNow) -> None:
         """From a request's arrival to its first turn: reading, checking, recognizing."""
-        request, facts = get_current_span(), CALL_FACTS.get()
-        if isinstance(request, ReadableSpan) and facts is not None and facts.turns == 1:
-            self._spans.tracer.start_span("parse", start_time=request.start_time).end()
+        facts = CALL_FACTS.get()
+        if facts is not None and facts.turns == 1 and request.start_ns is not None:
+            self._spans.was("parse", request.get_span_context(), request.start_ns, time.time_ns())
+
+
+class UnkeptTurn(Untraced):
+    """Of a trace that is not kept: replicas are told so, and do not begin one."""
+
+    def __init__(self, name: SpanContext) -> None:
+        self._name = name
+
+    def carried(self, call: TurnCall) -> TurnCall:
+        return _carrying(call, self._name)
 
 
 class FrontTurn:
     """Implements FrontTrace. Used on the front end's event loop."""
 
-    def __init__(self, spans: Spans, span: Span) -> None:
+    def __init__(self, spans: Spans, span: OpenSpan) -> None:
         self._spans = spans
         self._span = span
-        self._context = set_span_in_context(span)
         self._attempt = span
         self._began_s = time.perf_counter()
         self._heard = False
@@ -74,58 +89,61 @@ class FrontTurn:
         self, kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> None:
         if isinstance(error, ServiceError):
-            fail(self._span, error.info.code, error.info.message)
+            self._span.fail(error.info.code, error.info.message)
         elif isinstance(error, _LEFT):
-            self._span.set_attribute("kedge.client_left", True)
+            self._span.attributes["kedge.client_left"] = True
         elif kind is not None:
-            fail(self._span, kind.__name__)
+            self._span.fail(kind.__name__)
         self._span.end()
 
-    @contextmanager
-    def placing(self) -> Iterator[None]:
-        with self._spans.tracer.start_as_current_span("place", context=self._context):
-            yield
+    def placing(self) -> AbstractContextManager[None]:
+        return Within(self._spans.begin_below("place", self._span.name))
 
     @contextmanager
     def at(self, replica_id: str, epoch: int | None) -> Iterator[None]:
-        attempt = self._attempt = self._spans.tracer.start_span(
+        attempt = self._attempt = self._spans.begin_below(
             "dispatch",
-            context=self._context,
+            self._span.name,
             kind=SpanKind.CLIENT,
             attributes={"kedge.replica_id": replica_id},
         )
         if epoch is not None:
-            attempt.set_attribute("kedge.epoch", epoch)
+            attempt.attributes["kedge.epoch"] = epoch
         try:
             yield
         finally:
             attempt.end()
 
     def carried(self, call: TurnCall) -> TurnCall:
-        headers = self._spans.headers_of(self._attempt)
-        return replace(call, traceparent=headers.get(TRACEPARENT, ""), tracestate=headers.get(TRACESTATE, ""))
+        return _carrying(call, self._attempt.name)
 
     def ended_there(self, reason: str) -> None:
         if reason in _MOVED:
-            self._attempt.set_attribute("kedge.moved", True)
+            self._attempt.attributes["kedge.moved"] = True
         else:
-            fail(self._attempt, reason)
+            self._attempt.fail(reason)
 
     def failed_over(self, reason: str) -> None:
-        self._span.add_event("failover", {"reason": reason})
+        self._span.event("failover", {"reason": reason})
 
     def taken_over(self, replica_id: str) -> None:
-        self._span.add_event("takeover", {"kedge.replica_id": replica_id})
+        self._span.event("takeover", {"kedge.replica_id": replica_id})
 
     def tell(self, event: TurnEvent) -> None:
         if not self._heard and not event.says_nothing:
             self._heard = True
-            self._span.set_attribute(FIRST_CHUNK, time.perf_counter() - self._began_s)
+            self._span.attributes[FIRST_CHUNK] = time.perf_counter() - self._began_s
         if self._spans.records_content:
             self._text.append(event.text)
         if event.error is not None:
-            fail(self._span, event.error.code, event.error.message)
+            self._span.fail(event.error.code, event.error.message)
         if event.finish is not None:
-            self._span.set_attributes(usage_attributes(event))
+            self._span.attributes |= usage_attributes(event)
             if self._spans.records_content:
-                self._span.set_attribute(OUTPUT_MESSAGES, output_messages("".join(self._text), event))
+                text = "".join(self._text)
+                self._span.attributes[OUTPUT_MESSAGES] = output_messages(text, event)
+
+
+def _carrying(call: TurnCall, name: SpanContext) -> TurnCall:
+    headers = headers_of(name)
+    return replace(call, traceparent=headers[TRACEPARENT], tracestate=headers.get(TRACESTATE, ""))

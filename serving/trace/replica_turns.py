@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import TracebackType
 
-from opentelemetry.trace import Span, SpanKind, set_span_in_context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
 from opentelemetry.util.types import AttributeValue
 
 from serving.trace.gen_ai import (
@@ -19,7 +18,9 @@ from serving.trace.gen_ai import (
     IN_QUEUE,
     conversation_of,
 )
-from serving.trace.spans import TRACEPARENT, TRACESTATE, Spans, fail
+from serving.trace.open_span import Current, OpenSpan, Within
+from serving.trace.spans import TRACEPARENT, TRACESTATE, Spans, is_kept
+from serving.trace.turn_traces import ReplicaTrace, Untraced
 from serving.wire.turns import TurnCall, TurnEvent
 
 NS = 1_000_000_000
@@ -32,8 +33,11 @@ class ReplicaTurns:
         self._spans = spans
         self._replica_id = replica_id
 
-    def turn(self, call: TurnCall, epoch: int | None) -> ReplicaTurn:
+    def turn(self, call: TurnCall, epoch: int | None) -> ReplicaTrace:
         headers = {TRACEPARENT: call.traceparent, TRACESTATE: call.tracestate}
+        name, parent = self._spans.named_in(self._spans.context_in(headers))
+        if not is_kept(name):
+            return UnkeptTurn(name)
         found: dict[str, AttributeValue | None] = {
             "kedge.replica_id": self._replica_id,
             "kedge.epoch": epoch,
@@ -41,23 +45,28 @@ class ReplicaTurns:
             "gen_ai.conversation.id": conversation_of(call),
             "kedge.resumed_tokens": None if call.resumed is None else len(call.resumed.token_ids),
         }
-        span = self._spans.tracer.start_span(
-            "turn",
-            context=self._spans.context_in(headers),
-            kind=SpanKind.SERVER,
-            attributes={name: value for name, value in found.items() if value is not None},
-        )
+        attributes = {key: value for key, value in found.items() if value is not None}
+        span = self._spans.begin("turn", name, parent, kind=SpanKind.SERVER, attributes=attributes)
         return ReplicaTurn(self._spans, span)
+
+
+class UnkeptTurn(Untraced):
+    """Of a trace that is not kept: whatever begins a span meanwhile is told so."""
+
+    def __init__(self, name: SpanContext) -> None:
+        self._name = name
+
+    def committing(self) -> AbstractContextManager[None]:
+        return Current(NonRecordingSpan(self._name))
 
 
 class ReplicaTurn:
     """Implements ReplicaTrace. Used on the replica's event loop, but for `on_admitted`."""
 
-    def __init__(self, spans: Spans, span: Span) -> None:
+    def __init__(self, spans: Spans, span: OpenSpan) -> None:
         self._spans = spans
         self._span = span
-        self._context = set_span_in_context(span)
-        self._began_ns = time.time_ns()
+        self._began_ns = span.start_ns
         self._submitted_ns = self._first_ns = 0
         self._admitted_ns: int | None = None
         """Set once, on the engine's thread, before the engine tells anything of the turn."""
@@ -69,9 +78,9 @@ class ReplicaTurn:
         self, kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> None:
         if isinstance(error, asyncio.CancelledError):
-            self._span.set_attribute("kedge.client_left", True)
+            self._span.attributes["kedge.client_left"] = True
         elif kind is not None:
-            fail(self._span, kind.__name__)
+            self._span.fail(kind.__name__)
         self._span.end()
 
     def on_admitted(self) -> None:
@@ -89,7 +98,7 @@ class ReplicaTurn:
         admitted_ns = max(self._admitted_ns or now_ns, self._submitted_ns)
         self._stage("queue", self._submitted_ns, admitted_ns, IN_QUEUE)
         self._stage("prefill", admitted_ns, now_ns, IN_PREFILL)
-        self._span.set_attribute(FIRST_TOKEN, (now_ns - self._began_ns) / NS)
+        self._span.attributes[FIRST_TOKEN] = (now_ns - self._began_ns) / NS
 
     def computed(self) -> None:
         if self._first_ns:
@@ -97,21 +106,19 @@ class ReplicaTurn:
         elif self._admitted_ns is None:  # nothing came of it
             self._stage("queue", self._submitted_ns, time.time_ns(), IN_QUEUE)
 
-    @contextmanager
-    def committing(self) -> Iterator[None]:
-        with self._spans.tracer.start_as_current_span("commit", context=self._context):
-            yield
+    def committing(self) -> AbstractContextManager[None]:
+        return Within(self._spans.begin_below("commit", self._span.name))
 
     def ended(self, event: TurnEvent) -> None:
-        self._span.set_attribute(END_TO_END, (time.time_ns() - self._began_ns) / NS)
+        self._span.attributes[END_TO_END] = (time.time_ns() - self._began_ns) / NS
         if event.turn_index is not None:
-            self._span.set_attribute("kedge.turn", event.turn_index)
+            self._span.attributes["kedge.turn"] = event.turn_index
         if event.replayed:
-            self._span.set_attribute("kedge.replayed", True)
+            self._span.attributes["kedge.replayed"] = True
         if event.error is not None:
-            fail(self._span, event.error.code, event.error.message)
+            self._span.fail(event.error.code, event.error.message)
 
     def _stage(self, name: str, start_ns: int, end_ns: int, latency: str | None = None) -> None:
-        self._spans.tracer.start_span(name, context=self._context, start_time=start_ns).end(end_ns)
+        self._spans.was(name, self._span.name, start_ns, end_ns)
         if latency is not None:
-            self._span.set_attribute(latency, (end_ns - start_ns) / NS)
+            self._span.attributes[latency] = (end_ns - start_ns) / NS

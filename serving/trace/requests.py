@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Awaitable, Set
 from http import HTTPStatus
 
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import SpanKind
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.logs.access_log import route_of
 from serving.logs.call_facts import CALL_FACTS
-from serving.trace.spans import Spans, fail, trace_id_of
+from serving.trace.open_span import Current, OpenSpan, RequestNow
+from serving.trace.spans import Spans, is_kept, trace_id_of
 
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start"})
 
@@ -28,32 +29,39 @@ class RequestsTraced:
         if scope["type"] == "lifespan" or scope["path"] in self._passed_over:
             await self._app(scope, receive, send)
             return
+        name, parent = self._spans.named_in(self._spans.parent_in(Headers(scope=scope)))
+        facts = CALL_FACTS.get()
+        if facts is not None:
+            facts.trace_id = trace_id_of(name)
+        if not is_kept(name):
+            with Current(RequestNow(name, None)):
+                await self._app(scope, receive, send)
+            return
         method = scope.get("method", "WEBSOCKET")
-        with self._spans.tracer.start_as_current_span(
-            method,
-            context=self._spans.parent_in(Headers(scope=scope)),
-            kind=SpanKind.SERVER,
-            attributes={"http.request.method": method, "url.path": scope["path"]},
-        ) as span:
-            facts = CALL_FACTS.get()
-            if facts is not None:
-                facts.trace_id = trace_id_of(span)
-                span.set_attribute("kedge.request_id", facts.request_id)
+        attributes = {"http.request.method": method, "url.path": scope["path"]}
+        if facts is not None:
+            attributes["kedge.request_id"] = facts.request_id
+        span = self._spans.begin(method, name, parent, kind=SpanKind.SERVER, attributes=attributes)
+        with Current(RequestNow(name, span.start_ns)):
             try:
                 await self._app(scope, receive, _noting_status(span, send))
+            except Exception as error:
+                span.raised(error)
+                raise
             finally:
                 route = route_of(scope)
-                span.update_name(f"{method} {route}")
-                span.set_attribute("http.route", route)
+                span.title = f"{method} {route}"
+                span.attributes["http.route"] = route
+                span.end()
 
 
-def _noting_status(span: Span, send: Send) -> Send:
-    async def note_and_send(message: Message) -> None:
+def _noting_status(span: OpenSpan, send: Send) -> Send:
+    def note_and_send(message: Message) -> Awaitable[None]:
         if message["type"] in _STARTS:
             status = message["status"]
-            span.set_attribute("http.response.status_code", status)
+            span.attributes["http.response.status_code"] = status
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                fail(span, str(status))
-        await send(message)
+                span.fail(str(status))
+        return send(message)
 
     return note_and_send

@@ -8,40 +8,44 @@ from collections.abc import Mapping
 from opentelemetry.context import Context, get_current
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
-from opentelemetry.trace import Span, Status, StatusCode, get_current_span, set_span_in_context
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 
 from serving.settings.record_args import TracingArgs
+from serving.trace.open_span import OpenSpan
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 SEND_TIMEOUT_S = 5.0
 """For one batch. What the collector does not take by then is tried again for as long, and dropped."""
-ERROR_TYPE = "error.type"
+NO_SPAN = Context()
+_KEPT, _NOT_KEPT = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 
 
 class Spans:
-    """One process's, sent in batches on a thread of its own. It has a provider of its own: Ray's, if Ray traces, sends
-    elsewhere, and both are of one trace all the same, since the current span is Python's own affair (contextvars)."""
+    """One process's, sent in batches on a thread of its own, apart from Ray's, if Ray traces; both are of one trace all
+    the same, since the current span is Python's own affair (contextvars). Whether a trace is kept is known at its
+    beginning: of one that is not there are names only, which its callees are told."""
 
     def __init__(self, args: TracingArgs, component: str, instance_id: str) -> None:
         version = importlib.metadata.version("kedge")
-        resource = {
-            "service.name": f"{args.service_name}-{component}",
-            "service.instance.id": instance_id,
-            "service.version": version,
-        }
         self.records_content = args.record_content
-        self._provider = TracerProvider(
-            sampler=ParentBasedTraceIdRatio(args.sample_ratio),
-            resource=Resource.create(resource),
-            shutdown_on_exit=False,
+        self._resource = Resource.create(
+            {
+                "service.name": f"{args.service_name}-{component}",
+                "service.instance.id": instance_id,
+                "service.version": version,
+            }
         )
-        exporter = OTLPSpanExporter(endpoint=args.traces_url, timeout=SEND_TIMEOUT_S)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self.tracer = self._provider.get_tracer("kedge", version)
+        self._scope = InstrumentationScope("kedge", version)
+        self._sampler = TraceIdRatioBased(args.sample_ratio)
+        self._ids = RandomIdGenerator()
+        self._sender = BatchSpanProcessor(OTLPSpanExporter(endpoint=args.traces_url, timeout=SEND_TIMEOUT_S))
         self._propagator = TraceContextTextMapPropagator()
 
     def parent_in(self, headers: Mapping[str, str]) -> Context:
@@ -54,30 +58,101 @@ class Spans:
 
     def context_in(self, headers: Mapping[str, str]) -> Context:
         """In which a span is the child of the one that is named there; of none, if none is."""
-        return self._propagator.extract(headers, context=Context())
+        return self._propagator.extract(headers, context=NO_SPAN) if headers.get(TRACEPARENT) else NO_SPAN
 
-    def headers_of(self, span: Span) -> dict[str, str]:
-        """What makes the spans of whoever gets it the span's children."""
-        headers: dict[str, str] = {}
-        self._propagator.inject(headers, context=set_span_in_context(span))
-        return headers
+    def named_in(self, parent: Context) -> tuple[SpanContext, SpanContext | None]:
+        """The name of a span that begins there, and its parent's. It says whether the span is kept."""
+        above = get_current_span(parent).get_span_context()
+        if above.is_valid:
+            return self.named_below(above), above
+        trace_id = self._ids.generate_trace_id()
+        chosen = self._sampler.should_sample(None, trace_id, "")
+        flags = _KEPT if chosen.decision is Decision.RECORD_AND_SAMPLE else _NOT_KEPT
+        return SpanContext(trace_id, self._ids.generate_span_id(), False, flags), None
+
+    def named_below(self, above: SpanContext) -> SpanContext:
+        """The name of a child's span, which is kept if its parent's is."""
+        return SpanContext(
+            above.trace_id, self._ids.generate_span_id(), False, above.trace_flags, above.trace_state
+        )
+
+    def begin(
+        self,
+        title: str,
+        name: SpanContext,
+        parent: SpanContext | None,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Mapping[str, AttributeValue] | None = None,
+    ) -> OpenSpan:
+        """Of a trace that is kept."""
+        return OpenSpan(self, title, name, parent, kind, dict(attributes or {}))
+
+    def begin_below(
+        self,
+        title: str,
+        parent: SpanContext,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Mapping[str, AttributeValue] | None = None,
+    ) -> OpenSpan:
+        return self.begin(title, self.named_below(parent), parent, kind=kind, attributes=attributes)
+
+    def was(self, title: str, parent: SpanContext, start_ns: int, end_ns: int) -> None:
+        """A span that is over, of which nothing else is to be told."""
+        self._sender.on_end(
+            ReadableSpan(
+                title,
+                self.named_below(parent),
+                parent,
+                self._resource,
+                start_time=start_ns,
+                end_time=end_ns,
+                instrumentation_scope=self._scope,
+            )
+        )
+
+    def ended(self, span: OpenSpan, end_ns: int) -> None:
+        """To be sent. Nothing is added to it any more."""
+        self._sender.on_end(
+            ReadableSpan(
+                span.title,
+                span.name,
+                span.parent,
+                self._resource,
+                attributes=span.attributes,
+                events=span.events,
+                kind=span.kind,
+                status=span.status,
+                start_time=span.start_ns,
+                end_time=end_ns,
+                instrumentation_scope=self._scope,
+            )
+        )
 
     def flush(self) -> None:
         """Sends what is left, within SEND_TIMEOUT_S."""
-        self._provider.force_flush(int(SEND_TIMEOUT_S * 1000))
+        self._sender.force_flush(int(SEND_TIMEOUT_S * 1000))
 
     def close(self) -> None:
         """Likewise, for good."""
         self.flush()
-        self._provider.shutdown()
+        self._sender.shutdown()  # type: ignore[no-untyped-call]
 
 
-def trace_id_of(span: Span) -> str:
+def headers_of(name: SpanContext) -> dict[str, str]:
+    """What makes the spans of whoever gets it the span's children."""
+    told = {TRACEPARENT: f"00-{name.trace_id:032x}-{name.span_id:016x}-{name.trace_flags:02x}"}
+    if name.trace_state:
+        told[TRACESTATE] = name.trace_state.to_header()
+    return told
+
+
+def trace_id_of(name: SpanContext) -> str:
     """As logs and other systems write it."""
-    return f"{span.get_span_context().trace_id:032x}"
+    return f"{name.trace_id:032x}"
 
 
-def fail(span: Span, kind: str, message: str | None = None) -> None:
-    """The span is of something that went wrong."""
-    span.set_attribute(ERROR_TYPE, kind)
-    span.set_status(Status(StatusCode.ERROR, message))
+def is_kept(name: SpanContext) -> bool:
+    """Whether its trace is."""
+    return name.trace_flags.sampled

@@ -27,6 +27,8 @@ AT_ONCE_S = 8.0
 
 PROMPT = [400, 401, 402]
 LENGTH = 600
+GOING_S = 45.0
+"""Until a deploy has reached the ingresses and they have seen it; their streams could go on for 60 from then."""
 LEFTOVERS_S = 5.0
 """On a busy machine; until the turn of an ingress that died is taken back."""
 
@@ -192,3 +194,26 @@ def test_a_turn_whose_ingress_is_killed_runs_once(cluster: ServedCluster, client
         session.turn([403])
         session.close()
     assert client.get("/v1/kedge/audit").json()["clean"]
+
+
+def test_who_watches_does_not_hold_an_ingress_that_is_to_go(cluster: ServedCluster) -> None:
+    begun = [threading.Event() for _ in range(NUM_CALLS)]
+
+    def end_of_stream(number: int) -> str:
+        last = ""
+        with cluster.client() as http, http.stream("GET", "/v1/kedge/watch") as reply:
+            for line in reply.iter_lines():
+                begun[number].set()
+                last = line or last
+        return last
+
+    def edit(document: dict[str, Any]) -> None:
+        document["applications"][0]["args"]["ingress"]["keep_alive_s"] = 4.0
+
+    with ThreadPoolExecutor(NUM_CALLS) as pool:
+        watching = [pool.submit(end_of_stream, number) for number in range(NUM_CALLS)]
+        assert all(event.wait(60) for event in begun)
+        deadline_s = time.monotonic() + GOING_S
+        cluster.deploy(edit)
+        ends = [each.result(deadline_s - time.monotonic()) for each in watching]
+    assert ["front_end_stops" in end for end in ends] == [True] * NUM_CALLS, ends

@@ -47,7 +47,7 @@ def other_ingress(served: Failover) -> ClusterClient:
         "controller": served.controller,
         "conversations": Conversations(9),
         "dispatcher": TurnDispatcher(*parts, failover_timeout_s=30.0),
-        "metrics": parts[3],
+        "metrics": parts[4],
         "settings": {},
         "tasks": None,
     }

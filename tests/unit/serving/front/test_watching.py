@@ -311,6 +311,20 @@ async def test_a_client_that_leaves_ends_its_watch(served: tuple[LocalService, h
             await asyncio.sleep(0.01)
 
 
+async def test_streams_end_at_a_front_end_that_is_to_go(
+    served: tuple[LocalService, httpx.AsyncClient],
+) -> None:
+    service, client = served
+    watching = asyncio.create_task(told_over_http(client, interval_s=60))
+    async with asyncio.timeout(WAIT_S):
+        while not service.watchers.is_reading:
+            await asyncio.sleep(0.01)
+        service.watchers.end()
+        _, told = await watching
+    assert (told[-1][0], told[-1][1]["error"]["code"]) == ("error", "front_end_stops")
+    assert not service.watchers.is_reading
+
+
 async def test_all_places_taken_is_a_refusal_with_a_status(
     served: tuple[LocalService, httpx.AsyncClient],
 ) -> None:

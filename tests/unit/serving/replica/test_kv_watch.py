@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from engine.api import EngineStopped
+from serving.replica import kv_watch
 from serving.replica.kv_watch import MOST_TENANTS, by_tenant
 from tests.unit.serving.replica_rig import call, running_rig
 
@@ -68,3 +70,16 @@ async def test_each_walk_counts(tmp_path: Path) -> None:
             await rig.kv_watch.audit()
         assert rig.figure("kedge_audits_total", result="failed") == 1
         await rig.kv_watch.look()  # is no reason to fail
+        assert rig.figure("kedge_audits_total", result="failed") == 2
+
+
+async def test_a_walk_that_is_due_while_the_engine_is_silent_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_watch, "ENGINE_TIMEOUT_S", 0.01)
+    async with running_rig(tmp_path) as rig:
+        with monkeypatch.context() as silent:
+            silent.setattr(rig.engine, "kv_census", Future)
+            await rig.kv_watch.look()
+        assert rig.figure("kedge_audits_total", result="failed") == 1
+        assert rig.figure("kedge_audits_total", result="clean") == 0

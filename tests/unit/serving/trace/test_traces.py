@@ -218,6 +218,24 @@ async def test_a_refused_turn_is_an_error_by_its_code(traced: Traced) -> None:
     assert collector.children(bad.span_id) == []
 
 
+async def test_what_nobody_expected_is_an_event_of_the_spans_that_it_ends(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pick(_affinity: Any) -> str:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(traced.failover.replicas, "pick", pick)
+    reply = await traced.client.post("/v1/chat/completions", json=body())
+    assert reply.status_code == 500
+    collector = await traced.sent()
+    place = collector.one("place")
+    assert place.failed
+    assert place.events["exception"]["exception.type"] == "ZeroDivisionError"
+    assert "in pick" in place.events["exception"]["exception.stacktrace"]
+    assert collector.one(TURN).attributes["error.type"] == "ZeroDivisionError"
+    assert collector.one(CHAT).failed
+
+
 async def test_a_session_that_has_moved_is_no_failure(traced: Traced) -> None:
     traced.failover.open_session("s1")
     await traced.client.post("/v1/chat/completions", json=body(), headers={"x-session-id": "s1"})
