@@ -80,8 +80,9 @@ def _before(form: TaggedFormat, *, is_string: bool) -> str:
 
 
 def _regex(schema: Mapping[str, Any], closer: str) -> str:
-    """Of a string, which never has the tag that ends it."""
-    wanted = [f"~/(?s:.*){_delimited(re.escape(closer))}(?s:.*)/"]
+    """Of a string, which never has the tag that ends it. A token of that is no text, but what is no text is also not the
+    text that is ruled out."""
+    wanted = ["/(?s:.*)/", f"~/(?s:.*){_delimited(re.escape(closer))}(?s:.*)/"]
     least, most = schema.get("minLength"), schema.get("maxLength")
     if least is not None or most is not None:
         wanted.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")

@@ -285,3 +285,42 @@ def test_an_answer_that_is_held_to_calls_has_arguments_of_their_schemas(
         for piece in pieces:
             assert isinstance(piece, CallPiece), (text, piece)
             jsonschema.validate(json.loads(piece.arguments), schema)
+
+
+TEXTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "a string": ({"type": "string"}, "a </b < x</"),
+    "either, a string": ({"type": ["integer", "string"]}, "a </b <"),
+    "either, a number": ({"type": ["integer", "string"]}, 3),
+    "anything": ({}, [{"a": "b"}]),
+    "anything at all": (True, "words"),
+}
+
+
+@pytest.mark.parametrize("told_by", ["its schema", "none"])
+@pytest.mark.parametrize(("schema", "value"), TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("marks", [False, True], ids=["texts", "special_tokens"])
+@pytest.mark.parametrize("name", TAGGED_FORMATS)
+def test_free_text_ends_where_its_mark_does(
+    name: FormatName, marks: bool, schema: dict[str, Any], value: Any, told_by: str
+) -> None:
+    """The token that ends a text without a limit was taken for a part of it: the call went on for ever."""
+    form, tokenizer = TAGGED_FORMATS[name], byte_level_tokenizer()
+    if marks:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(form.shown_tokens)})
+    parameters = {"type": "object", **({"properties": {"x": schema}} if told_by == "its schema" else {})}
+    function = {"name": "do", "parameters": parameters}
+    source = {"format": name, "functions": [function], "parallel": False, "answer": None}
+    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
+    walk = asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
+    before = form.before_value(is_string=isinstance(value, str))
+    shown = value if isinstance(value, str) else json.dumps(value)
+    call = f"{form.head('do')}{form.key_opener}x{before}{shown}{form.behind_value}{form.tail}"
+    text = f"{form.prefix}{call}{form.suffix}"
+    for token_id in tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids:
+        mask_V = np.unpackbits(np.frombuffer(walk.allowed(), dtype=np.uint8), bitorder="little")
+        assert mask_V[token_id]
+        walk.accept(token_id)
+    assert walk.complete or walk.may_end
+    (piece,) = read(TaggedCallParser(form, {"do": parameters}), text)
+    assert isinstance(piece, CallPiece)
+    assert json.loads(piece.arguments) == {"x": value}
