@@ -80,8 +80,8 @@ def _before(form: TaggedFormat, *, is_string: bool) -> str:
 
 
 def _regex(schema: Mapping[str, Any], closer: str) -> str:
-    """Of a string, which never has the tag that ends it. A token of that is no text, but what is no text is also not the
-    text that is ruled out."""
+    """Of a string, which never has the tag that ends it. A special token is no text; it is not what is ruled out,
+    either."""
     wanted = ["/(?s:.*)/", f"~/(?s:.*){_delimited(re.escape(closer))}(?s:.*)/"]
     least, most = schema.get("minLength"), schema.get("maxLength")
     if least is not None or most is not None:
