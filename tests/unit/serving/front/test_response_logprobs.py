@@ -90,9 +90,7 @@ async def test_a_stored_response_is_told_without_them(served: Served) -> None:
         ({"include": [LOGPROBS], "tools": [WEATHER]}, "include"),
     ],
 )
-async def test_where_they_cannot_be_told_they_are_refused(
-    tmp_path: Path, fields: dict[str, Any], param: str
-) -> None:
+async def test_where_they_cannot_be_told_they_are_refused(fields: dict[str, Any], param: str) -> None:
     service = TellingService("Rex.")
     async with http_server(create_http_app(lambda: service)) as url, client_at(url) as client:
         with pytest.raises(openai.BadRequestError) as caught:
