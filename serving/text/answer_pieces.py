@@ -9,11 +9,13 @@ from typing import AnyStr, Protocol
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """Of the answer's `index`-th call: its first piece has the name, all of them together the arguments, as JSON."""
+    """Of the answer's `index`-th call: its first piece has the name, all of them together the arguments, as JSON. That
+    first piece also has the call's id, where the model has written one."""
 
     index: int
     name: str | None
     arguments: str
+    call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

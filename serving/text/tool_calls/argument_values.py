@@ -31,9 +31,9 @@ def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str] | None
     return _types(held, schema, 0)
 
 
-def argument_json(text: str, types: frozenset[str] | None) -> str:
-    """A whole value as JSON: a string unless it reads as a value that may stand there. Python's spelling of a value,
-    which some models write, is read, too."""
+def argument_json(text: str, types: frozenset[str] | None, *, is_json: bool = False) -> str:
+    """A whole value as JSON: a string unless it reads as a value that may stand there, or as any where the model has
+    said that it `is_json`. Python's spelling of a value, which some models write, is read, too."""
     for read in (from_json, python_value):
         try:
             value = read(text.strip())
@@ -41,7 +41,7 @@ def argument_json(text: str, types: frozenset[str] | None) -> str:
             shown.encode()  # half a character, as Python's spelling may have one, cannot be told
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
-        if _is_one_of(value, types):
+        if is_json or _is_one_of(value, types):
             return shown
     return json.dumps(text, ensure_ascii=False)
 

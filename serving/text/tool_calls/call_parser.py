@@ -71,8 +71,8 @@ class CallParser(StateParser):
             self._pieces.append(text)
             self._behind_call = False
 
-    def _begin_call(self, name: str, arguments: str = "") -> None:
-        self._pieces.append(CallPiece(self._num_calls, name, arguments))
+    def _begin_call(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
+        self._pieces.append(CallPiece(self._num_calls, name, arguments, call_id))
         self._held, self._num_arguments, self._behind_call = "", 0, True
 
     def _argue(self, text: str) -> None:

@@ -56,8 +56,11 @@ def watched_opening(
     """Looks at all tokens. `names` are those of the functions."""
     special = {token_id: _special(text) for text, token_id in special_ids.items()}
 
+    names_of_tokens = "|".join(map(re.escape, special_ids))
+
     def written(text: str) -> bytes:
-        return _special(text) if text in special_ids else text.encode()
+        parts = re.split(f"({names_of_tokens})", text) if special_ids else [text]
+        return b"".join(_special(part) if part in special_ids else part.encode() for part in parts)
 
     marks = tuple(written(mark) for mark in opening.marks)
     calls = [

@@ -18,7 +18,9 @@ FormatName = Literal[
     "mistral",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
     "mistral_v11",
+    "mistral_call_id",
     "qwen3_coder",
     "glm45",
     "glm47",
@@ -68,11 +70,13 @@ class ToolFormat:
 @dataclass(frozen=True, slots=True)
 class NamedFormat:
     """Calls that are a name, `separator` and a JSON object, between `call_opener` and `tail`. What a model that keeps
-    to the format writes is `prefix`, calls with `between` between them, and `suffix`. With `one_call` an answer has no
-    second one. `shown_tokens` are those that may be special tokens."""
+    to the format writes is `prefix`, calls with `between` between them, and `suffix`. Where there is an `id_opener`, it
+    and the call's id, nine letters and digits, stand before the separator. With `one_call` an answer has no second one.
+    `shown_tokens` are those that may be special tokens."""
 
     call_opener: str
     separator: str
+    id_opener: str = ""
     tail: str = ""
     prefix: str = ""
     between: str = ""
@@ -81,15 +85,17 @@ class NamedFormat:
     shown_tokens: tuple[str, ...] = ()
 
     def head(self, function: str) -> str:
-        """What a call has before its arguments."""
+        """What a call without an id has before its arguments."""
         return f"{self.call_opener}{function}{self.separator}"
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedFormat:
     """Calls that are a name and tags around the key and the value of each argument. A value that is a string stands
-    there as it is, any other as JSON. A model that keeps to the format ends parts with `line_end`, and has
-    `value_frame` around each value."""
+    there as it is, any other as JSON; a format with a `string_opener` says which it is, by having that before a string.
+    A model that keeps to the format ends parts with `line_end`, and has `value_frame` around each value.
+
+    `inner_tokens` are parts of marks that may be special tokens; without them whole marks may be."""
 
     call_opener: str
     call_closer: str
@@ -97,6 +103,7 @@ class TaggedFormat:
     key_closer: str
     value_closer: str
     value_opener: str = ""
+    string_opener: str = ""
     name_opener: str = ""
     name_closer: str = ""
     function_closer: str = ""
@@ -104,6 +111,7 @@ class TaggedFormat:
     value_frame: str = ""
     prefix: str = ""
     suffix: str = ""
+    inner_tokens: tuple[str, ...] = ()
 
     @property
     def between(self) -> str:
@@ -118,6 +126,8 @@ class TaggedFormat:
     @property
     def shown_tokens(self) -> tuple[str, ...]:
         """Those that may be special tokens."""
+        if self.inner_tokens:
+            return self.inner_tokens
         marks = (self.call_opener, self.call_closer, self.key_opener, self.key_closer)
         return (*marks, *filter(None, (self.value_opener,)), self.value_closer)
 
@@ -126,10 +136,12 @@ class TaggedFormat:
         opener = f"{self.line_end}{self.name_opener}" if self.name_opener else ""
         return f"{self.call_opener}{opener}{function}{self.name_closer}{self.line_end}"
 
-    @property
-    def before_value(self) -> str:
+    def before_value(self, *, is_string: bool) -> str:
         """What an argument has between its key and its value."""
-        opener = f"{self.line_end}{self.value_opener}" if self.value_opener else ""
+        if self.string_opener:
+            opener = self.string_opener if is_string else self.value_opener
+        else:
+            opener = f"{self.line_end}{self.value_opener}" if self.value_opener else ""
         return f"{self.key_closer}{opener}{self.value_frame}"
 
     @property
@@ -190,6 +202,12 @@ NAMED_FORMATS: Mapping[FormatName, NamedFormat] = MappingProxyType(
         "mistral_v11": NamedFormat(
             call_opener="[TOOL_CALLS]", separator="[ARGS]", shown_tokens=("[TOOL_CALLS]", "[ARGS]")
         ),
+        "mistral_call_id": NamedFormat(
+            call_opener="[TOOL_CALLS]",
+            separator="[ARGS]",
+            id_opener="[CALL_ID]",
+            shown_tokens=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        ),
     }
 )
 
@@ -204,6 +222,7 @@ _GPT_OSS = NamedFormat(
 
 PYTHONIC = PythonicFormat(opener="<|python_start|>", closer="<|python_end|>")
 
+_DSML = "｜DSML｜"
 _GLM = TaggedFormat(
     call_opener="<tool_call>",
     call_closer="</tool_call>",
@@ -229,6 +248,20 @@ TAGGED_FORMATS: Mapping[FormatName, TaggedFormat] = MappingProxyType(
         ),
         "glm45": replace(_GLM, line_end="\n"),
         "glm47": _GLM,
+        "deepseek_v32": TaggedFormat(
+            prefix=f"<{_DSML}function_calls>\n",
+            call_opener=f'<{_DSML}invoke name="',
+            name_closer='">',
+            key_opener=f'<{_DSML}parameter name="',
+            key_closer='" string="',
+            string_opener='true">',
+            value_opener='false">',
+            value_closer=f"</{_DSML}parameter>",
+            call_closer=f"</{_DSML}invoke>",
+            suffix=f"\n</{_DSML}function_calls>",
+            line_end="\n",
+            inner_tokens=(_DSML,),
+        ),
     }
 )
 
@@ -284,7 +317,9 @@ def format_of(template: str) -> FormatName | None:
     if "<|channel|>" in template:
         return "gpt_oss" if "to=functions." in template else None
     if "[TOOL_CALLS]" in template:
-        return "mistral_v11" if "[ARGS]" in template else "mistral"
+        return _format_of_mistral(template)
+    if _DSML in template:
+        return "deepseek_v32"
     if "<｜tool▁calls▁begin｜>" in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     in_json = "<|python_tag|>" in template and '"parameters"' in template
@@ -293,6 +328,12 @@ def format_of(template: str) -> FormatName | None:
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
         return "llama3"
     return None
+
+
+def _format_of_mistral(template: str) -> FormatName:
+    if "[ARGS]" not in template:
+        return "mistral"
+    return "mistral_call_id" if "[CALL_ID]" in template else "mistral_v11"
 
 
 def _format_in_tags(template: str) -> FormatName | None:

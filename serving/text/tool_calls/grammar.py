@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from serving.text.tool_calls.formats import NamedFormat, PythonicFormat, TaggedFormat, tool_format
-from serving.text.tool_calls.grammar_terms import NOTHING_FORCED, GrammarTerms
+from serving.text.tool_calls.formats import (
+    NamedFormat,
+    PythonicFormat,
+    TaggedFormat,
+    ToolFormat,
+    tool_format,
+)
+from serving.text.tool_calls.grammar_terms import CALL_ID, NOTHING_FORCED, GrammarTerms
 from serving.text.tool_calls.pythonic_grammar import pythonic_call
 from serving.text.tool_calls.tagged_grammar import tagged_call
 
@@ -20,7 +26,7 @@ def calls_grammar(
     rules = []
     for index, function in enumerate(wanted["functions"]):
         name, parameters = f"call_{index}", function["parameters"]
-        head, tail = terms.literal(form.head(function["name"])), terms.literal(form.tail)
+        head, tail = _head(form, terms, function["name"]), terms.literal(form.tail)
         if isinstance(form, TaggedFormat | PythonicFormat):
             if isinstance(form, TaggedFormat):
                 arguments, *further = tagged_call(form, terms, name, parameters)
@@ -41,3 +47,13 @@ def calls_grammar(
         *rules,
     ]
     return "\n".join(lines)
+
+
+def _head(
+    form: ToolFormat | NamedFormat | TaggedFormat | PythonicFormat, terms: GrammarTerms, function: str
+) -> str:
+    """What a call has before its arguments."""
+    if not isinstance(form, NamedFormat) or not form.id_opener:
+        return terms.literal(form.head(function))
+    opener = terms.literal(f"{form.call_opener}{function}{form.id_opener}")
+    return f"{opener} {CALL_ID} {terms.literal(form.separator)}"

@@ -12,6 +12,10 @@ NOTHING_FORCED = '%llguidance {"no_forcing": true}'
 control tokens in it be taken for these."""
 
 
+CALL_ID = "/[a-zA-Z0-9]{9}/"
+"""The id of a call, where the model writes one."""
+
+
 class GrammarTerms:
     """Writes texts and schemas. `special_ids` are the model's special tokens, by their texts."""
 
@@ -31,6 +35,7 @@ class GrammarTerms:
     def schema(self, value: Mapping[str, Any]) -> str:
         return f"%json {json.dumps({**value, 'x-guidance': self._json_options}, ensure_ascii=False)}"
 
-    def is_special(self, text: str) -> bool:
-        """Whether one token is that text, and no other writes it."""
-        return text in self._special_ids
+    def at_token(self, text: str) -> tuple[str, str] | None:
+        """The text before its first special token, which no other text writes, and the rest; None if it has none."""
+        places = [place for token in self._special_ids if (place := text.find(token)) >= 0]
+        return (text[: min(places)], text[min(places) :]) if places else None

@@ -17,6 +17,10 @@ from serving.text.tool_calls.json_extent import JsonExtent
 _MAX_NAME_CHARS = 512
 _NAME = re.compile(r"\s*[\w.\-:/]+\s*")
 _NAME_SO_FAR = re.compile(r"\s*[\w.\-:/]*\s*")
+_ID = re.compile(r"\s*[\w\-]+\s*")
+_ID_SO_FAR = re.compile(r"\s*[\w\-]*\s*")
+_KNOWN_ID = re.compile(r"[a-zA-Z0-9]{9}")
+"""What chat templates take for the id of a call."""
 
 
 class NamedCallParser(CallParser):
@@ -27,6 +31,8 @@ class NamedCallParser(CallParser):
         self._form = form
         self._tail = form.tail.strip(SPACE)
         self._name = ""
+        self._id = ""
+        self._ids: set[str] = set()
         self._extent = JsonExtent()
 
     def _is_of_calls(self, rest: str) -> bool:
@@ -58,16 +64,32 @@ class NamedCallParser(CallParser):
         unread, separator = self._unread, self._form.separator
         place = unread.find(separator)
         if place < 0:
-            so_far = unread[: len(unread) - overlap(unread, [separator])]
-            if len(unread) < _MAX_NAME_CHARS and _NAME_SO_FAR.fullmatch(so_far):
+            marks = filter(None, (separator, self._form.id_opener))
+            so_far = unread[: len(unread) - overlap(unread, marks)]
+            if len(unread) < _MAX_NAME_CHARS and self._is_head(so_far, _NAME_SO_FAR, _ID_SO_FAR):
                 return False
             return self._leave()
-        if place >= _MAX_NAME_CHARS - len(separator) or not _NAME.fullmatch(unread[:place]):
+        if place >= _MAX_NAME_CHARS - len(separator) or not self._is_head(unread[:place], _NAME, _ID):
             return self._leave()
-        self._name = unread[:place].strip()
+        self._name, self._id = self._parted(unread[:place])
         self._hold(place + len(separator))
         self._state = self._arguments_begin
         return bool(self._unread)
+
+    def _is_head(self, text: str, name_like: re.Pattern[str], id_like: re.Pattern[str]) -> bool:
+        """Whether it is a name, and the id behind its opener where there is one."""
+        opener = self._form.id_opener
+        name, mark, call_id = text.partition(opener) if opener else (text, "", "")
+        if not mark:
+            return name_like.fullmatch(name) is not None
+        return _NAME.fullmatch(name) is not None and id_like.fullmatch(call_id) is not None
+
+    def _parted(self, head: str) -> tuple[str, str]:
+        """The name, and the id if that can be told: no other call of the answer has it."""
+        opener = self._form.id_opener
+        name, _, call_id = (part.strip() for part in (head.partition(opener) if opener else (head, "", "")))
+        known = _KNOWN_ID.fullmatch(call_id) is not None and call_id not in self._ids
+        return name, call_id if known else ""
 
     def _arguments_begin(self) -> bool:
         unread = self._unread.lstrip(SPACE)
@@ -75,7 +97,8 @@ class NamedCallParser(CallParser):
             return False
         if unread[0] != "{":
             return self._leave()
-        self._begin_call(self._name)
+        self._begin_call(self._name, call_id=self._id or None)
+        self._ids.add(self._id)
         self._unread, self._extent = unread, JsonExtent()
         self._state = self._arguments
         return True

@@ -19,7 +19,7 @@ from serving.text.tool_calls.formats import (
     ToolFormat,
     tool_format,
 )
-from serving.text.tool_calls.grammar_terms import NOTHING_FORCED, GrammarTerms
+from serving.text.tool_calls.grammar_terms import CALL_ID, NOTHING_FORCED, GrammarTerms
 from serving.text.tool_calls.openings import (
     CHANNEL,
     MOST_BLANKS,
@@ -67,9 +67,13 @@ class _Writer:
 
     def _until(self, mark: str) -> str:
         """All up to a mark, which begins the call: a token, or text of which the first token may have more before."""
-        if self._terms.is_special(mark):
-            return self._terms.literal(mark)
-        rule = f"until_{len(self._rules)}"
+        rule, parts = f"until_{len(self._rules)}", self._terms.at_token(mark)
+        if parts is not None:
+            before, rest = parts
+            if not before:
+                return self._terms.literal(mark)
+            self._rules.append(f"{rule.upper()}: ANY {json.dumps(before)}")
+            return f"{rule.upper()} {self._terms.literal(rest)}"
         self._rules.append(f"{rule}[suffix={json.dumps(mark)}]: ANY")
         return rule
 
@@ -116,7 +120,8 @@ class _Writer:
         match tool_format(self._name):
             case NamedFormat() as form:
                 tail = literal(form.tail) if form.tail else ""
-                return f"{literal(function)} {literal(form.separator)} {schema(parameters)} {tail}"
+                call_id = f"{literal(form.id_opener)} {CALL_ID}" if form.id_opener else ""
+                return f"{literal(function)} {call_id} {literal(form.separator)} {schema(parameters)} {tail}"
             case TaggedFormat() as form:
                 arguments, *further = tagged_call(form, self._terms, rule, parameters)
                 self._rules += further

@@ -30,12 +30,12 @@ def tagged_call(
     for index, key in enumerate(properties):
         rule = f"{name}_{index}"
         value, *further = _value(form, terms, rule, parameters, key)
-        begin = terms.literal(f"{form.key_opener}{key}{form.before_value}")
+        begin = terms.literal(f"{form.key_opener}{key}{form.key_closer}")
         rules += [f"{rule}: {begin} {value}", *further]
         names.append(rule if key in required else f"{rule}?")
     if not properties and parameters.get("additionalProperties", True) is not False:
-        free, *further = _text(form, terms, f"{name}_text", _regex({}, form.value_closer))
-        begin, between = terms.literal(form.key_opener), terms.literal(form.before_value)
+        free, *further = _either(form, terms, f"{name}_text", {})
+        begin, between = terms.literal(form.key_opener), terms.literal(form.key_closer)
         rules += [f"{name}_any: {begin} {name.upper()}_KEY {between} {free}", f"{name.upper()}_KEY: {_KEY}"]
         rules += further
         names.append(f"{name}_any*")
@@ -45,24 +45,44 @@ def tagged_call(
 def _value(
     form: TaggedFormat, terms: GrammarTerms, rule: str, parameters: Mapping[str, Any], key: str
 ) -> list[str]:
-    """A value and what ends it; then rules."""
+    """What stands between a key and its value, the value and what ends it; then rules."""
     types = argument_types(parameters, key)
     held = parameters["properties"][key]
+    shared = {word: parameters[word] for word in _DEFINITIONS if word in parameters}
     if types is not None and "string" not in types:
-        shared = {word: parameters[word] for word in _DEFINITIONS if word in parameters}
-        return [f"{terms.schema({**shared, **held})} {terms.literal(form.behind_value)}"]
-    if types is None or len(types) > 1 or not isinstance(held, Mapping):
-        return _text(form, terms, f"{rule}_text", _regex({}, form.value_closer))
+        return [_json(form, terms, {**shared, **held})]
+    if not isinstance(held, Mapping):
+        return _either(form, terms, f"{rule}_text", {})
+    if types is None or len(types) > 1:
+        return _either(form, terms, f"{rule}_text", {**shared, **held})
     values = [held["const"]] if "const" in held else held.get("enum")
     if values:
         texts = " | ".join(terms.literal(value) or '""' for value in values)
-        return [f"({texts}) {terms.literal(form.behind_value)}"]
+        begin = terms.literal(_before(form, is_string=True))
+        return [f"{begin} ({texts}) {terms.literal(form.behind_value)}"]
     return _text(form, terms, f"{rule}_text", _regex(held, form.value_closer))
 
 
+def _json(form: TaggedFormat, terms: GrammarTerms, schema: Mapping[str, Any]) -> str:
+    begin = terms.literal(_before(form, is_string=False))
+    return f"{begin} {terms.schema(schema)} {terms.literal(form.behind_value)}"
+
+
+def _either(form: TaggedFormat, terms: GrammarTerms, rule: str, schema: Mapping[str, Any]) -> list[str]:
+    """A string, or what else the schema has; free where the format does not tell the two apart."""
+    text, *further = _text(form, terms, rule, _regex({}, form.value_closer))
+    return [f"({text} | {_json(form, terms, schema)})" if form.string_opener else text, *further]
+
+
+def _before(form: TaggedFormat, *, is_string: bool) -> str:
+    """Behind the key's own end."""
+    return form.before_value(is_string=is_string).removeprefix(form.key_closer)
+
+
 def _regex(schema: Mapping[str, Any], closer: str) -> str:
-    """Of a string, which never has the tag that ends it."""
-    wanted = [f"~/(?s:.*){_delimited(re.escape(closer))}(?s:.*)/"]
+    """Of a string, which never has the tag that ends it. A special token is no text; it is not what is ruled out,
+    either."""
+    wanted = ["/(?s:.*)/", f"~/(?s:.*){_delimited(re.escape(closer))}(?s:.*)/"]
     least, most = schema.get("minLength"), schema.get("maxLength")
     if least is not None or most is not None:
         wanted.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
@@ -80,10 +100,13 @@ def _delimited(pattern: str) -> str:
 
 
 def _text(form: TaggedFormat, terms: GrammarTerms, rule: str, regex: str) -> list[str]:
-    """Free text and what ends it; then the rules of these."""
-    terminal = rule.upper()
-    if terms.is_special(form.value_closer):
-        frame = terms.literal(form.behind_value)
-        return [f"{rule} {frame}", f"{rule}: {terminal}", f"{terminal}: {regex}"]
-    suffix = json.dumps(form.behind_value)
-    return [rule, f"{rule}[suffix={suffix}]: {terminal}", f"{terminal}: {regex}"]
+    """What stands before free text, this, and what ends it; then the rules of these."""
+    begin, terminal = terms.literal(_before(form, is_string=True)), rule.upper()
+    parts = terms.at_token(form.behind_value)
+    if parts is None:
+        suffix = json.dumps(form.behind_value)
+        return [f"{begin} {rule}", f"{rule}[suffix={suffix}]: {terminal}", f"{terminal}: {regex}"]
+    before, rest = parts
+    text = f"{terminal}_TEXT {json.dumps(before)}" if before else f"{terminal}_TEXT"
+    rules = [f"{rule}: {terminal}", f"{terminal}: {text}", f"{terminal}_TEXT: {regex}"]
+    return [f"{begin} {rule} {terms.literal(rest)}", *rules]

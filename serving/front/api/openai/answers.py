@@ -1,7 +1,7 @@
 """The answers of a chat request: what they are held to, and their text as content, thoughts and calls.
 
 The text alone tells the calls, so a turn that goes on at another replica, or is told again from the log, has the same
-ones. Their ids follow from the turn, for the same reason.
+ones. Their ids follow from the turn, for the same reason, unless the model has written them itself.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AnswerPart:
             self.reasoning = f"{self.reasoning or ''}{piece.text}"
         elif piece.name is not None:
             function = FunctionDelta(name=piece.name, arguments=piece.arguments)
-            call_id = _call_id(scope, piece.index)
+            call_id = piece.call_id or _call_id(scope, piece.index)
             self._begin(CallDelta(index=piece.index, id=call_id, type="function", function=function))
         elif self.calls and self.calls[-1].index == piece.index:
             self.calls[-1].function.arguments += piece.arguments

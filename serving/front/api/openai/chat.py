@@ -37,12 +37,10 @@ from serving.front.api.openai.chat_schema import (
     Delta,
 )
 from serving.front.api.openai.extras import call_fields, chat_prompt_fields
-from serving.front.api.openai.logprobs import prompt_logprob_items, token_name
+from serving.front.api.openai.logprobs import answer_logprob, prompt_logprob_items
 from serving.front.api.openai.replies import (
     ChunkEncoder,
-    finite,
     stop_fields,
-    top_choices,
     usage_of,
 )
 from serving.front.api.openai.requests import (
@@ -154,17 +152,8 @@ def _logprobs(body: ChatBody) -> LogprobParams | None:
 
 
 def _chat_logprob(body: ChatBody, entry: TextLogprob) -> dict[str, Any]:
-    token, by_id = entry.token, bool(body.return_tokens_as_token_ids)
-
-    def told(text: bytes, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": token_name(text, token_id, by_id=by_id),
-            "logprob": logprob,
-            "bytes": list(text),
-        }
-
-    likely = [told(*choice) for choice in top_choices(entry, body.top_logprobs or 0)]
-    return {**told(entry.text, token.token_id, finite(token.logprob or 0.0)), "top_logprobs": likely}
+    by_id = bool(body.return_tokens_as_token_ids)
+    return answer_logprob(entry, body.top_logprobs or 0, by_id=by_id)
 
 
 def _stop_fields(body: ChatBody, reader: AnswerReader, output: TurnEvent | TurnResult) -> dict[str, Any]:

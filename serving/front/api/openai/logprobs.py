@@ -1,17 +1,35 @@
-"""Log-probabilities as vLLM tells them beside OpenAI's: of the prompt, and by token ids."""
+"""Log-probabilities: of an answer's tokens as OpenAI tells them; of a prompt's, and by token ids, as vLLM does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from serving.front.api.openai.replies import finite
-from serving.front.api.reply_json import list_items, shown
+import msgspec
+
+from serving.front.api.openai.replies import finite, top_choices
+from serving.front.api.reply_json import list_items, reply_json, shown
 from serving.wire.turns import TextLogprob
 
 
 def token_name(text: bytes, token_id: int, *, by_id: bool) -> str:
     return f"token_id:{token_id}" if by_id else shown(text)
+
+
+def answer_logprob(entry: TextLogprob, most: int, *, by_id: bool = False) -> dict[str, Any]:
+    """Of a token, and of the `most` likely ones in its place."""
+
+    def told(text: bytes, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": token_name(text, token_id, by_id=by_id), "logprob": logprob, "bytes": list(text)}
+
+    likely = [told(*choice) for choice in top_choices(entry, most)]
+    token = entry.token
+    return {**told(entry.text, token.token_id, finite(token.logprob or 0.0)), "top_logprobs": likely}
+
+
+def logprob_json(entry: TextLogprob, most: int) -> msgspec.Raw:
+    """The same as JSON that is written once, however often it is told."""
+    return msgspec.Raw(reply_json(answer_logprob(entry, most)))
 
 
 async def prompt_logprob_items(entries: Sequence[TextLogprob], most: int) -> bytes:

@@ -15,7 +15,7 @@ from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import reply_json
 from serving.front.api.responses.continuations import begun
 from serving.front.api.responses.items import Json
-from serving.front.api.responses.output import Event
+from serving.front.api.responses.output import Event, without_logprobs
 from serving.front.api.responses.routes import AskedResponse, asked_response
 from serving.front.api.responses.schema import ResponsesBody
 from serving.front.api.responses.store import NO_RESPONSE
@@ -115,7 +115,8 @@ class Lane:
             return
         response, response_bytes = last
         size_bytes += response_bytes + (0 if before is None else before.size_bytes)
-        said = Said(asked.head.id, [*asked.items, *response["output"]], size_bytes)
+        output = map(without_logprobs, response["output"])
+        said = Said(asked.head.id, [*asked.items, *output], size_bytes)
         self._memory.note(self._name, None if body.is_stored else said)
 
     async def refuse(self, error: Exception) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from serving.front.api.openai.answers import AnswerPart
 from serving.front.api.openai.tools_schema import CallDelta
@@ -34,7 +35,7 @@ class OutputItems:
     """Follows one answer. One item is open at a time; what is of another kind, or another call, ends it.
 
     `items` are those that have ended. Their ids follow from the response's, so that it has the same ones whenever it is
-    read again.
+    read again. Log-probabilities come only with answers that are one message.
     """
 
     def __init__(self, response_id: str, tools: OfferedTools, *, encrypts_reasoning: bool) -> None:
@@ -44,8 +45,12 @@ class OutputItems:
         self._encrypts_reasoning = encrypts_reasoning
         self._open: _OpenItem | None = None
         self._told: tuple[str, int | None] | None = None
+        self._logprobs: list[msgspec.Raw] = []
+        """Of tokens whose text is yet to come."""
 
-    def add(self, part: AnswerPart) -> Iterator[Event]:
+    def add(self, part: AnswerPart, logprobs: Iterable[msgspec.Raw] = ()) -> Iterator[Event]:
+        """`logprobs` are the JSON of what a part of text says of its tokens."""
+        self._logprobs += logprobs
         if part.reasoning:
             yield from self._in("reasoning", None, None)
             yield from self._push(part.reasoning)
@@ -57,6 +62,12 @@ class OutputItems:
             else:
                 yield from self._in("message", None, None)
                 yield from self._push(piece)
+
+    def end_answer(self, status: Status) -> Iterator[Event]:
+        """An answer that said nothing is an empty message, which has an id to go on from."""
+        if not self.items:
+            yield from self._in("message", None, None) if self._open is None else ()
+        yield from self.end(status)
 
     def end(self, status: Status) -> Iterator[Event]:
         """Ends the item that is open, if one is."""
@@ -85,8 +96,9 @@ class OutputItems:
         item_id = f"{self._scope}o{index}"
         if delta is None:
             if kind == "message":
-                return _TextItem(_message(f"msg_{item_id}"), index, _MESSAGE)
-            return _TextItem(_thought(f"rs_{item_id}"), index, _REASONING, encrypts=self._encrypts_reasoning)
+                return _TextItem(_message(f"msg_{item_id}"), index, _MESSAGE, self._logprobs)
+            thought = _thought(f"rs_{item_id}")
+            return _TextItem(thought, index, _REASONING, None, encrypts=self._encrypts_reasoning)
         name = delta.function.name or ""
         offered = self._tools.called(name)
         if offered is not None and offered.kind == "custom":
@@ -96,48 +108,66 @@ class OutputItems:
 
 @dataclass(frozen=True, slots=True)
 class _TextKind:
-    """`deltas` is how the events of its text begin; `beside` is what they have beside it."""
+    """`deltas` is how the events of its text begin."""
 
     deltas: str
     part: Callable[[str], Json]
-    beside: Mapping[str, Any]
 
 
 _MESSAGE = _TextKind(
     "response.output_text",
     lambda text: {"type": "output_text", "text": text, "annotations": [], "logprobs": []},
-    MappingProxyType({"logprobs": ()}),
 )
-_REASONING = _TextKind(
-    "response.reasoning_text", lambda text: {"type": "reasoning_text", "text": text}, MappingProxyType({})
-)
+_REASONING = _TextKind("response.reasoning_text", lambda text: {"type": "reasoning_text", "text": text})
 
 
 class _TextItem:
-    """An item with one part of text."""
+    """An item with one part of text. It takes the log-probabilities of its text out of `logprobs`; None: it is of a
+    kind that has none."""
 
-    def __init__(self, item: Json, index: int, kind: _TextKind, *, encrypts: bool = False) -> None:
+    def __init__(
+        self,
+        item: Json,
+        index: int,
+        kind: _TextKind,
+        logprobs: list[msgspec.Raw] | None,
+        *,
+        encrypts: bool = False,
+    ) -> None:
         self.item = item
         self._kind = kind
         self._encrypts = encrypts
         self._place = {"item_id": item["id"], "output_index": index, "content_index": 0}
         self._texts: list[str] = []
+        self._untold = logprobs
+        self._logprobs: list[msgspec.Raw] = []
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "response.content_part.added", **self._place, "part": self._kind.part("")}
 
     def push(self, piece: str) -> Iterator[Event]:
         self._texts.append(piece)
-        yield {"type": f"{self._kind.deltas}.delta", **self._place, "delta": piece, **self._kind.beside}
+        of_delta = self._new_logprobs()
+        yield {"type": f"{self._kind.deltas}.delta", **self._place, "delta": piece, **of_delta}
 
     def end(self, status: Status) -> Iterator[Event]:
         text = "".join(self._texts)
-        part = self._kind.part(text)
+        self._new_logprobs()
+        of_text = {} if self._untold is None else {"logprobs": self._logprobs}
+        part = self._kind.part(text) | of_text
         self.item |= {"content": [part], "status": status}
         if self._encrypts:
             self.item["encrypted_content"] = encoded_thought(text)
-        yield {"type": f"{self._kind.deltas}.done", **self._place, "text": text, **self._kind.beside}
+        yield {"type": f"{self._kind.deltas}.done", **self._place, "text": text, **of_text}
         yield {"type": "response.content_part.done", **self._place, "part": part}
+
+    def _new_logprobs(self) -> Json:
+        if self._untold is None:
+            return {}
+        new = self._untold[:]
+        self._untold.clear()
+        self._logprobs += new
+        return {"logprobs": new}
 
 
 class _FunctionCall:
@@ -183,6 +213,13 @@ class _CustomCall:
         if text:
             self.item["input"] += text
             yield {"type": "response.custom_tool_call_input.delta", **self._place, "delta": text}
+
+
+def without_logprobs(item: Json) -> Json:
+    """An item of an answer as the log would tell it."""
+    if item["type"] != "message":
+        return item
+    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
 
 
 def _message(item_id: str) -> Json:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serving.front.api.openai.answers import AnswerReader
+from serving.front.api.openai.logprobs import logprob_json
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.output import Event, OutputItems, Status
 from serving.front.api.responses.tools import OfferedTools
@@ -53,10 +54,17 @@ class ResponseReader:
     """Follows the one turn of a response."""
 
     def __init__(
-        self, head: ResponseHead, reader: AnswerReader, tools: OfferedTools, *, encrypts_reasoning: bool
+        self,
+        head: ResponseHead,
+        reader: AnswerReader,
+        tools: OfferedTools,
+        *,
+        encrypts_reasoning: bool,
+        top_logprobs: int = 0,
     ) -> None:
         self._head = head
         self._reader = reader
+        self._top_logprobs = top_logprobs
         self._items = OutputItems(head.id, tools, encrypts_reasoning=encrypts_reasoning)
 
     @property
@@ -66,9 +74,14 @@ class ResponseReader:
 
     def read(self, output: TurnEvent | TurnResult) -> list[Event]:
         """What the turn's next event, or all of it, adds."""
-        events = list(self._items.add(self._reader.read(output)))
+        logprobs = [logprob_json(entry, self._top_logprobs) for entry in output.logprobs]
+        events = list(self._items.add(self._reader.read(output), logprobs))
         finish = self._reader.finish(output)
-        return events if finish is None else [*events, *self._items.end(_status_of(finish))]
+        if finish is None:
+            return events
+        if finish.reason == "abort":
+            return [*events, *self._items.end(_status_of(finish))]
+        return [*events, *self._items.end_answer(_status_of(finish))]
 
     def response(self, output: TurnEvent | TurnResult) -> Json | None:
         """The whole response, once its turn has ended and been read."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from serving.front.api.documented_replies import STREAMED
 from serving.front.api.errors import refusal
 from serving.front.api.fields import RetriesHeader, Service, Tenant, check_model_name, nth_seed
-from serving.front.api.openai.answers import AnswerReader, answer_fields, reads_thoughts
+from serving.front.api.openai.answers import AnswerReader, answer_fields, constraint_of, reads_thoughts
 from serving.front.api.openai.requests import field_names
 from serving.front.api.priorities import engine_priority
 from serving.front.api.reply_json import json_reply, reply_json
@@ -24,7 +24,12 @@ from serving.front.api.responses.history import template_messages
 from serving.front.api.responses.item_pages import Included, ItemOrder, PageSize, PreviousItem, item_page
 from serving.front.api.responses.items import Json, canonical_items
 from serving.front.api.responses.replies import ResponseHead, ResponseReader
-from serving.front.api.responses.schema import ResponsesBody, check_state, check_stream_options
+from serving.front.api.responses.schema import (
+    ResponsesBody,
+    check_logprobs,
+    check_state,
+    check_stream_options,
+)
 from serving.front.api.responses.store import (
     calls_named_by,
     forget_response,
@@ -74,7 +79,7 @@ async def create_response(
         encoder = ResponseEncoder(asked.head, asked.reader, EventNumbers())
         return TurnEventStream(asked.turns, asked.plan, encoder)
     (result,) = results = await until_disconnect(request.receive, collect(asked.turns, asked.plan))
-    asked.reader.read(result)
+    await beside_streams(partial(asked.reader.read, result), len(result.logprobs))
     return json_reply(reply_json(asked.reader.response(result)), results)
 
 
@@ -97,6 +102,7 @@ async def asked_response(
     check_model_name(body.model, model)
     check_state(body)
     tools = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
+    check_logprobs(body, is_parted=body.tells_logprobs and _is_parted(body, tools, model))
     if before is None:
         before, response_id = await begin_response(service, body, tenant)
     else:
@@ -113,8 +119,16 @@ async def asked_response(
         AnswerReader(calls_named_by(response_id), tools.use, reads_thoughts(model, plan.calls[0].constraint)),
         tools,
         encrypts_reasoning=body.encrypts_reasoning,
+        top_logprobs=body.top_logprobs or 0,
     )
     return AskedResponse(head, said, plan, ResponseTurns(service, before, session_turn), reader)
+
+
+def _is_parted(body: ResponsesBody, tools: OfferedTools, model: ModelInfo) -> bool:
+    """Whether calls or thoughts are looked for in the answer."""
+    if tools.use is not None and tools.use.reads:
+        return True
+    return reads_thoughts(model, constraint_of(body.held(), tools.use)) is not None
 
 
 def _plan(
@@ -138,6 +152,7 @@ def _plan(
         sampling=body.sampling(model),
         seed=nth_seed(body.seed, 0),
         max_new_tokens=body.most_tokens(model),
+        logprobs=body.logprobs(),
         session=session,
         tenant=tenant,
         affinity_key=body.prompt_cache_key or "",

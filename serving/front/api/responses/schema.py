@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
+from engine.api import LogprobParams
 from serving.front.api.errors import refusal
 from serving.front.api.fields import (
     Count,
     JsonSchema,
     Name,
+    TopLogprobs,
     most_tokens,
     schema_constraint,
 )
@@ -23,6 +25,7 @@ from serving.wire.turns import ModelInfo
 
 MAX_INCLUDED = 32
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
     "reasoning.encrypted_content",
     "web_search_call.results",
@@ -31,6 +34,7 @@ Included = Literal[
     "message.input_image.image_url",
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
+    "message.output_text.logprobs",
 ]
 
 
@@ -125,7 +129,9 @@ class ResponsesBody(SharedFields):
     )
     context_management: NotSupported = None
     prompt: NotSupported = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    top_logprobs: TopLogprobs | None = Field(
+        None, description="Needs `message.output_text.logprobs` in `include`."
+    )
 
     @property
     def is_stored(self) -> bool:
@@ -143,6 +149,13 @@ class ResponsesBody(SharedFields):
     @property
     def encrypts_reasoning(self) -> bool:
         return ENCRYPTED_REASONING in (self.include or ())
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def logprobs(self) -> LogprobParams | None:
+        return LogprobParams(True, self.top_logprobs or 0) if self.tells_logprobs else None
 
     @property
     def template_kwargs(self) -> Json:
@@ -180,7 +193,7 @@ class ResponsesBody(SharedFields):
             "text": text | {"format": text.get("format") or {"type": "text"}},
             "tool_choice": said["tool_choice"] or "auto",
             "tools": said["tools"] or [],
-            "top_logprobs": 0,
+            "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
             "user": self.user,
@@ -190,6 +203,25 @@ class ResponsesBody(SharedFields):
 def check_stream_options(body: ResponsesBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise refusal("stream_options: only allowed when stream is true.", "stream_options")
+
+
+def check_logprobs(body: ResponsesBody, *, is_parted: bool) -> None:
+    """`is_parted`: the answer is looked through for calls or thoughts."""
+    if not body.tells_logprobs:
+        if body.top_logprobs:
+            raise refusal(f"top_logprobs: needs {LOGPROBS!r} in include.", "top_logprobs")
+        return
+    if body.is_background:
+        raise refusal(
+            f"include: {LOGPROBS!r} is not kept, and what a response in the background says is told from what is.",
+            "include",
+        )
+    if is_parted:
+        raise refusal(
+            f"include: {LOGPROBS!r} is told of answers that are text alone: without tools that may be called, and "
+            "without thoughts.",
+            "include",
+        )
 
 
 def check_state(body: ResponsesBody) -> None:

@@ -163,6 +163,14 @@ def test_ids_follow_from_the_turn() -> None:
     assert all(len(each) == 9 and each.isalnum() for each in every)
 
 
+def test_an_id_that_the_model_writes_is_the_calls() -> None:
+    """What is sent back with it renders as the model wrote it. A call of which the model's id is no use has its own."""
+    text = "[TOOL_CALLS]f[CALL_ID]aB3dEfgh9[ARGS]{}[TOOL_CALLS]f[CALL_ID]aB3dEfgh9[ARGS]{}"
+    first, second = (each.id for each in whole(text, in_session("s"), name="mistral_call_id").calls)
+    assert first == "aB3dEfgh9"
+    assert second == whole(WEATHER + WEATHER, in_session("s")).calls[1].id
+
+
 @settings(max_examples=200, deadline=None, print_blob=True)
 @given(st.data())
 def test_streams_add_up_to_the_whole(data: st.DataObject) -> None:

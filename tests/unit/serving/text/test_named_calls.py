@@ -14,6 +14,7 @@ from serving.text.tool_calls.named_parser import NamedCallParser
 from tests.unit.serving.text.test_thoughts import read
 from tests.unit.serving.tool_texts import cut
 
+ID = "aB3dEfgh9"
 BERN = '{"city": "Bern"}'
 V31 = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -23,8 +24,8 @@ def told(name: FormatName, *parts: str) -> list[Piece]:
     return read(NamedCallParser(NAMED_FORMATS[name]), *parts)
 
 
-def call(index: int, name: str = "f", arguments: str = "{}") -> CallPiece:
-    return CallPiece(index, name, arguments)
+def call(index: int, name: str = "f", arguments: str = "{}", call_id: str | None = None) -> CallPiece:
+    return CallPiece(index, name, arguments, call_id)
 
 
 FOUND: list[tuple[FormatName, str, list[Piece]]] = [
@@ -32,6 +33,19 @@ FOUND: list[tuple[FormatName, str, list[Piece]]] = [
     ("mistral_v11", "Sure. [TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{} ", ["Sure.", call(0), call(1, "g")]),
     ("mistral_v11", "[TOOL_CALLS]f[ARGS]{} So.", [call(0), " So."]),
     ("mistral_v11", '[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]}', [call(0, arguments='{"a": "[TOOL_CALLS]}')]),
+    ("mistral_call_id", f"[TOOL_CALLS]look[CALL_ID]aB3dEfgh9[ARGS]{BERN}", [call(0, "look", BERN, ID)]),
+    (
+        "mistral_call_id",
+        f"Sure. [TOOL_CALLS]f[CALL_ID]{ID}[ARGS]{{}}[TOOL_CALLS]g[CALL_ID]000000000[ARGS]{{}}\n",
+        ["Sure.", call(0, call_id=ID), call(1, "g", call_id="000000000")],
+    ),
+    (
+        "mistral_call_id",
+        f"[TOOL_CALLS]f[CALL_ID]{ID}[ARGS]{{}}[TOOL_CALLS]f[CALL_ID]{ID}[ARGS]{{}}",
+        [call(0, call_id=ID), call(1)],  # no two calls have one id
+    ),
+    ("mistral_call_id", "[TOOL_CALLS]f[CALL_ID]call_1[ARGS]{}", [call(0)]),  # no template takes that id
+    ("mistral_call_id", "[TOOL_CALLS]f[ARGS]{}", [call(0)]),
     ("deepseek_v31", f"I look.{BEGIN}{V31}{V31}{END}", ["I look.", call(0), call(1)]),
     ("deepseek_v31", f"{BEGIN}{V31}", [call(0)]),
     ("deepseek_v31", V31.removesuffix("<｜tool▁call▁end｜>"), [call(0)]),
@@ -49,6 +63,12 @@ PLAIN: list[tuple[FormatName, str]] = [
     ("mistral_v11", "[TOOL_CALLS]f[ARGS]none"),
     ("mistral_v11", "[TOOL_CALLS][ARGS]{}"),
     ("mistral_v11", f"[TOOL_CALLS]{'f' * 600}[ARGS]{{}}"),
+    ("mistral_v11", f"[TOOL_CALLS]f[CALL_ID]{ID}[ARGS]{{}}"),
+    ("mistral_call_id", "[TOOL_CALLS]f[CALL_ID][ARGS]{}"),
+    ("mistral_call_id", f"[TOOL_CALLS][CALL_ID]{ID}[ARGS]{{}}"),
+    ("mistral_call_id", f"[TOOL_CALLS]f[CALL_ID]{ID}{{}}"),
+    ("mistral_call_id", f"[TOOL_CALLS]f[CALL_ID]two ids{ID}[ARGS]{{}}"),
+    ("mistral_call_id", f"[TOOL_CALLS]f[CALL_ID]{'i' * 600}[ARGS]{{}}"),
     ("deepseek_v31", f"{BEGIN}{END}"),
     ("deepseek_v31", f"{BEGIN} and words"),
 ]
@@ -68,6 +88,7 @@ def test_what_is_no_call_is_content(name: FormatName, text: str) -> None:
 
 
 SCRAPS = [
+    *("[CALL_ID]", "[CALL", "_ID]", ID, "[CALL_ID]aB3dEfgh9[ARGS]"),
     *("[TOOL_CALLS]", "[ARGS]", "[TOOL", "_CALLS]", "f", "name", " ", "\n", "{", "}", "{}", BERN, "words"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", END),
     *("function<｜tool▁sep｜>", "\n```json\n", "\n```", "<｜tool", "```", '"', "\\"),

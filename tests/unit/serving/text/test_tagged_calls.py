@@ -33,6 +33,11 @@ QWEN = (
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 )
 QWEN_F = "<function=f>\n</function>"
+DSML_CITY = '<｜DSML｜parameter name="city" string="true">Bern</｜DSML｜parameter>\n'
+DSML_DAYS = '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+DSML_F = '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>'
+DSML = f'<｜DSML｜invoke name="look">\n{DSML_CITY}{DSML_DAYS}</｜DSML｜invoke>'
+DSML_BEGIN, DSML_END = "<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>"
 GLM = "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n</tool_call>"
 
 
@@ -80,6 +85,28 @@ FOUND: list[tuple[FormatName, str, list[Piece]]] = [
     ("glm45", "<tool_call>f<arg_key>a</arg_key>huh</tool_call>", [call(0)]),
     ("glm47", GLM.replace("\n", ""), [call(0, "look", BERN)]),
     ("glm47", GLM.replace("</tool_call>", GLM), [call(0, "look", BERN), call(1, "look", BERN)]),
+    (
+        "deepseek_v32",
+        f"I look.\n\n{DSML_BEGIN}{DSML}\n{DSML_F}{DSML_END}",
+        ["I look.", call(0, "look", RAIN), call(1)],
+    ),
+    ("deepseek_v32", f"{DSML_BEGIN}{DSML_F}{DSML_END}\nDone.", [call(0), "\nDone."]),
+    ("deepseek_v32", f"{DSML_F}\n{DSML_F} So.", [call(0), call(1), " So."]),
+    ("deepseek_v32", f"{DSML_BEGIN}{DSML_F}\n</｜DSML｜func", [call(0)]),
+    ("deepseek_v32", f"{DSML_BEGIN}{DSML_F}{DSML_END}\n\n{DSML_BEGIN}{DSML_F}", [call(0), call(1)]),
+    ("deepseek_v32", DSML.partition("</｜DSML｜par")[0], [call(0, "look", '{"city": "Bern')]),
+    (
+        "deepseek_v32",
+        DSML.replace('"true">Bern', '"true">3 </｜DSML｜ "<b>"').replace('"false">3', '"true">3'),
+        [call(0, "look", '{"city": "3 </｜DSML｜ \\"<b>\\"", "days": "3"}')],  # the mark says what it is
+    ),
+    (
+        "deepseek_v32",
+        DSML.replace('"true">Bern', '"false">[1, {"a": null}]').replace('"false">3', '"false"> soon'),
+        [call(0, "look", '{"city": [1, {"a": null}], "days": " soon"}')],
+    ),
+    ("deepseek_v32", DSML.replace('"false">3', '"false">"3"'), [call(0, "look", RAIN.replace("3", '"3"'))]),
+    ("deepseek_v32", DSML.replace('string="true"', 'string="so"'), [call(0, "look", '{"days": 3}')]),
 ]
 PLAIN: list[tuple[FormatName, str]] = [
     *[(name, text) for name in TAGGED_FORMATS for text in ("", "hello", " \n ", "a\n\n", "<", "<tool_call>")],
@@ -91,6 +118,10 @@ PLAIN: list[tuple[FormatName, str]] = [
     ("glm45", "<tool_call>two words</tool_call>"),
     ("glm45", "<tool_call><arg_key>a</arg_key>"),
     ("glm45", "<tool_call>f\n"),
+    ("deepseek_v32", f"{DSML_BEGIN}{DSML_END}"),
+    ("deepseek_v32", f"{DSML_BEGIN} and words"),
+    ("deepseek_v32", '<｜DSML｜invoke name="two words">'),
+    ("deepseek_v32", "｜DSML｜"),
 ]
 
 
@@ -105,6 +136,18 @@ def test_what_is_no_call_is_content(name: FormatName, text: str) -> None:
     expected = [text] if text else []
     assert told(name, text) == expected
     assert told(name, *text) == expected
+
+
+@pytest.mark.parametrize("length", range(498, 515))
+def test_long_names_are_read_alike_however_they_come(length: int) -> None:
+    """A key before a long mark was an argument only if all of it came at once."""
+    long = "x" * length
+    for name, text in (
+        ("glm45", f"<tool_call>f\n<arg_key>{long}</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        ("deepseek_v32", DSML.replace('"city"', f'"{long}"')),
+        ("deepseek_v32", DSML.replace('"look"', f'"{long}"')),
+    ):
+        assert told(name, *text) == told(name, text)
 
 
 def test_a_string_is_told_as_it_comes_and_a_number_when_it_is_whole() -> None:
@@ -124,6 +167,9 @@ def test_a_string_is_told_as_it_comes_and_a_number_when_it_is_whole() -> None:
 
 
 SCRAPS = [
+    *(DSML_BEGIN.strip(), DSML_END.strip(), DSML, DSML_F, "<｜DSML｜"),
+    *('<｜DSML｜invoke name="look">', '<｜DSML｜parameter name="city" string="', "</｜DSML｜invoke>"),
+    *('true">', 'false">', "</｜DSML｜parameter>"),
     *("<tool_call>", "</tool_call>", "<tool", "_call>", "f", "look", " ", "\n", "<", ">", "words", '"', "\\"),
     *("<function=f>", "<function=look>", "<function=", "</function>", "<parameter=city>", "<parameter=days>"),
     *(
@@ -174,9 +220,14 @@ def test_calls_as_the_format_has_them_are_all_found(name: FormatName, calls: lis
         shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
         if any(form.value_closer in text for text in shown.values()):
             return
-        tags = [f"{form.key_opener}{k}{form.before_value}{v}{form.behind_value}" for k, v in shown.items()]
+        tags = [
+            f"{form.key_opener}{k}{form.before_value(is_string=k == 'words')}{v}{form.behind_value}"
+            for k, v in shown.items()
+        ]
         written.append(f"{form.head('do')}{''.join(tags)}{form.tail}")
-    pieces = read(TaggedCallParser(form, {"do": schema}), form.between.join(written))
+    pieces = read(
+        TaggedCallParser(form, {"do": schema}), form.prefix + form.between.join(written) + form.suffix
+    )
     found = [piece for piece in pieces if isinstance(piece, CallPiece)]
     assert found == pieces
     assert [(piece.index, piece.name) for piece in found] == [(i, "do") for i in range(len(calls))]
@@ -234,3 +285,42 @@ def test_an_answer_that_is_held_to_calls_has_arguments_of_their_schemas(
         for piece in pieces:
             assert isinstance(piece, CallPiece), (text, piece)
             jsonschema.validate(json.loads(piece.arguments), schema)
+
+
+TEXTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "a string": ({"type": "string"}, "a </b < x</"),
+    "either, a string": ({"type": ["integer", "string"]}, "a </b <"),
+    "either, a number": ({"type": ["integer", "string"]}, 3),
+    "anything": ({}, [{"a": "b"}]),
+    "anything at all": (True, "words"),
+}
+
+
+@pytest.mark.parametrize("told_by", ["its schema", "none"])
+@pytest.mark.parametrize(("schema", "value"), TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("marks", [False, True], ids=["texts", "special_tokens"])
+@pytest.mark.parametrize("name", TAGGED_FORMATS)
+def test_free_text_ends_where_its_mark_does(
+    name: FormatName, marks: bool, schema: dict[str, Any], value: Any, told_by: str
+) -> None:
+    """The token that ends a text without a limit was taken for a part of it: the call went on for ever."""
+    form, tokenizer = TAGGED_FORMATS[name], byte_level_tokenizer()
+    if marks:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(form.shown_tokens)})
+    parameters = {"type": "object", **({"properties": {"x": schema}} if told_by == "its schema" else {})}
+    function = {"name": "do", "parameters": parameters}
+    source = {"format": name, "functions": [function], "parallel": False, "answer": None}
+    compiler = ConstraintCompiler(tokenizer.backend_tokenizer, len(tokenizer))
+    walk = asyncio.run(compiler.compile(OutputConstraint("tool_calls", json.dumps(source))))
+    before = form.before_value(is_string=isinstance(value, str))
+    shown = value if isinstance(value, str) else json.dumps(value)
+    call = f"{form.head('do')}{form.key_opener}x{before}{shown}{form.behind_value}{form.tail}"
+    text = f"{form.prefix}{call}{form.suffix}"
+    for token_id in tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids:
+        mask_V = np.unpackbits(np.frombuffer(walk.allowed(), dtype=np.uint8), bitorder="little")
+        assert mask_V[token_id]
+        walk.accept(token_id)
+    assert walk.complete or walk.may_end
+    (piece,) = read(TaggedCallParser(form, {"do": parameters}), text)
+    assert isinstance(piece, CallPiece)
+    assert json.loads(piece.arguments) == {"x": value}

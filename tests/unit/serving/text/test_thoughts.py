@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ def read(parser: AnswerParser, *parts: str) -> list[Piece]:
         elif isinstance(piece, Thought) and isinstance(last, Thought):
             joined[-1] = Thought(last.text + piece.text)
         elif isinstance(piece, CallPiece) and isinstance(last, CallPiece) and piece.name is None:
-            joined[-1] = CallPiece(last.index, last.name, last.arguments + piece.arguments)
+            joined[-1] = replace(last, arguments=last.arguments + piece.arguments)
         else:
             joined.append(piece)
     return joined

@@ -72,6 +72,8 @@ def test_other_templates_have_none_that_is_known(template: str) -> None:
     ("template", "name"),
     [
         (ARGS, "mistral_v11"),
+        (ARGS.replace("[ARGS]", "[CALL_ID]id[ARGS]"), "mistral_call_id"),
+        ("{{ tools }}{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'function_calls>' }}", "deepseek_v32"),
         ("{{ tools }}{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v31"),
         ("{{ tools }}{{ '<｜tool▁calls▁begin｜>```json' }}", "deepseek_v3"),
         ("{{ tools }}<|channel|>commentary to=functions.", "gpt_oss"),
