@@ -22,6 +22,7 @@ from serving.front.api.fields import (
     Service,
     SessionHeader,
     Tenant,
+    TurnHeader,
     check_model_name,
     check_num_calls,
     check_token_ids,
@@ -83,6 +84,7 @@ async def completions(
     service: Service,
     tenant: Tenant,
     x_session_id: SessionHeader = None,
+    x_session_turn: TurnHeader = None,
     idempotency_key: IdempotencyHeader = None,
     x_stainless_retry_count: RetriesHeader = None,
 ) -> Response:
@@ -90,7 +92,12 @@ async def completions(
     _check(body, prompts, service.model)
     num_calls = len(prompts) * (body.n or 1)
     session = session_turn(
-        x_session_id, idempotency_key, x_stainless_retry_count, num_calls, "n" if body.n else "prompt"
+        x_session_id,
+        idempotency_key,
+        x_stainless_retry_count,
+        num_calls,
+        "n" if body.n else "prompt",
+        expected_turn=x_session_turn,
     )
     if session is not None and body.echo:
         raise refusal("echo: not possible in a session, which holds more than this prompt.", "echo")

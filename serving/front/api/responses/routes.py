@@ -107,7 +107,7 @@ async def asked_response(
         before, response_id = await begin_response(service, body, tenant)
     else:
         response_id = new_response_id(before.session_id)
-    head = ResponseHead(response_id, model.model_id, body.repeated())
+    head = ResponseHead(response_id, model.model_id, body.repeated(model))
     items = canonical_items(body.input[before.num_repeated :], response_id)
     session_turn = partial(Continued.turn, head=head, items=items, body=body)
     said = [*before.items, *items]

@@ -171,8 +171,8 @@ class ResponsesBody(SharedFields):
         """Of the answer, what was thought included. None: as many as the context has room for."""
         return most_tokens(model, self.max_output_tokens)
 
-    def repeated(self) -> dict[str, Any]:
-        """What a response says of its request."""
+    def repeated(self, model: ModelInfo) -> dict[str, Any]:
+        """What a response says of its request, and of how it was sampled where that says nothing."""
         said = self.model_dump(mode="json", by_alias=True, exclude={"input"}, serialize_as_any=True)
         text = said["text"] or {}
         return {
@@ -189,12 +189,12 @@ class ResponsesBody(SharedFields):
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": self.is_stored,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": model.sampling.temperature if self.temperature is None else self.temperature,
             "text": text | {"format": text.get("format") or {"type": "text"}},
             "tool_choice": said["tool_choice"] or "auto",
             "tools": said["tools"] or [],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": model.sampling.top_p if self.top_p is None else self.top_p,
             "truncation": "disabled",
             "user": self.user,
         }

@@ -141,7 +141,7 @@ class StoredResponse:
         end: TurnEvent | None,
     ) -> StoredResponse:
         body = ResponsesBody.model_validate(said["body"] | {"input": "-"}, strict=False)
-        head = ResponseHead(response_id, model.model_id, body.repeated(), said["created_at"])
+        head = ResponseHead(response_id, model.model_id, body.repeated(model), said["created_at"])
         repeats = said.get("repeats", False)
         return cls(head, repeats, said["before"], said["input"], body, session_id, turn_index, end)
 

@@ -120,13 +120,13 @@ class SamplingBody(StrictBody):
 class SessionParams(StrictBody):
     """Which session, and from where. One that was opened with `streaming` is a line: a turn is appended, `rid` has no
     effect, and the others are refused. Otherwise it is a tree, in which a request goes on from the one that `rid`
-    names: from its first `offset` tokens, if that is not 0; from its input alone, with `drop_previous_output`; in place
-    of all that went on from it before, with `replace`.
+    names: from its first `offset` tokens, if that is not 0, or, where it is negative, without its last so many; from
+    its input alone, with `drop_previous_output`; in place of all that went on from it before, with `replace`.
     """
 
     id: Name
     rid: Annotated[str, Field(max_length=256)] | None = None
-    offset: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    offset: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     replace: bool | None = None
     drop_previous_output: bool | None = None
 

@@ -105,12 +105,14 @@ async def _kept_len(service: TurnService, params: SessionParams, parent: str, te
     """How many tokens the request goes on from: all (None), or fewer, as its client asks for."""
     if not params.rid:
         return 0
-    if params.offset:
-        return params.offset
-    if not params.drop_previous_output:
-        return None
-    turns = await service.transcript(parent, tenant=tenant)
-    return turns[-1].asked_len
+    offset = params.offset or None
+    if not params.drop_previous_output and (offset is None or offset > 0):
+        return offset
+    turn = (await service.transcript(parent, tenant=tenant))[-1]
+    most = turn.asked_len if params.drop_previous_output else turn.end_len
+    if offset is None:
+        return most
+    return min(offset, most) if offset > 0 else max(0, most + offset)
 
 
 async def _fork(

@@ -194,7 +194,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (GENERATE, {"text": "a", "sampling_params": [{}]}, "sampling_params"),
     (GENERATE, {"text": "a", "session_params": {}}, "session_params.id"),
     (GENERATE, {"text": "a", "session_params": {"id": ""}}, "session_params.id"),
-    (GENERATE, {"text": "a", "session_params": {"id": "s", "offset": -1}}, "session_params.offset"),
+    (GENERATE, {"text": "a", "session_params": {"id": "s", "offset": 0.5}}, "session_params.offset"),
     (GENERATE, {"text": "a", "session_params": {"id": "s", "offset": "1"}}, "session_params.offset"),
     (GENERATE, {"text": "a", "image_data": "x"}, "image_data"),
     (GENERATE, {"text": "a", "wish": "x"}, "wish"),

@@ -182,6 +182,18 @@ async def test_every_turn_says_which_of_its_session_it_is(
         assert await turn() is None
 
 
+async def test_text_completions_may_say_which_turn_they_are_to_be(tmp_path: Path) -> None:
+    """They got an answer, and a turn of another number."""
+    async with local_client(tmp_path) as (client, _):
+        headers = {"x-session-id": "s-1", "x-session-turn": "0"}
+        body = {"prompt": [5], **GREEDY}
+        first = await client.post(COMPLETIONS, json=body, headers=headers)
+        assert (first.status_code, first.headers["x-session-turn"]) == (200, "0")
+        again = await client.post(COMPLETIONS, json=body, headers=headers)
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "turn_differs")
+        assert again.json()["error"]["param"] == "x-session-turn"
+
+
 async def test_refused_turns_name_what_named_the_session(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, service):
         await client.post("/v1/kedge/sessions", json={"session_id": "small", "capacity_tokens": 8})

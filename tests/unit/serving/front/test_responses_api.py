@@ -6,15 +6,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 from serving.front.api.responses.history import template_messages
 from serving.front.http import create_http_app
-from serving.wire.turns import ChatPrompt, TurnFinish
+from serving.wire.turns import ChatPrompt, SamplingDefaults, TurnFinish
 from tests.unit.engine.null_runner import null_generate
 from tests.unit.serving.front.test_tool_answers import TellingService
 from tests.unit.serving.local_service import (
@@ -185,6 +187,17 @@ async def test_a_deleted_response_is_gone(served: Served) -> None:
     assert (await served.client.responses.retrieve(second.id)).id == second.id
     await served.client.responses.delete(second.id)
     assert served.service.cluster.sessions() == []
+
+
+async def test_a_response_says_how_it_was_sampled(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said 1.0 where the model's own defaults are others."""
+    defaults = SamplingDefaults(temperature=0.25, top_p=0.5)
+    monkeypatch.setattr(served.service, "model", replace(MODEL, sampling=defaults))
+    ask = partial(served.client.responses.create, input="one", max_output_tokens=2)
+    for response in (made := await ask(), await served.client.responses.retrieve(made.id)):
+        assert (response.temperature, response.top_p) == (0.25, 0.5)
+    own = await ask(temperature=0, top_p=1)
+    assert (own.temperature, own.top_p) == (0, 1)
 
 
 async def test_what_is_not_stored_is_not_had_again(served: Served) -> None:

@@ -74,6 +74,20 @@ async def test_a_request_goes_on_from_the_one_it_names(tmp_path: Path) -> None:
         await service.rig.books_are_empty()
 
 
+async def test_an_offset_counts_from_the_end_or_within_the_input(tmp_path: Path) -> None:
+    """SGLang cuts there as Python does, and its own tests send -1. That was refused; and beside `drop_previous_output`
+    the answer was kept up to the offset."""
+    async with local_client(tmp_path) as (client, _):
+        tree = Tree(client, await open_tree(client))
+        await tree.ask("a", [1, 2, 3], [], offset=-1, replace=True)
+        await tree.ask("b", [4], tree.all_of("a")[:-1], rid="a", offset=-1, replace=True)
+        await tree.ask("c", [5], [], rid="a", offset=-99)
+        dropped: dict[str, Any] = {"rid": "a", "drop_previous_output": True}
+        await tree.ask("d", [6], [1, 2], **dropped, offset=2)
+        await tree.ask("e", [7], [1, 2, 3], **dropped, offset=5)
+        await tree.ask("f", [8], [1, 2], **dropped, offset=-1)
+
+
 async def test_several_go_on_from_the_same_one_at_once(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, _):
         tree = Tree(client, await open_tree(client))
