@@ -14,9 +14,10 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from serving.front.api.openai.chat_schema import AnswerMessage, Delta
+from serving.front.api.openai.custom_calls import CustomCalls
 from serving.front.api.openai.structured import HeldAnswer
 from serving.front.api.openai.tools import ToolUse
-from serving.front.api.openai.tools_schema import CallDelta, CalledFunction, CalledTool, FunctionDelta
+from serving.front.api.openai.tools_schema import CallDelta, FunctionDelta
 from serving.front.api.reply_json import or_unset
 from serving.front.api.turn_streams import TurnResult
 from serving.text.answer_parsers import answer_parser
@@ -98,30 +99,6 @@ class AnswerPart:
         self.calls.append(call)
         self.places.append(len(self.content or ""))
 
-    def delta(self, role: Literal["assistant"] | None) -> Delta:
-        return Delta(
-            role=or_unset(role),
-            content=or_unset(self.content),
-            reasoning_content=or_unset(self.reasoning),
-            tool_calls=or_unset(self.calls or None),
-        )
-
-    def message(self) -> AnswerMessage:
-        """Of a whole answer."""
-        called = [
-            CalledTool(
-                id=call.id or "",
-                function=CalledFunction(name=call.function.name or "", arguments=call.function.arguments),
-            )
-            for call in self.calls
-        ]
-        content = self.content if called else self.content or ""
-        return AnswerMessage(
-            content=content,
-            reasoning_content=or_unset(self.reasoning),
-            tool_calls=or_unset(called or None),
-        )
-
 
 class AnswerReader:
     """Follows one choice. `reasoning` is the format of the model's thoughts (None: they are not looked for). Without
@@ -133,6 +110,7 @@ class AnswerReader:
         self._reasoning = reasoning
         self._parser: AnswerParser | None = None
         self._has_calls = False
+        self._custom = CustomCalls(frozenset() if tools is None else tools.custom_names)
 
     def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
         """Of the choice's next event, or of all of it."""
@@ -148,6 +126,24 @@ class AnswerReader:
             part.add(piece, scope)
         self._has_calls = self._has_calls or bool(part.calls)
         return part
+
+    def delta(self, part: AnswerPart, role: Literal["assistant"] | None, *, ended: bool) -> Delta:
+        """What chats are told of the choice's next part; `ended` with its last one."""
+        return Delta(
+            role=or_unset(role),
+            content=or_unset(part.content),
+            reasoning_content=or_unset(part.reasoning),
+            tool_calls=or_unset(self._custom.told(part.calls, ended=ended) or None),
+        )
+
+    def message(self, part: AnswerPart) -> AnswerMessage:
+        """What chats are told of all of it."""
+        called = self._custom.called(part.calls)
+        return AnswerMessage(
+            content=part.content if called else part.content or "",
+            reasoning_content=or_unset(part.reasoning),
+            tool_calls=or_unset(called or None),
+        )
 
     def _parser_of(self, output: TurnEvent | TurnResult) -> AnswerParser:
         calls, schemas = (None, {}) if self._tools is None else (self._tools.format_name, self._tools.schemas)

@@ -176,7 +176,7 @@ async def _reply(
     for index, (reader, result) in enumerate(zip(readers, results, strict=True)):
         choice = ChatChoice(
             index=index,
-            message=reader.read(result).message(),
+            message=reader.message(reader.read(result)),
             logprobs=NO_LOGPROBS if body.logprobs else None,
             **_stop_fields(body, reader, result),
         )
@@ -224,7 +224,7 @@ class ChatEncoder(ChunkEncoder):
         self._started.add(index)
         choice = ChunkChoice(
             index=index,
-            delta=part.delta(role),
+            delta=reader.delta(part, role, ended=event.finish is not None),
             logprobs=NO_LOGPROBS if event.logprobs else None,
             **_stop_fields(self._body, reader, event),
         )

@@ -14,12 +14,21 @@ from pydantic import (
     Tag,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from serving.front.api.fields import Count, NonEmptyText, TopLogprobs
 from serving.front.api.openai.replies import StopDetails, Usage
 from serving.front.api.openai.requests import OpenAiBody
-from serving.front.api.openai.tools_schema import CallDelta, CalledTool, ToolCalls, ToolChoice, Tools
+from serving.front.api.openai.tools_schema import (
+    CallDelta,
+    CalledCustomTool,
+    CalledTool,
+    CustomCallDelta,
+    ToolCalls,
+    ToolChoice,
+    Tools,
+)
 from serving.front.api.reply_json import Reply
 from serving.front.api.strict_json import NotSupported, StrictBody
 
@@ -54,7 +63,7 @@ class Message(StrictBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: ToolCalls | None = None
     tool_call_id: Annotated[NonEmptyText | None, Field(validate_default=True)] = None
-    content: Annotated[Content, Field(validate_default=True)] = None
+    content: Content = None
     name: str | None = None
     parsed: Any = Field(None, description="What a client made of the content. Without effect.")
 
@@ -82,17 +91,17 @@ class Message(StrictBody):
             raise ValueError("Only messages of role tool answer a call.")
         return call_id
 
-    @field_validator("content")
-    @classmethod
-    def _says_something(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role", "assistant") != "assistant":
-            raise ValueError("Give a text; only an assistant's message does without.")
-        return content
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise ValueError("Give a content, a text or null; only an assistant's message does without.")
+        return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text parts are joined, one per line; no content is an empty one, or
-        what was said in its place."""
-        parts = self.refusal or [] if self.content is None else self.content
+        """As chat templates expect it: text parts are joined, one per line; null is an empty one, or what the assistant
+        said in its place."""
+        in_its_place = self.refusal if self.role == "assistant" else None
+        parts = in_its_place or [] if self.content is None else self.content
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         message: dict[str, Any] = {"role": str(self.role), "content": text}
         if self.name is not None:
@@ -170,7 +179,7 @@ class AnswerMessage(Reply, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[CalledTool] | UnsetType = UNSET
+    tool_calls: list[CalledTool | CalledCustomTool] | UnsetType = UNSET
 
 
 class ChatChoice(StopDetails, kw_only=True):
@@ -193,7 +202,7 @@ class Delta(Reply, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[CallDelta] | UnsetType = UNSET
+    tool_calls: list[CallDelta | CustomCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(StopDetails, kw_only=True):

@@ -192,6 +192,8 @@ def session_turn(
     """The session named by the headers. Outside one a retry repeats nothing, so the key has no use; nor has the count
     of retries beside a key."""
     if session_id is None:
+        if expected_turn is not None:
+            raise refusal("x-session-turn: says nothing without x-session-id.", "x-session-turn")
         return None
     if num_calls > 1:
         raise refusal(f"{param}: a session takes one generation at a time.", param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,9 @@ from serving.front.api.fields import MAX_GRAMMAR_CHARS, JsonSchema, check_gramma
 from serving.front.api.openai.structured import ANY_OBJECT, HeldAnswer
 from serving.front.api.openai.tools_schema import (
     AllowedToolsChoice,
+    CustomTool,
     Function,
+    NamedCustomTool,
     NamedTool,
     Tool,
     ToolChoice,
@@ -24,14 +26,15 @@ from serving.wire.turns import ModelInfo, OutputConstraint
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """How one request uses tools. `reads`: calls in its answers are told as such. An answer that is held to calls calls
-    only functions that are `callable_names`, if there are any. `strict_where_possible`: so is a function that does not
-    say whether it is."""
+    only functions that are `callable_names`, if there are any. Those of `custom_names` are custom tools.
+    `strict_where_possible`: strict is a function that does not say whether it is, too."""
 
     tools: Sequence[Tool]
     choice: Literal["none", "auto", "required"] | NamedTool
     parallel: bool
     format_name: FormatName
     callable_names: frozenset[str] = frozenset()
+    custom_names: frozenset[str] = frozenset()
     strict_where_possible: bool = False
 
     @property
@@ -112,7 +115,7 @@ class ToolUse:
 
 
 def tool_use(
-    tools: Sequence[Tool] | None,
+    tools: Sequence[Tool | CustomTool] | None,
     choice: ToolChoice | None,
     parallel: bool | None,
     model: ModelInfo,
@@ -124,14 +127,24 @@ def tool_use(
         if choice not in (None, "none", "auto"):
             raise refusal("tool_choice: there are no tools to choose from.", "tool_choice")
         return None
-    names: set[str] = set()
-    for index, tool in enumerate(tools):
-        if tool.function.name in names:
-            param = f"tools[{index}].function.name"
-            raise refusal(f"{param}: there are two functions {tool.function.name!r}.", param)
-        names.add(tool.function.name)
-    if isinstance(choice, NamedTool):
-        _check_name(choice, names, "tool_choice")
+    kinds = _kinds(tools)
+    shown = [tool.shown() if isinstance(tool, CustomTool) else tool for tool in tools]
+    mode: Literal["none", "auto", "required"] | NamedTool
+    allowed_names: frozenset[str] = frozenset()
+    match choice:
+        case AllowedToolsChoice(allowed_tools=allowed):
+            mode = allowed.mode
+            allowed_names = frozenset(
+                _chosen(named, kinds, f"tool_choice.allowed_tools.tools[{index}]").function.name
+                for index, named in enumerate(allowed.tools)
+            )
+            if mode == "auto":
+                # Nothing holds a free answer to some of the tools: the model is not told of the others.
+                shown = [tool for tool in shown if tool.function.name in allowed_names]
+        case NamedTool() | NamedCustomTool():
+            mode = _chosen(choice, kinds, "tool_choice")
+        case _:
+            mode = choice or "auto"
     if model.tool_calls is None:
         raise refusal(
             "tools: this model's chat template has none, or in a format that is not known here; the setting "
@@ -139,33 +152,33 @@ def tool_use(
             "tools",
             code="unsupported_field",
         )
-    one_by_one = parallel is False
-    if not isinstance(choice, AllowedToolsChoice):
-        return ToolUse(
-            tools,
-            choice or "auto",
-            not one_by_one,
-            model.tool_calls,
-            strict_where_possible=strict_where_possible,
-        )
-    allowed = choice.allowed_tools
-    for index, named in enumerate(allowed.tools):
-        _check_name(named, names, f"tool_choice.allowed_tools.tools[{index}]")
-    allowed_names = frozenset(named.function.name for named in allowed.tools)
-    if allowed.mode == "auto":
-        # Nothing holds a free answer to some of the tools: the model is not told of the others.
-        tools = [tool for tool in tools if tool.function.name in allowed_names]
     return ToolUse(
-        tools,
-        allowed.mode,
-        not one_by_one,
+        shown,
+        mode,
+        parallel is not False,
         model.tool_calls,
         allowed_names,
-        strict_where_possible=strict_where_possible,
+        frozenset(name for name, kind in kinds.items() if kind == "custom"),
+        strict_where_possible,
     )
 
 
-def _check_name(tool: NamedTool, names: set[str], param: str) -> None:
-    if tool.function.name not in names:
-        param = f"{param}.function.name"
-        raise refusal(f"{param}: no tool has the name {tool.function.name[:120]!r}.", param)
+def _kinds(tools: Sequence[Tool | CustomTool]) -> dict[str, str]:
+    """What each tool is, by its name."""
+    kinds: dict[str, str] = {}
+    for index, tool in enumerate(tools):
+        name = tool.custom.name if isinstance(tool, CustomTool) else tool.function.name
+        if name in kinds:
+            param = f"tools[{index}].{tool.type}.name"
+            raise refusal(f"{param}: there are two tools {name!r}.", param)
+        kinds[name] = tool.type
+    return kinds
+
+
+def _chosen(choice: NamedTool | NamedCustomTool, kinds: Mapping[str, str], param: str) -> NamedTool:
+    """The choice of the function that the tool is to the model."""
+    chosen = choice.custom if isinstance(choice, NamedCustomTool) else choice.function
+    if kinds.get(chosen.name) != choice.type:
+        param = f"{param}.{choice.type}.name"
+        raise refusal(f"{param}: no {choice.type} tool has the name {chosen.name[:120]!r}.", param)
+    return NamedTool(type="function", function=chosen)

@@ -1,4 +1,7 @@
-"""Tools of /v1/chat/completions: as clients offer them, as they send calls back, and as they are told of calls."""
+"""Tools of /v1/chat/completions: as clients offer them, as they send calls back, and as they are told of calls.
+
+A custom tool takes plain text: it is shown to the model as a function whose one argument is that text.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,13 @@ from serving.front.api.strict_json import StrictBody
 
 MAX_TOOLS = 512
 MAX_TOOL_CALLS = 256
+CUSTOM_ARGUMENT = "input"
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+    "required": [CUSTOM_ARGUMENT],
+    "additionalProperties": False,
+}
 
 ToolName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 
@@ -53,6 +63,64 @@ class Tool(StrictBody):
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
+class Grammar(StrictBody):
+    """Told to the model with the tool's description. Nothing holds the text to it."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class AnyText(StrictBody):
+    type: Literal["text"]
+
+
+class TextOfGrammar(StrictBody):
+    type: Literal["grammar"]
+    grammar: Grammar
+
+
+def kind_of_format(value: Any) -> str:
+    """What is neither is read as any text, and refused as that."""
+    return "<grammar>" if isinstance(value, dict) and value.get("type") == "grammar" else "<text>"
+
+
+TextFormat = Annotated[
+    Annotated[AnyText, Tag("<text>")] | Annotated[TextOfGrammar, Tag("<grammar>")],
+    Discriminator(kind_of_format),
+]
+
+
+class CustomDefinition(StrictBody):
+    name: ToolName
+    description: str | None = None
+    format: TextFormat | None = None
+
+
+class CustomTool(StrictBody):
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    def shown(self) -> Tool:
+        """What the model is told of it."""
+        held = self.custom.format
+        grammar = held.grammar if isinstance(held, TextOfGrammar) else None
+        return Tool(
+            type="function", function=custom_function(self.custom.name, self.custom.description, grammar)
+        )
+
+    def for_template(self) -> dict[str, Any]:
+        return self.shown().for_template()
+
+
+def custom_function(name: str, description: str | None, grammar: Grammar | None) -> Function:
+    """The function that a custom tool is to the model."""
+    texts = [description or ""]
+    if grammar is not None:
+        texts.append(f"The input follows this {grammar.syntax} grammar:\n{grammar.definition}")
+    shown = "\n\n".join(filter(None, texts)) or None
+    return Function(name=name, description=shown, parameters=CUSTOM_PARAMETERS, strict=False)
+
+
 class ChosenFunction(StrictBody):
     name: str
 
@@ -62,9 +130,25 @@ class NamedTool(StrictBody):
     function: ChosenFunction
 
 
+class NamedCustomTool(StrictBody):
+    type: Literal["custom"]
+    custom: ChosenFunction
+
+
+def _kind_of_tool(value: Any) -> str:
+    """What is neither is read as a function, and refused as one."""
+    return "<custom>" if isinstance(value, dict) and value.get("type") == "custom" else "<function>"
+
+
+AnyNamedTool = Annotated[
+    Annotated[NamedTool, Tag("<function>")] | Annotated[NamedCustomTool, Tag("<custom>")],
+    Discriminator(_kind_of_tool),
+]
+
+
 class AllowedTools(StrictBody):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[AnyNamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedToolsChoice(StrictBody):
@@ -77,14 +161,19 @@ class AllowedToolsChoice(StrictBody):
 def _kind_of_choice(value: Any) -> str:
     if not isinstance(value, dict):
         return "<word>"
-    return "<allowed>" if value.get("type") == "allowed_tools" else "<function>"
+    kind = value.get("type")
+    return f"<{kind}>" if kind in ("allowed_tools", "custom") else "<function>"
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+AnyTool = Annotated[
+    Annotated[Tool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], Discriminator(_kind_of_tool)
+]
+Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
     | Annotated[NamedTool, Tag("<function>")]
-    | Annotated[AllowedToolsChoice, Tag("<allowed>")],
+    | Annotated[NamedCustomTool, Tag("<custom>")]
+    | Annotated[AllowedToolsChoice, Tag("<allowed_tools>")],
     Discriminator(_kind_of_choice),
 ]
 
@@ -117,7 +206,30 @@ class ToolCall(StrictBody):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
+class CustomText(StrictBody):
+    name: NonEmptyText
+    input: str
+
+
+class CustomToolCall(StrictBody):
+    """Likewise, of a custom tool."""
+
+    id: NonEmptyText
+    type: Literal["custom"]
+    custom: CustomText
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As a call of the function that the tool is to the model."""
+        function = {"name": self.custom.name, "arguments": {CUSTOM_ARGUMENT: self.custom.input}}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+AnyToolCall = Annotated[
+    Annotated[ToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")],
+    Discriminator(_kind_of_tool),
+]
+ToolCalls = Annotated[list[AnyToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 """Of one message."""
 
 
@@ -144,3 +256,28 @@ class CallDelta(Reply, kw_only=True):
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
     function: FunctionDelta
+
+
+class CalledCustomText(Reply, kw_only=True):
+    name: str
+    input: str
+
+
+class CalledCustomTool(Reply, kw_only=True):
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CalledCustomText
+
+
+class CustomTextDelta(Reply, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: str
+
+
+class CustomCallDelta(Reply, kw_only=True):
+    """The first of a call has its id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["custom"] | UnsetType = UNSET
+    custom: CustomTextDelta

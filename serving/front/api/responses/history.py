@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serving.front.api.openai.tools_schema import FunctionCall, ToolCall
+from serving.front.api.openai.tools_schema import CUSTOM_ARGUMENT, FunctionCall, ToolCall
 from serving.front.api.responses.items import Json
 from serving.front.api.responses.reasoning import thought
-from serving.front.api.responses.tools import CUSTOM_ARGUMENT, shown_name
+from serving.front.api.responses.tools import shown_name
 
 ASSISTANT = "assistant"
 

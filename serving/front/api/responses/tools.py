@@ -1,7 +1,6 @@
 """Tools of /v1/responses, as the functions that they are to chat templates, and what a call of one is to the client.
 
-A function of a namespace is shown to the model under both names. A custom tool takes plain text: it is shown as a
-function whose one argument is that text.
+A function of a namespace is shown to the model under both names.
 """
 
 from __future__ import annotations
@@ -16,12 +15,16 @@ from serving.front.api.errors import refusal
 from serving.front.api.openai.tools import ToolUse, tool_use
 from serving.front.api.openai.tools_schema import (
     MAX_TOOLS,
+    AnyText,
     ChosenFunction,
     Function,
+    Grammar,
     NamedTool,
     Tool,
     ToolChoice,
     ToolName,
+    custom_function,
+    kind_of_format,
 )
 from serving.front.api.responses.items import OtherKind
 from serving.front.api.strict_json import NotSupported, StrictBody
@@ -29,13 +32,6 @@ from serving.wire.turns import ModelInfo
 
 BETWEEN_NAMES = "__"
 """Between a namespace and a name, as the model is told them."""
-CUSTOM_ARGUMENT = "input"
-CUSTOM_PARAMETERS = {
-    "type": "object",
-    "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
-    "required": [CUSTOM_ARGUMENT],
-    "additionalProperties": False,
-}
 MAX_NAME_CHARS = 128
 
 
@@ -59,19 +55,14 @@ class FunctionTool(Function, _Offered):
         )
 
 
-class TextFormat(StrictBody):
-    type: Literal["text"]
-
-
-class GrammarFormat(StrictBody):
-    """Told to the model with the tool's description. Nothing holds the text to it."""
-
+class GrammarFormat(Grammar):
     type: Literal["grammar"]
-    syntax: Literal["lark", "regex"]
-    definition: str
 
 
-CustomFormat = Annotated[TextFormat | GrammarFormat, Discriminator("type")]
+CustomFormat = Annotated[
+    Annotated[AnyText, Tag("<text>")] | Annotated[GrammarFormat, Tag("<grammar>")],
+    Discriminator(kind_of_format),
+]
 
 
 class CustomTextTool(_Offered):
@@ -81,11 +72,8 @@ class CustomTextTool(_Offered):
     format: CustomFormat | None = None
 
     def shown(self, name: str) -> Function:
-        texts = [self.description or ""]
-        if isinstance(self.format, GrammarFormat):
-            texts.append(f"The input follows this {self.format.syntax} grammar:\n{self.format.definition}")
-        description = "\n\n".join(filter(None, texts)) or None
-        return Function(name=name, description=description, parameters=CUSTOM_PARAMETERS, strict=False)
+        grammar = self.format if isinstance(self.format, GrammarFormat) else None
+        return custom_function(name, self.description, grammar)
 
 
 def _kind(value: Any) -> str:

@@ -36,8 +36,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hi"}, "messages"),
-    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0]"),
     (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
     (CHAT, {"messages": [{**HELLO, "weight": 1}]}, "messages[0].weight"),
     (

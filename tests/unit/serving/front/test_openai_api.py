@@ -194,6 +194,16 @@ async def test_text_completions_may_say_which_turn_they_are_to_be(tmp_path: Path
         assert again.json()["error"]["param"] == "x-session-turn"
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/messages"])
+async def test_a_turn_s_number_needs_a_session(tmp_path: Path, path: str) -> None:
+    """It was passed over, and the request answered."""
+    said = {"prompt": "hi"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
+    async with local_client(tmp_path) as (client, _):
+        body = {"model": MODEL.model_id, "max_tokens": 1, **said}
+        reply = await client.post(path, json=body, headers={"x-session-turn": "9"})
+        assert (reply.status_code, "x-session-turn" in reply.text) == (400, True)
+
+
 async def test_refused_turns_name_what_named_the_session(tmp_path: Path) -> None:
     async with local_client(tmp_path) as (client, service):
         await client.post("/v1/kedge/sessions", json={"session_id": "small", "capacity_tokens": 8})

@@ -182,9 +182,11 @@ def test_streams_add_up_to_the_whole(data: st.DataObject) -> None:
     added: dict[object, object] = {}
     for number, piece in enumerate(pieces):
         finish = STOP if number == len(pieces) - 1 else None
-        delta = follows.read(TurnEvent(piece, finish=finish, turn_index=3)).delta(None)
+        part = follows.read(TurnEvent(piece, finish=finish, turn_index=3))
+        delta = follows.delta(part, None, ended=finish is not None)
         added = accumulate_delta(added, msgspec.to_builtins(delta))
-    expected = msgspec.to_builtins(whole(text, in_session("s"), name=name).message())
+    answered = reader(name, in_session("s")).message(whole(text, in_session("s"), name=name))
+    expected = msgspec.to_builtins(answered)
     calls = [{k: v for k, v in each.items() if k != "index"} for each in added.get("tool_calls", [])]
     assert calls == expected.get("tool_calls", [])
     assert added.get("content", "") == (expected["content"] or "")

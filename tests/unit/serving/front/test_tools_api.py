@@ -101,11 +101,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool(name="f", parameters={"const": 2**60})], "tool_choice": "required"}, "tools"),
     ({"messages": [{"role": "tool", "content": "noon"}]}, "messages[0].tool_call_id"),
     ({"messages": [{**RESULT, "tool_call_id": ""}]}, "messages[0].tool_call_id"),
-    ({"messages": [{**RESULT, "content": None}]}, "messages[0].content"),
     ({"messages": [{**ASKED, "tool_call_id": "c-1"}]}, "messages[0].tool_call_id"),
     ({"messages": [{**ASKED, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "system", "content": None, "tool_calls": []}]}, "messages[0].content"),
-    ({"messages": [{**ASKED, "content": None, "refusal": "no"}]}, "messages[0].content"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
     ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
     ({"tools": TOOLS, "tool_choice": allowed("none", "clock")}, "tool_choice.allowed_tools.mode"),
@@ -344,3 +341,17 @@ async def test_an_assistant_may_have_said_nothing(
         reply = await client.post(CHAT, json={"messages": messages, "max_tokens": 1})
         assert reply.status_code == 200, reply.text
         assert service.calls[-1].prompt.messages[1]["content"] == content  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+async def test_null_is_an_empty_text_whoever_says_it(tmp_path: Path, role: str) -> None:
+    """As with vLLM. A message whose content is forgotten is refused."""
+    asked = {"role": role} | ({"tool_call_id": "c-1"} if role == "tool" else {})
+    async with tool_client(tmp_path) as (client, service):
+        reply = await client.post(
+            CHAT, json={"messages": [{**asked, "content": None}, ASKED], "max_tokens": 1}
+        )
+        assert reply.status_code == 200, reply.text
+        assert service.calls[-1].prompt.messages[0]["content"] == ""  # type: ignore[union-attr]
+        refused = await client.post(CHAT, json={"messages": [asked, ASKED]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0]")
