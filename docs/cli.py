@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from wrap import wrapped
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cli.md"
 BEGIN = "## Every option\n"
@@ -21,7 +23,7 @@ GENERATE = ["-m", "typer", "serving.cli.main", "utils", "docs", "--name", "kedge
 
 def page(present: str) -> str:
     """The page with that part as it is to be; what is before it stays."""
-    return f"{present.split(BEGIN)[0]}{INTRODUCTION}\n{reference()}"
+    return wrapped(f"{present.split(BEGIN)[0]}{INTRODUCTION}\n{reference()}")
 
 
 def reference() -> str:

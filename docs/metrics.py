@@ -14,6 +14,7 @@ from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import 
 from ray.dashboard.modules.metrics.dashboards.serve_llm_sglang_dashboard_panels import (
     serve_llm_sglang_dashboard_config,
 )
+from wrap import wrapped
 
 from serving.watch.definitions import CONSTANT_LABELS, GROUPS, LABELS, Definition, Source
 from serving.watch.ray_llm import FINISHED, NOT_TOLD, NOW_FIGURES, SERVE_REQUESTS, TURN_FIGURES, LLMNames
@@ -81,7 +82,7 @@ BOARDS: Mapping[LLMNames, DashboardConfig] = {
 def page() -> str:
     """The whole page, Markdown."""
     parts = [HEAD, *(f"## {title}\n\n{_table(group)}" for title, group in GROUPS.items())]
-    return "\n".join([*parts, _labels(), NOTES, RAY, *map(_board, BOARDS)])
+    return wrapped("\n".join([*parts, _labels(), NOTES, RAY, *map(_board, BOARDS)]))
 
 
 def _board(names: LLMNames) -> str:

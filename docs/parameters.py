@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from wrap import wrapped
+
 from serving.front.http import create_http_app
 
 PAGE = Path(__file__).resolve().parent / "parameters.md"
@@ -38,7 +40,7 @@ def page() -> str:
     while left := [name for name in dict.fromkeys(named) if name not in shown]:
         shown.add(left[0])
         parts.append(f"### {left[0]}\n\n{_table(objects[left[0]], named)}")
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
 
 
 def _no_service() -> Any:

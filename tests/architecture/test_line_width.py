@@ -11,11 +11,6 @@ from markdown_it import MarkdownIt
 from source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
-NOT_YET = {"CHANGELOG.md", "README.md", "benchmarks/README.md"} | {
-    f"docs/{page}.md" for page in ("api", "architecture", "cli", "metrics", "operations", "parameters")
-}
-"""Those that have longer lines: `python docs/wrap.py` on one of them, and it goes from here."""
-
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -41,9 +36,7 @@ def test_breaking_lines_changes_no_word(wrap: ModuleType, path: Path) -> None:
     assert wrap.wrapped(wrap.wrapped(text)) == wrap.wrapped(text)
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if str(path.relative_to(ROOT)) not in NOT_YET], ids=str
-)
+@every_document
 def test_lines_fit_a_screen(wrap: ModuleType, path: Path) -> None:
     assert wrap.wrapped(path.read_text()) == path.read_text(), "python docs/wrap.py breaks its lines"
 
