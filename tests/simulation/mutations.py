@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -58,8 +58,11 @@ def _slots_are_trusted() -> Patches:
         if self._sessions.epoch(session_id) is None:
             await free(self, session_id)
 
-    async def begin_to_free(self: SessionHost, session_id: str) -> None:
+    async def start(self: SessionHost, session_id: str) -> None:
         self._tasks.start(free_late(self, session_id))
+
+    def begin_to_free(self: SessionHost, session_id: str) -> Coroutine[Any, Any, None]:
+        return start(self, session_id)
 
     async def end_dropped(self: SessionHost, session_id: str, epoch: int) -> None:
         await free(self, session_id)
