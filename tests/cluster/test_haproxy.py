@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -198,6 +199,29 @@ def test_killed_replica_loses_no_committed_turn(fronted: ServedCluster, client: 
     session.exact_turn([405], resumed=True)
     assert fronted.sessions()[session.session_id]["epoch"] == before["epoch"] + 1
     session.close()
+
+
+def addresses(served: ServedCluster) -> dict[str, tuple[str, int]]:
+    """Of the ingresses that HAProxy is to send calls to, by its name for them."""
+    (config,) = served.directory.glob("*/haproxy.cfg")
+    found = re.findall(r"server (SERVE_REPLICA_kedge-Ingress\S+) (\S+):(\d+) check", config.read_text())
+    return {name: (host, int(port)) for name, host, port in found}
+
+
+def test_an_ingress_that_goes_listens_until_haproxy_knows(fronted: ServedCluster) -> None:
+    """It closed its connections at once. A call that HAProxy had just sent on one of them had no answer."""
+
+    def to(count: int) -> set[str]:
+        override = [{"name": "Ingress", "num_replicas": count}]
+        fronted.deploy(lambda document: document["applications"][0].update(deployments=override))
+        eventually(lambda: len(served_calls(fronted)) == count, 60, interval_s=0.02)
+        return set(served_calls(fronted))
+
+    before = addresses(fronted)
+    assert len(before) == 2
+    (gone,) = set(before) - to(1)
+    socket.create_connection(before[gone]).close()
+    assert len(to(2)) == 2
 
 
 def test_serve_run_that_is_terminated_leaves_no_haproxy_behind(fronted: ServedCluster) -> None:

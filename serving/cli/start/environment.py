@@ -22,6 +22,10 @@ PORTS = {
 PORTS_TO_TRY = 90
 """So many from each of PORTS on are no other's first choice and none of Ray's workers'."""
 
+LEAVING_S = 2
+"""So long an ingress that is to go answers as before: HAProxy has been told of it by then. A call that HAProxy sends on
+a connection that the ingress is just closing is answered by nobody, and HAProxy hangs up on its client."""
+
 TEMPORARY = Path("/tmp")
 """Wherever TMPDIR is: the paths of HAProxy's sockets have 97 characters at most, and 70 of them are Ray's."""
 
@@ -54,7 +58,7 @@ def serve_environment(environ: Mapping[str, str], executables: Path, proxy: Prox
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(executables / "kedge-haproxy"),
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
             "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(LEAVING_S),
         }
         wanted |= {name: str(_free_port(port)) for name, port in PORTS.items() if name not in environ}
         wanted |= _files(own_folder(TEMPORARY))
