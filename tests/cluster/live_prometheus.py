@@ -17,7 +17,7 @@ import yaml
 from served_cluster import ROOT, eventually, free_port
 
 MONITORING = ROOT / "configs" / "monitoring"
-SCRAPE_S = 1
+SCRAPE_S, EVALUATION_S = 1, 0.5
 SHORTEST_RANGE_S = 4.0
 """A rate needs two samples."""
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -115,7 +115,7 @@ class LivePrometheus(Prometheus):
             rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
             path = self.directory / f"rules-{factor:g}.yml"
             path.write_text(yaml.safe_dump(shortened(rules, factor)))
-        self._configure(SCRAPE_S)
+        self._configure(SCRAPE_S, EVALUATION_S)
         self.reach()
 
     def reach(self, there: bool = True) -> None:
@@ -125,9 +125,9 @@ class LivePrometheus(Prometheus):
         fresh.write_text(json.dumps([{"targets": [target], "labels": {"instance": "kedge"}}]))
         fresh.replace(self._targets)
 
-    def scrape_every(self, interval_s: int) -> None:
+    def scrape_every(self, interval_s: int, evaluation_s: float = EVALUATION_S) -> None:
         """A page that lacks the controller takes three seconds, and no scrape may take longer than its interval."""
-        self._configure(interval_s)
+        self._configure(interval_s, evaluation_s)
         self.read_config_again()
 
     def firing(self, name: str, **labels: str) -> list[Alert]:
@@ -160,7 +160,7 @@ class LivePrometheus(Prometheus):
         found = [rule for group in groups for rule in group["rules"] if rule["name"] == name]
         return [(rule["alerts"], rule["query"], self.query(rule["query"])) for rule in found]
 
-    def _configure(self, interval_s: int) -> None:
+    def _configure(self, interval_s: int, evaluation_s: float) -> None:
         shipped = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
         (job,) = (each for each in shipped["scrape_configs"] if each["job_name"] == "kedge")
         del job["static_configs"]
@@ -169,7 +169,7 @@ class LivePrometheus(Prometheus):
             "global": {
                 "scrape_interval": f"{interval_s}s",
                 "scrape_timeout": f"{interval_s}s",
-                "evaluation_interval": "500ms",
+                "evaluation_interval": f"{evaluation_s * 1000:.0f}ms",
             },
             "rule_files": [str(self.directory / "rules-*.yml")],
             "scrape_configs": [job],
