@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:benchmarks:tests/cluster python benchmarks/quiet_hour.py --json quiet_hour.json
 
-Starts a cluster of the shipped config, and Debian's Prometheus beside it with the shipped rules. Prometheus scrapes and
-evaluates as often as configs/monitoring/prometheus.yml says. The load is benchmarks/soak.py: it checks every turn, drains
-replicas and updates the cluster. The exit status is 1 if an alert fires that is not in EXPECTED, if one in EXPECTED does
-not fire, or if a turn is wrong.
+Starts a cluster of the shipped config, and Debian's Prometheus beside it with the shipped rules. Prometheus scrapes
+and evaluates as often as configs/monitoring/prometheus.yml says. The load is benchmarks/soak.py: it checks every turn,
+drains replicas and updates the cluster. The exit status is 1 if an alert fires that is not in EXPECTED, if one in
+EXPECTED does not fire, or if a turn is wrong.
 """
 
 from __future__ import annotations
