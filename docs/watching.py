@@ -1,9 +1,9 @@
 """Walks "Watching it" of docs/operations.md and writes down what is really printed: a server with planted faults,
-Prometheus beside it, a leak, the alert, the culprit's name.
+Prometheus beside it, a leak, the alert, the culprit's name. Then walks docs/newcomer.py for the README.
 
-    python docs/watching.py
+    PYTHONPATH=. python docs/watching.py
 
-Takes some two minutes and the ports 8000 and 9090. Needs Debian's package `prometheus`.
+Takes some four minutes and the ports 8000 and 9090. Needs Debian's packages `prometheus` and `chromium`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import urllib.request
 from pathlib import Path
 
 import yaml
+from newcomer import Stopwatch, walk, with_table
 from transcripts import WRITTEN_URL, refreshed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "operations.md"
+README = ROOT / "README.md"
+PROMETHEUS_URL = "http://127.0.0.1:9090"
 START_TIMEOUT_S = 150.0
 
 
@@ -31,6 +34,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kdwatch", dir="/tmp") as folder:
         config = config_in(Path(folder))
         environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": "walk" * 8}
+        watch = Stopwatch(time.monotonic())
         kedge = started([str(commands / "kedge"), "serve", str(config)], environment)
         monitor = started(
             [sys.executable, str(ROOT / "configs/monitoring/monitor.py"), "--data", f"{folder}/monitor"],
@@ -38,7 +42,10 @@ def main() -> None:
         )
         try:
             wait_until_up(f"{WRITTEN_URL}/health")
-            wait_until_up("http://127.0.0.1:9090/-/ready")
+            watch.note("`kedge serve` answers")
+            wait_until_up(f"{PROMETHEUS_URL}/-/ready")
+            walk(WRITTEN_URL, PROMETHEUS_URL, watch)
+            README.write_text(with_table(README.read_text(), watch.steps))
             PAGE.write_text(refreshed(PAGE.read_text(), WRITTEN_URL))
         finally:
             for process in (monitor, kedge):
