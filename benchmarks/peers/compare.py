@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> int:
         command += ["--server", f"llama.cpp=http://127.0.0.1:{args.llama_port},resend,{peer.pid}"]
         command += [word for server in args.server for word in ("--server", server)]
         command += ["--rounds", str(args.rounds), "--case", "16 in + 8 out", "--endpoint", "completions"]
-        command += ["--no-keep-alive"]  # llama.cpp's server says that it keeps connections open, but closes them
+        command += ["--no-keep-alive"]  # llama.cpp's server promises to keep connections, but closes them
         command += ["--max-other-cores", str(args.max_other_cores)]
         command += ["--max-burst-share", "1"] if args.part == "5m" else []
         command += ["--json", str(args.json)] if args.json is not None else []

@@ -121,7 +121,7 @@ def _replica_rows(replica: Mapping[str, Any], rates: Rates | None) -> list[list[
     ]
     rows: list[list[RenderableType]] = []
     for pages in replica["pools"].values():
-        used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # cached pages can be evicted
+        used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # cached: evictable
         rows.append([*names, bar(pages), f"{used:.0%}", *figures])
         names, figures = ["", ""], [""] * len(figures)
     return rows or [[*names, Text("does not answer", style="red"), "?", *figures]]
