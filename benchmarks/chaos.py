@@ -1,4 +1,4 @@
-"""Kills processes of a running cluster while clients talk to it, and looks whether a token was lost, doubled or wrong.
+"""Kills processes of a running cluster while clients talk to it, and checks whether a token was lost, doubled or wrong.
 
     make serve
     python benchmarks/chaos.py --seconds 600 --every-s 15 --json chaos.json     # on the same machine
@@ -49,7 +49,7 @@ class Chaos:
                 await self._strike(self._rng.choice(self._kinds), pids)
 
     async def replicas(self) -> list[int]:
-        """Their process ids; those that answer."""
+        """The process ids of the replicas that answer."""
         try:
             reply = await self._client.get("/get_server_info")
             return [replica["pid"] for replica in reply.json()["replicas"]]
@@ -73,7 +73,7 @@ class Chaos:
 
 
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool]:
-    """What was found, and whether the audit at the end is clean."""
+    """Returns what was found, and whether the audit at the end is clean."""
     findings = Findings()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=args.url, timeout=GIVE_UP_S, limits=limits) as client:

@@ -1,4 +1,4 @@
-"""The same measurement in this checkout and in another, in turn (A B A B), each time in a process of its own."""
+"""Runs one measurement in this checkout and in another, in turn (A B A B), each time in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TIMEOUT_S = 900.0
 def measure_in_turn(
     script: str, asked: dict[str, Any], against: Path | None, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Medians of the figures that `script --worker ASKED` prints as JSON, by checkout: "now", and "before" if there is
-    another to measure `against`. The script is this checkout's; what it imports is each checkout's own."""
+    """Medians of the figures that `script --worker ASKED` prints as JSON, by checkout: "now", and "before" if `against`
+    names another checkout. The script is always this checkout's; the modules it imports are those of each checkout."""
     checkouts = {"now": Path.cwd()} | ({} if against is None else {"before": against.resolve()})
     found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for _ in range(rounds):

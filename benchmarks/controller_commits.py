@@ -3,11 +3,11 @@
     PYTHONPATH=. python benchmarks/controller_commits.py --json benchmarks/results/controller_commits.json
     PYTHONPATH=. python benchmarks/controller_commits.py --ray --against ../before
 
-Through the methods of the actor's class, in a process of their own, where the streams run as well; with --ray through a
-real actor, as replicas call it. `--against` names another checkout that is measured in turn. The log is in a file, with
-and without a flush of the disk for each transaction, and in Redis where `redis-server` is installed. Each session has
-had ten turns before, so each turn pushes out the answer of another. CPU time is of the controller's process; what a
-flush takes on this disk stands above.
+It calls the methods of the actor's class in a process of their own, in which the streams run as well. With --ray it
+calls a real actor, as replicas do. `--against` names another checkout that is measured in turn. The log is in a file,
+with and without a flush of the disk for each transaction, and in Redis where `redis-server` is installed. Each session
+has had ten turns before, so each turn pushes out the answer of an older turn. CPU time is that of the controller's
+process. The table's title says how long a flush takes on this disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SESSIONS = 1000
 EARLIER_TURNS = 10
 STREAMS = (16, 256)
 REPLICAS = 8
-"""That call the actor, with --ray."""
+"""How many replicas call the actor with --ray."""
 FILE, FLUSHED_FILE, REDIS = "file", "file, full_sync", "redis"
 FLUSHES = 50
 
@@ -44,7 +44,7 @@ Commit = Callable[[Any], Awaitable[object]]
 
 
 class Streams:
-    """Each goes round its own sessions, one turn after another. `took_s`: of each turn."""
+    """Streams that each commit to their own sessions, one turn after another. `took_s`: the seconds of each turn."""
 
     def __init__(self, commits: list[Commit], streams: int) -> None:
         from controllers.records import ModelFingerprint, TurnRecord
@@ -94,7 +94,7 @@ async def measure(
     cpu_s: Callable[[], Awaitable[float]],
     asked: dict[str, Any],
 ) -> dict[str, float]:
-    """`cpu_s` is the controller's CPU time."""
+    """Commits with all streams for `asked["seconds"]`. `cpu_s` returns the controller's CPU time."""
     for number in range(SESSIONS):
         await open_session(f"s{number}")
     streams = Streams(commits, asked["streams"])
@@ -163,7 +163,8 @@ def log_of(asked: dict[str, Any]) -> Any:
 
 @contextmanager
 def redis_server(folder: str) -> Iterator[str | None]:
-    """With what it is told in a file, flushed each second. Its address; None where it is not installed."""
+    """A Redis that appends each write to a file and flushes it each second. Yields its address, or None if Redis is
+    not installed."""
     program = shutil.which("redis-server")
     if program is None:
         yield None
@@ -181,7 +182,7 @@ def redis_server(folder: str) -> Iterator[str | None]:
 
 
 def flush_ms(folder: str) -> float:
-    """Of some kilobytes that were appended to a file, median."""
+    """Median time of a flush after some kilobytes were appended to a file."""
     took_s = []
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         for _ in range(FLUSHES):

@@ -3,10 +3,10 @@
     PYTHONPATH=. python benchmarks/controller_sessions.py --json benchmarks/results/controller_sessions.json
     PYTHONPATH=. python benchmarks/controller_sessions.py --against ../before --sessions 1000,100000
 
-Each figure is of a process of its own, which opens a log in a file with so many sessions, as a controller does that is
-started again. Ten replicas own them. Times are CPU time of that process, messages unpickled there; none is waited for.
-`--against` names another checkout, which is measured in turn: one before heartbeats of changes tells of every session
-every time, lists all sessions, and commits turn by turn.
+Each figure comes from a process of its own. It opens a log in a file with that many sessions, as a restarted controller
+does. Ten replicas own the sessions. Times are CPU time of that process, which includes unpickling the messages; no wait
+is included. `--against` names another checkout, which is measured in turn. A checkout from before heartbeats of changes
+reports every session every time, lists all sessions, and commits turn by turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 REPLICAS = 10
 IDLE_TIMEOUT_S = 86_400.0
 CHANGED = 100
-"""Sessions that have changed since a replica's last heartbeat."""
+"""Sessions that have changed since a replica's previous heartbeat."""
 IN_REPORT = 1000
 TURNS_AT_ONCE = 64
 PAGE = 1000
@@ -52,7 +52,7 @@ COLUMNS = {
 
 
 class Subject:
-    """A controller over a log with so many sessions, of this checkout or of one before."""
+    """A controller over a log with that many sessions, of this checkout or of an earlier one."""
 
     def __init__(self, folder: str, sessions: int) -> None:
         from controllers import records
@@ -81,10 +81,10 @@ class Subject:
 
     def _open(self, make: Any, settings: Any, store: Any) -> None:
         self.cluster = make(settings, store, time.time, time.monotonic)
-        self.cluster._started_s = -math.inf  # else nothing expires yet
+        self.cluster._started_s = -math.inf  # otherwise nothing expires yet
 
     def beat(self, replica: int, changed: int) -> float:
-        """CPU seconds of a heartbeat which has at most so many of the replica's sessions."""
+        """CPU seconds of a heartbeat that reports at most `changed` of the replica's sessions."""
         own = range(replica, self._sessions, REPLICAS)
         size = IN_REPORT if self.tells_changes else len(own)
         told = own[:changed] if self.tells_changes else own
@@ -104,7 +104,7 @@ class Subject:
         return self._records.ReplicaStatus(f"r{replica}", 10**6, 10**6)
 
     def commit(self, first: int) -> None:
-        """A group of turns, of sessions far from each other."""
+        """Commits a group of turns, of sessions far from each other."""
         step = max(1, self._sessions // TURNS_AT_ONCE)
         records = [self._turn((first + number * step) % self._sessions) for number in range(TURNS_AT_ONCE)]
         if self.tells_changes:
@@ -127,7 +127,7 @@ class Subject:
 
 
 def fill(store: Any, sessions: int) -> None:
-    """Rows as the store writes them, all at once."""
+    """Writes rows as the store does, all at once."""
     db, now_s = store._connection, time.time()
     db.execute("BEGIN")
     db.executemany(

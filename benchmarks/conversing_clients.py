@@ -1,4 +1,4 @@
-"""Clients that have one and the same conversation in different ways: with all that was said, or with what is new."""
+"""Clients that have the same conversation but send different things: the whole history, or only what is new."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Speaker:
             self._headers[MODE_HEADER] = "append"
 
     async def say(self, words: str, max_tokens: int, **fields: object) -> TurnSample:
-        """The next turn. Raises RuntimeError if it was not answered."""
+        """Sends the next turn. Raises RuntimeError if it fails."""
         self._turn += 1
         if self._way is Way.SESSION:
             self._messages.clear()

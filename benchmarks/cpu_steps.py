@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/cpu_steps.py --json cpu_steps.json
 
-Both ways hold the same random weights and are timed in turn (A B A B). The floor of a decode step is the bytes of
-weights that it reads, over the bandwidth of a copy that is measured before each round with as many threads: a step
-cannot be quicker, unless a cache holds the weights, which it does of the small model.
+Both hold the same random weights and are timed in turn (A B A B). The floor of a decode step is the bytes of weights
+that it reads, over the bandwidth of a copy that is measured before each round with as many threads. A step cannot be
+faster than this unless a cache holds the weights, as it does those of the small model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NUM_PAGES = 512
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`threads` is what it is best served with on two cores."""
+    """A model to time. `threads` is the number it is best served with on two cores."""
 
     name: str
     config: dict[str, Any]
@@ -56,7 +56,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """That a decode step reads: the embedding counts where it is the head, too."""
+        """The parameters that a decode step reads. If the embedding is also the head, it counts."""
         shapes = tensor_shapes(parse_spec(self.config))
         unread = set() if self.config["tie_word_embeddings"] else {"model.embed_tokens.weight"}
         return sum(math.prod(shape) for name, shape in shapes.items() if name not in unread)
@@ -64,7 +64,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`tokens` of each of the streams in one step, after `history`."""
+    """A step with `tokens` of each of the streams, after `history`."""
 
     what: str
     streams: int
@@ -88,7 +88,7 @@ CASES = [
 
 
 def load(model: Model, variant: str, way: str) -> tuple[TorchRunner, float]:
-    """And the seconds that it took."""
+    """Returns the runner and the seconds that loading took."""
     checkpoint, dtype, _ = VARIANTS[variant]
     begun_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""The engine's own CPU time, a step: beside the clients of its process, and in a process that has none.
+"""The engine's own CPU time per step: with clients in its process, and in a process that has none.
 
     PYTHONPATH=.:tests/cluster kedge serve null.yaml     # import_path: null_app:build; STATE_DIR/counts says [0, 0, 0]
     chrt -f 50 python benchmarks/engine_beside_clients.py --counts STATE_DIR/counts --json engine_beside_clients.json
 
-Both run the real engine around the null runner, whose steps take 2 ms of waiting, with turns of the same length.
-Clients leave gaps, so a step has fewer items than there are streams: the engine without clients then runs as many.
-Rounds of both take turns (A B A B); medians count. What differs is what shares the interpreter's lock and the caches:
-the event loop that tells the turns.
+Both run the real engine around the null runner, whose steps wait for 2 ms, with turns of the same length. Clients leave
+gaps, so a step has fewer items than there are streams; the engine without clients then runs that many streams. Rounds
+of the two alternate (A B A B); the medians count. The difference comes from what shares the interpreter's lock and the
+caches: the event loop that sends out the turns' events.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEPS = 20 * COUNTED_EVERY
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of the engine's thread, between two looks at its counts."""
+    """What the engine's thread used between two readings of its counts."""
 
     steps: int
     items: int
@@ -91,7 +91,7 @@ class Turns:
             self._any.set()
 
     def cost(self, streams: int) -> Cost:
-        """Of STEPS steps; nothing runs before and after."""
+        """The cost of STEPS steps; nothing runs before and after."""
         for number in range(streams):
             self._submit(number)
         while read(self._counts)[0] == 0:

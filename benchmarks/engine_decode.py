@@ -64,7 +64,7 @@ class Stopwatch:
 
     @property
     def step_s(self) -> float:
-        """Mean time from the moment every stream decodes until the last one ends, per token of a stream."""
+        """Mean time per token of a stream, from the moment every stream decodes until the last stream ends."""
         per_stream = self.tokens / self.streams
         return (self.last_s - max(self.first_s)) / (per_stream - 1)
 

@@ -4,9 +4,9 @@
     python -m benchmarks.gpu_report --sections ceilings,decode --limit-s 500
     python -m benchmarks.gpu_report --dry                   # without a card: proves the paths, measures nothing
 
-Each section runs in a process of its own with a time limit, so that one that fails, hangs or spoils the card's context
-costs its own rows only. Figures go to benchmarks/results/gpu_<card>.json, which keeps the sections that were not run
-now; a dry run writes only where --json says.
+Each section runs in a process of its own with a time limit, so a section that fails, hangs or spoils the card's context
+costs only its own rows. Figures go to benchmarks/results/gpu_<card>.json, which keeps the sections that were not run
+this time. A dry run writes only to the file that --json names.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from benchmarks.gpu.rows import Row, RowFile, failed, markdown, skipped
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 10.0
-"""From the end that a section knows of to the end of its process."""
+"""From the time limit that a section is told to the moment its process is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`entry` is module:function, a function of one Stage; `limit_s` on a card."""
+    """A part of the report. `entry` is module:function, a function of one Stage; `limit_s` is the limit on a card."""
 
     entry: str
     limit_s: float
@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown sections {unknown}; there are {sorted(SECTIONS)}")
     if not options.dry:
-        names.insert(0, "environment")  # whose figures they are
+        names.insert(0, "environment")  # says which machine the figures are from
     options.names = list(dict.fromkeys(names))
     return options
 
@@ -120,7 +120,7 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
 
 
 def in_own_process(name: str, arguments: list[str], folder: Path, left_s: float | None) -> list[Row]:
-    """The rows of one section, with one more if it failed or did not end in time."""
+    """The rows of one section, plus a row for the failure if it failed or did not end in time."""
     limit_s = SECTIONS[name].limit_s if left_s is None else min(SECTIONS[name].limit_s, left_s)
     if limit_s < 2 * GRACE_S:
         return [skipped(name, "section", "no time left")]
@@ -138,14 +138,14 @@ def in_own_process(name: str, arguments: list[str], folder: Path, left_s: float 
         rows = [*file.read(), failed(name, "section", f"was ended after {limit_s:.0f} s")]
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes it started
         process.wait()
     print(f"[{name}] took {time.monotonic() - begin_s:.1f} s", flush=True)
     return rows
 
 
 def run_section(options: argparse.Namespace) -> None:
-    """In the section's own process."""
+    """Runs a section, in its own process."""
     begin_s = time.monotonic()
     if options.dry:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -168,4 +168,4 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     if "--section" in sys.argv:
-        os._exit(0)  # a section leaves no thread behind that could hold its process
+        os._exit(0)  # a thread that the section left behind could keep its process alive

@@ -1,12 +1,12 @@
-"""When the first token comes to clients that send whole histories, beside one that sends what is new.
+"""Time to the first token for clients that send whole histories, beside a client that sends only what is new.
 
     PYTHONPATH=. python benchmarks/history_ttft.py --rounds 5 --json history_ttft.json
 
-It serves the built-in model itself, with one replica. In each round one client of each way has a conversation of its
-own; they take turns one by one, and each round begins with another of them (A B C, B C A). So whatever else the machine
-does meets all of them. Two shapes: a long first message with short turns behind it, where the turn itself costs
-little, and turns that are all alike. Once the server runs, the script gives itself real-time priority where it may:
-`chrt` would give it to the server, too. Medians and the best; ratios are of those.
+It serves the built-in model itself, with one replica. In each round each kind of client has a conversation of its own.
+The clients alternate turn by turn, and each round begins with another of them (A B C, B C A), so other work on the
+machine affects all of them. There are two shapes: a long first message followed by short turns, where the turn itself
+costs little, and turns that are all alike. Once the server runs, the script gives itself real-time priority if it may;
+`chrt` would give it to the server, too. The table has medians and the best, and the ratios of both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LATE_MEDIAN, LATE_BEST = "late_ttft_ms", "best_late_ttft_ms"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a conversation: words of the first message and of each other one."""
+    """The shape of a conversation: words of its first message and of each later one."""
 
     name: str
     first_words: int
@@ -53,7 +53,7 @@ SHAPES = (Shape("long beginning", 4_700, 16), Shape("even turns", 250, 250))
 TURNS, MAX_TOKENS = LATE.stop - 1, 16
 
 Samples = dict[Way, list[list[TurnSample]]]
-"""By way, of each round all turns."""
+"""For each way, the turns of each round."""
 
 
 def one_replica(document: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def one_replica(document: dict[str, Any]) -> None:
 async def converse(
     client: aiohttp.ClientSession, url: str, shape: Shape, seed: int
 ) -> dict[Way, list[TurnSample]]:
-    """One round: a conversation of each way, all of them turn by turn."""
+    """One round: a conversation of each way, all of them alternating turn by turn."""
     ways = list(Way)
     order = ways[seed % len(ways) :] + ways[: seed % len(ways)]
     speakers = {way: Speaker(client, url, way, number) for number, way in enumerate(ways)}
@@ -79,10 +79,10 @@ async def converse(
 
 
 async def measure(url: str, shape: Shape, rounds: int) -> tuple[Samples, CpuShares | None, float]:
-    """All samples, who used the processors, and by how much the client was late at most (99th percentile)."""
+    """All samples, who used the processors, and how late the client's timers were (99th percentile)."""
     found: Samples = {way: [] for way in Way}
     async with open_client() as client:
-        await converse(client, url, shape, rounds)  # all is warm, and nothing of it is said again
+        await converse(client, url, shape, rounds)  # warms everything up; no later round uses its seed
         gc.disable()
         meter = CpuMeter(find_server_pids(url))
         async with Punctuality() as punctuality:
@@ -95,7 +95,7 @@ async def measure(url: str, shape: Shape, rounds: int) -> tuple[Samples, CpuShar
 
 
 def figures(rounds: Sequence[Sequence[TurnSample]]) -> dict[str, float]:
-    """Of one way. `computed`: tokens of a late turn's prompt that had no KV."""
+    """Figures of one way. `computed`: tokens of a late turn's prompt that had no KV."""
     late = [sample for samples in rounds for sample in samples if sample.turn in LATE]
     early = [sample for samples in rounds for sample in samples if sample.turn in EARLY]
     usages = [sample.usage for sample in late if sample.usage is not None]
@@ -113,7 +113,7 @@ def ratio(rows: Mapping[Way, Mapping[str, float]], way: Way, figure: str) -> flo
 
 
 def take_priority() -> None:
-    """This process' alone, from now on: a client that waits for a processor measures itself."""
+    """Gives this process alone real-time priority: a client that waits for a processor measures its own delay."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(CLIENTS_PRIORITY))
     except (AttributeError, PermissionError):

@@ -1,4 +1,4 @@
-"""Bodies that are made to cost a server time: the largest of each kind that its limits let through, and larger ones."""
+"""Request bodies made to cost a server time: the largest of each kind that its limits let through, and larger ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class HostileBody:
-    """`content` goes to `path` as JSON, whatever it is."""
+    """A body to send: `content` goes to `path` as JSON, valid or not."""
 
     name: str
     path: str
@@ -25,7 +25,7 @@ class HostileBody:
 
 
 def hostile_bodies(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
-    """For a model that takes so many tokens and a server that takes bodies of so many bytes."""
+    """Bodies for a model with `context_len` tokens of context and a server that takes `size_bytes` of body."""
     yield from _not_ours(size_bytes)
     yield from _messages(size_bytes)
     yield from _fields_of_chat()
@@ -46,7 +46,7 @@ def _completion(name: str, path: str = COMPLETIONS, **fields: Any) -> HostileBod
 
 
 def _not_ours(size_bytes: int) -> Iterator[HostileBody]:
-    """What is refused for its size, its number of values or its depth, and just does not reach those limits."""
+    """Bodies that are refused for size, number of values or depth, and bodies that stay just below those limits."""
     yield HostileBody("1.5 million zeros for messages", CHAT, b'{"messages":[' + b"0," * 1_500_000 + b"0]}")
     many = (size_bytes - 64) // 3
     yield HostileBody("empty messages up to the size limit", CHAT, b'{"messages":[' + b"{}," * many + b"{}]}")
@@ -140,7 +140,7 @@ def _prompts(context_len: int, size_bytes: int) -> Iterator[HostileBody]:
 
 
 def _answers(context_len: int) -> Iterator[HostileBody]:
-    """Small requests for large answers."""
+    """Small requests that ask for large answers."""
     many = {"max_new_tokens": min(1_500, context_len - 200), "ignore_eos": True}
     for stream in (False, True):
         yield _completion(
@@ -175,7 +175,7 @@ def _answers(context_len: int) -> Iterator[HostileBody]:
 
 
 def _scored(context_len: int) -> Iterator[HostileBody]:
-    """Log-probabilities of what was sent."""
+    """Requests for the log-probabilities of the prompt."""
     scored, params = [7] * (context_len - 8), {"max_new_tokens": 1}
     yield _completion(
         "log-probabilities of a whole context",

@@ -1,9 +1,9 @@
-"""Clients that mean no good, beside clients that do: what the others notice, and what the server takes for it.
+"""Hostile clients beside ordinary ones: how much slower the ordinary clients get, and what the server holds.
 
     python benchmarks/hostile_clients.py --server-pid "$(pgrep -f 'serve run')" --json hostile_clients.json
 
-Some sessions always have a streamed turn in flight. For each attack in turn they are measured without it and with it,
-A B A B. An attack runs in a process of its own; on a machine of few cores what it computes is missing to the others.
+Some sessions always have a streamed turn in flight. Each attack is measured in turn, without it and with it, A B A B.
+An attack runs in a process of its own. On a machine of few cores the ordinary clients lack the CPU that it uses.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ GIVE_UP_S = 120.0
 END_S = 30.0
 NO_SETTINGS = ("url", "server_pid", "json")
 CALM_S = 15.0
-"""By then an attack that has ended should have left nothing behind."""
+"""After this time an attack that has ended should have left nothing behind."""
 
 
 @dataclass
 class Turns:
-    """Of the ordinary sessions in one phase: seconds to the first token and to the end, and what failed."""
+    """Turns of the ordinary sessions in one phase: seconds to the first token and to the end, and failures."""
 
     first_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Turns:
 
 @dataclass
 class Phase:
-    """One attack, or none, for a while. `peak` is the most that each kind of process held at a time."""
+    """A period with one attack, or with none. `peak` is the most that each kind of process held at a time."""
 
     turns: Turns
     peak: dict[str, Held]
@@ -60,7 +60,7 @@ class Phase:
 
 
 class Sessions:
-    """Ordinary clients, each with a turn in flight at all times: 16 tokens in, some out, streamed."""
+    """Ordinary clients, each with a streamed turn in flight at all times: 16 tokens in, `tokens_out` out."""
 
     def __init__(self, url: str, number: int, tokens_out: int) -> None:
         self._client = httpx.AsyncClient(
@@ -102,7 +102,7 @@ class Sessions:
             turns.whole_s.append(time.monotonic() - began_s)
 
     async def _turn(self, session_id: str, tokens: list[int]) -> float:
-        """When its first token came. Raises httpx.HTTPError for what is no answer."""
+        """The time at which its first token came. Raises httpx.HTTPError if the reply is not an answer."""
         sampling = {"max_new_tokens": self._tokens_out, "temperature": 0, "ignore_eos": True}
         body = {
             "input_ids": tokens,
@@ -123,7 +123,7 @@ class Sessions:
 
 @asynccontextmanager
 async def attack(name: str, args: argparse.Namespace) -> AsyncIterator[dict[str, int]]:
-    """In a process of its own, until the context is left. Then the dictionary has what became of it."""
+    """Runs the attack in a process of its own until the context ends. Then the dictionary has its counts."""
     address = urlsplit(args.url)
     script = Path(__file__).with_name("hostile_connections.py")
     process = await asyncio.create_subprocess_exec(
@@ -150,7 +150,7 @@ async def phase(sessions: Sessions, args: argparse.Namespace, name: str | None) 
     else:
         async with attack(name, args) as told:
             peak = await _peak(args)
-            sessions.turns = Turns()  # what ends behind it counts for none
+            sessions.turns = Turns()  # turns that end after the attack do not count
     return Phase(turns, peak, told)
 
 

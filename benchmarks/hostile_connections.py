@@ -1,7 +1,7 @@
-"""Attacks on a server by the way that connections are used: `hostile_connections.py NAME HOST PORT SCALE`.
+"""Attacks on a server through its connections: `hostile_connections.py NAME HOST PORT SCALE`.
 
-One goes on until its standard input ends. Then it prints how often what happened, as JSON. SCALE multiplies the number
-of connections.
+An attack goes on until its standard input ends. Then it prints as JSON how often each outcome happened. SCALE
+multiplies the number of connections.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FLOODERS = 20
 HALF_OPEN = 10_000
 TURNS = 500
 PER_ADDRESS = 5_000
-"""Connections from one address of the loopback network: it has no more ports than 28,000."""
+"""Connections from one address of the loopback network, which has about 28,000 ports."""
 
 OPENED_AT_ONCE = 200
 FLOOD_BYTES = 64 * 2**20
-"""Of one header that does not end."""
+"""Bytes of a request whose headers do not end."""
 
 BIG_STREAM = {
     "input_ids": [7] * 400,
@@ -35,7 +35,7 @@ BIG_STREAM = {
     "top_logprobs_num": 20,
     "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
 }
-"""Every event tells all log-probabilities so far: some megabytes for each of its tokens."""
+"""Every event repeats all log-probabilities so far: some megabytes for each token."""
 
 
 class Attack:
@@ -61,7 +61,7 @@ class Attack:
         await asyncio.gather(*map(counted, range(count)))
 
     async def connect(self, index: int = 0) -> socket.socket:
-        """From an address of its own for every PER_ADDRESS connections."""
+        """Opens a connection. Every PER_ADDRESS connections come from an address of their own."""
         client = socket.socket()
         client.setblocking(False)
         client.bind((f"127.0.1.{1 + index // PER_ADDRESS}", 0))
@@ -79,7 +79,7 @@ class Attack:
         await asyncio.get_running_loop().sock_sendall(client, data)
 
     async def answered(self, client: socket.socket) -> None:
-        """Waits for an answer, or the end, and counts it."""
+        """Waits for an answer or the end of the connection, and counts it."""
         answer = await asyncio.get_running_loop().sock_recv(client, 4096)
         self.counts[answer[9:12].decode(errors="replace") if answer else "cut"] += 1
 
@@ -100,7 +100,7 @@ def call(path: str, body: dict[str, Any], *lines: str) -> bytes:
 
 
 async def never_read(attack: Attack) -> None:
-    """Large streams are opened, and nothing of them is read."""
+    """Opens large streams and reads nothing of them."""
 
     async def one(index: int) -> None:
         with await attack.connect(index) as client:
@@ -112,7 +112,7 @@ async def never_read(attack: Attack) -> None:
 
 
 async def read_at_once(attack: Attack) -> None:
-    """No attack: the same streams, read as they come. What they compute is missing to the others just so."""
+    """No attack: reads the same streams as they come. They cost the server the same computation as unread ones."""
 
     async def one(index: int) -> None:
         loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ async def read_at_once(attack: Attack) -> None:
 
 
 async def send_slowly(attack: Attack) -> None:
-    """Bodies come a byte a second."""
+    """Sends bodies at a byte a second."""
 
     async def one(index: int) -> None:
         with await attack.connect(index) as client:
@@ -143,7 +143,7 @@ async def send_slowly(attack: Attack) -> None:
 
 
 async def flood_headers(attack: Attack) -> None:
-    """Headers of 64 KiB, of thousands of lines, and ones without an end, again and again."""
+    """Sends headers of 64 KiB, headers of thousands of lines, and headers without an end, again and again."""
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     large = call("/v1/chat/completions", body, "x-large: " + "a" * 2**16)
     many = call("/v1/chat/completions", body, *(f"x-line-{n}: a" for n in range(5000)))
@@ -178,7 +178,7 @@ async def _flood(attack: Attack, client: socket.socket) -> None:
 
 
 async def half_open(attack: Attack) -> None:
-    """Thousands of connections, on which nothing comes, or half of a line."""
+    """Opens thousands of connections and sends nothing on them, or half of a line."""
 
     async def one(index: int) -> None:
         with await attack.connect(index) as client:
@@ -190,7 +190,7 @@ async def half_open(attack: Attack) -> None:
 
 
 async def many_turns(attack: Attack) -> None:
-    """One client has hundreds of turns in flight at all times."""
+    """Keeps hundreds of turns of one client in flight at all times."""
     body = {"prompt": [7] * 64, "max_tokens": 64, "ignore_eos": True}
 
     async def one(index: int) -> None:
@@ -214,7 +214,7 @@ ATTACKS: dict[str, Callable[[Attack], Awaitable[None]]] = {
 
 
 async def until_told(name: str, host: str, port: int, scale: float) -> Counter[str]:
-    """Returns when standard input ends."""
+    """Runs the attack until standard input ends; returns its counts."""
     attack = Attack(host, port, scale)
     task = asyncio.create_task(ATTACKS[name](attack))
     await asyncio.to_thread(sys.stdin.read)

@@ -1,9 +1,9 @@
-"""What it costs to know which KV is whose: a turn's hashing by the length of its history, and what is paid once.
+"""The cost of knowing which KV belongs to which history: a turn's hashing by length of history, and one-time costs.
 
     PYTHONPATH=. python benchmarks/kv_identity.py --json kv_identity.json
 
-A turn compares the slot's chain with its history's, and extends both by its tokens. Paid once: the chain of a history
-that was loaded from the log, the comparison with KV that differs, and a copy for the host or for a fork.
+A turn compares the slot's chain with its history's, and extends both by its tokens. One-time costs are the chain of a
+history that was loaded from the log, the comparison with KV that differs, and a copy for the host or for a fork.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def chain_of(tokens: list[int]) -> TokenChain:
 
 
 def turn_us(history: list[int]) -> float:
-    """Median microseconds of CPU time of one turn's hashing, the slot's and the history's."""
+    """Median microseconds of CPU time of one turn's hashing, for both the slot's chain and the history's."""
     book, kv = chain_of(history), chain_of(history[:-1])
     new = history[:NEW_TOKENS] + history[:OUTPUT_TOKENS]
     times_s = []
     for _ in range(TURNS):
-        known = history[-1:] + new[:-1]  # the last token's KV is the next turn's to compute
+        known = history[-1:] + new[:-1]  # the next turn computes the last token's KV
         begun_s = time.thread_time()
         assert kv.common_len(book) == len(kv)
         kv.extend(known)

@@ -1,7 +1,7 @@
-"""How long the event loops of a served cluster's processes stood still: a probe that is sent into each of its actors.
+"""How long the event loops of a served cluster's processes stood still. A probe is sent into each of its actors.
 
-A loop that stands still serves nobody else. The probe is a task on each loop of the process that sleeps BEAT_S and
-notes how late it wakes; nothing of it is in the product.
+A loop that stands still serves nobody. The probe is a task on each loop of the process that sleeps BEAT_S and notes how
+late it wakes. The product itself contains no part of it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ PROXY = "SERVE_PROXY_ACTOR"
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The longest one of a part's loops. `late_s`: the loop served nothing for so long. `busy_s`: CPU that the process
-    had meanwhile, all of its threads together. What is missing to `late_s` is the machine's: it had no core for it."""
+    """The longest stall of a part's loops. `late_s`: how long the loop served nothing. `busy_s`: CPU that all threads
+    of the process used meanwhile. For the rest of `late_s` the machine had no core for the process."""
 
     late_s: float
     busy_s: float
     loop_s: float
-    """CPU of the loop's own thread meanwhile."""
+    """CPU that the loop's own thread used meanwhile."""
 
     @property
     def own_s(self) -> float:
-        """What the process itself has to answer for."""
+        """The part of the stall that the process itself caused."""
         return min(self.late_s, self.busy_s)
 
 
 class LoopProbe:
-    """Of all processes of the Ray cluster at `address` that serve the application `kedge`, and of its controller."""
+    """Probes the actors of application `kedge`, Ray's proxy and the actor named `controller`, in one Ray cluster."""
 
     def __init__(self, address: str, controller: str) -> None:
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -50,7 +50,7 @@ class LoopProbe:
         return {part for part, _ in self._actors.values()}
 
     def longest(self) -> dict[str, Stall]:
-        """By part: the longest stall since this was asked last."""
+        """The longest stall of each part since the last call."""
         found: dict[str, Stall] = {}
         for part, stalls in self._ask(_taken):
             for stall in stalls:
@@ -79,7 +79,7 @@ def _actors(controller: str) -> Mapping[str, tuple[str, Any]]:
 
 
 def _start(_: Any) -> None:
-    """In the actor's process: a task on every loop that runs there."""
+    """Runs in the actor's process: starts a task on every loop that runs there."""
     import asyncio
     import gc
     import time

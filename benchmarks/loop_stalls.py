@@ -1,9 +1,10 @@
-"""How long one request can hold the event loops of a served cluster: of the front end, the replicas, the controller.
+"""How long one request can hold the event loops of a served cluster: those of front end, replicas and controller.
 
     python benchmarks/loop_stalls.py --ray-address 127.0.0.1:6379 --json loop_stalls.json
 
-First each hostile body by itself, `--repeats` times on an idle cluster: the median of its longest stalls counts. Then
-all of them and calls of two tenants at random, `--clients` at a time, for `--fuzz-s`: the longest stall counts.
+First it sends each hostile body by itself, `--repeats` times on an idle cluster: the median of its longest stalls
+counts. Then it sends all bodies and calls of two tenants at random, `--clients` at a time, for `--fuzz-s` seconds: the
+longest stall counts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NOTHING = "nothing for 2 s"
 
 @dataclass
 class Measured:
-    """One kind of request. `status` is that of its last answer."""
+    """One kind of request. `status` is the status of its last answer."""
 
     name: str
     status: int | str = ""
@@ -98,7 +99,7 @@ async def measure_nothing(probe: LoopProbe, repeats: int) -> Measured:
 
 
 async def send(client: httpx.AsyncClient, body: HostileBody, key: str) -> int | str:
-    """The answer's status, or what went wrong. Keys of its headers are made new ones."""
+    """The answer's status, or the error's name. `key` is appended to an idempotency key, so that it is new."""
     headers = {name: value + key if name == "idempotency-key" else value for name, value in body.headers}
     try:
         async with client.stream(
@@ -114,7 +115,7 @@ async def send(client: httpx.AsyncClient, body: HostileBody, key: str) -> int | 
 async def fuzz(
     client: httpx.AsyncClient, bodies: Sequence[HostileBody], clients: int, seconds: float, seed: int
 ) -> dict[str, int]:
-    """How many calls had which status."""
+    """Returns how many calls had each status."""
     counts: dict[str, int] = {}
     until_s = time.monotonic() + seconds
     tenants = [Tenant(name, random.Random(f"{seed}-{name}")) for name in ("acme", "umbrella")]

@@ -51,13 +51,13 @@ def copy_bandwidth(count: int = 8) -> float:
 
 
 class OtherProcesses:
-    """Measures the cores that everything but this process used."""
+    """Measures how many cores everything but this process used."""
 
     def __init__(self) -> None:
         self._begin_s, self._begin_cpu_s = time.perf_counter(), self._cpu_s()
 
     def cores(self) -> float | None:
-        """Mean since the start; None where /proc/stat is not to be had."""
+        """Mean since the start; None if /proc/stat cannot be read."""
         if self._begin_cpu_s is None or (now_cpu_s := self._cpu_s()) is None:
             return None
         return max(0.0, (now_cpu_s - self._begin_cpu_s) / (time.perf_counter() - self._begin_s))

@@ -1,5 +1,5 @@
-"""Takes the session log, or the controller, away for a while under streaming sessions: does a turn fail, is one lost or
-doubled, how soon do all go on, and is any history computed again?
+"""Takes the session log or the controller away for a while under streaming sessions. It shows whether a turn fails, is
+lost or doubled, how soon all sessions continue, and whether any history is computed again.
 
     make serve CONFIG=with_redis.yaml       # controller.redis_url names a Redis on this machine
     python benchmarks/outage.py --away redis --seconds 30 --json outage.json      # on the same machine
@@ -35,12 +35,13 @@ from talk_run import check_ends, conclude, failures_line, open_client, talk_argu
 CONTROLLER = "ray::ClusterController"
 KILL_AGAIN_S = 0.25
 ON_THE_WAY_S = 1.0
-"""What was committed before may be heard of so much later."""
+"""A client may hear this much later of what was committed before."""
 
 
 @asynccontextmanager
 async def away(what: str, info: dict[str, Any]) -> AsyncIterator[None]:
-    """Something of the server that told `info` does not answer. Raises SystemExit if it is not on this machine."""
+    """Makes a part of the server with the given `info` stop answering. Raises SystemExit if it is not on this
+    machine."""
     replica_pid = info["replicas"][0]["pid"]
     if what == "controller-dies":
         killing = asyncio.create_task(_kill_on(replica_pid))
@@ -74,8 +75,8 @@ async def _kill_on(replica_pid: int) -> None:
 
 
 async def turns_moved(client: httpx.AsyncClient) -> float:
-    """Calls that a busy replica passed on: the session moved, and its KV is computed again. Its replica counts them,
-    which outlives the controller."""
+    """Calls that a busy replica passed on: the session moved, and its KV is computed again. The replica counts them,
+    since it outlives the controller."""
     families = text_string_to_metric_families((await client.get("/metrics")).text)
     samples = chain.from_iterable(family.samples for family in families)
     return sum(
@@ -86,7 +87,7 @@ async def turns_moved(client: httpx.AsyncClient) -> float:
 
 
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, Any]]:
-    """What was found, whether the audit at the end is clean, and figures that can be written as JSON."""
+    """Returns what was found, whether the audit at the end is clean, and figures for the JSON record."""
     findings = Findings()
     async with open_client(args) as client:
         talkers = [

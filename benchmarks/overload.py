@@ -2,8 +2,8 @@
 
     python benchmarks/overload.py --seconds 600 --json overload.json
 
-Both engines run in turn, A B A B, with 64 clients that always have a turn in flight. Afterwards a sample of turns is
-generated again by a fresh engine, token for token, and every page of every pool is audited.
+Both engines run in turn, A B A B, with 64 clients that always have a turn in flight. Afterwards a fresh engine
+generates a sample of turns again, which must be the same token for token, and every page of every pool is audited.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def settings(pool: Pool) -> EngineSettings:
 
 
 def check_sample(sample: list[Turn]) -> int:
-    """How many sampled turns a fresh engine, which has seen nothing before, generates otherwise."""
+    """How many sampled turns come out differently on a fresh engine, which has no state."""
     wrong = 0
     clients = Collector()
     engine = build_engine(settings(Pool("fresh", 4096, 0)), clients)
@@ -121,7 +121,7 @@ class Collector:
 
 
 def finish(subject: Subject) -> dict[str, Any]:
-    """Stops a subject: audit, sample, closing figures."""
+    """Audits and stops a subject, checks its sample, and returns the closing figures."""
     report = subject.engine.audit().result(WAIT_S)
     held = subject.engine.session_kv_tokens().result(WAIT_S)
     for session_id in held:

@@ -1,17 +1,18 @@
-"""Changes a running cluster under streaming sessions: a rolling update, fewer replicas, more again, a drain by hand, a
-node that is drained. Does a turn fail, how long does a turn wait for its first token, does throughput ever stand still?
+"""Changes a running cluster under streaming sessions: a rolling update, fewer replicas, more replicas, a drain by hand,
+and the drain of a node. It shows whether a turn fails, how long turns wait for a first token, and whether throughput
+ever stops.
 
     make serve CONFIG=my.yaml
     python benchmarks/planned_changes.py --config my.yaml --rounds 3 --json planned_changes.json
 
-A node is drained only where `--ray-address` says which cluster that is. The replicas must be on other nodes than the
-head. A new node is started before one of theirs is drained, and that is not measured: where nodes are machines it takes
-nothing from those that serve.
+A node is drained only if `--ray-address` names the cluster. The replicas must be on other nodes than the head. A new
+node is started before one of theirs is drained. This is not measured: if nodes are machines, it takes nothing from the
+nodes that serve.
 
-The changes go to Ray Serve as `serve deploy` sends them. A turn's wait is its time to the first token less that of its
-own prefill: what an idle server, measured at the beginning, takes for the tokens that had no KV. So it contains the KV
-that others compute meanwhile, and all that is slower since the machine is busy. Every turn is checked, in the ways that
-benchmarks/session_talkers.py lists.
+The changes go to Ray Serve as `serve deploy` sends them. A turn's wait is its time to the first token less the time of
+its own prefill: what an idle server, measured at the beginning, takes for the tokens that had no KV. So the wait
+includes the KV that others compute meanwhile, and the slowdown of a busy machine. Every turn is checked, in the ways
+that benchmarks/session_talkers.py lists.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COUNTED = ("turns", "waits_late", "tokens_computed_again")
 
 
 class Deployment:
-    """The served application, as its config file says, and as it is changed."""
+    """The served application: its config file, and the changes made to it."""
 
     def __init__(self, client: httpx.AsyncClient, dashboard: httpx.AsyncClient, config: Path) -> None:
         self._client = client
@@ -57,13 +58,13 @@ class Deployment:
         await self._deploy()
 
     async def scale(self, count: int) -> None:
-        """By Serve's own override: what is changed in `args` replaces every replica."""
+        """Uses Serve's own override, since a change in `args` replaces every replica."""
         override = [{"name": "LLMReplica", "num_replicas": count}]
         self._document["applications"][0]["deployments"] = override
         await self._deploy()
 
     async def settled(self, count: int, gone: set[str]) -> None:
-        """Until `count` replicas answer, none of them of those that are to be `gone`."""
+        """Waits until `count` replicas answer, none of which is in `gone`."""
         async with asyncio.timeout(SETTLED_S):
             while True:
                 names = await self.replicas()
@@ -85,14 +86,14 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Change:
-    """`carry_out` returns once it is done; `prepare`, if there is something to, comes before it."""
+    """`carry_out` returns once the change is done; `prepare`, if given, comes before it."""
 
     carry_out: Callable[[], Awaitable[None]]
     prepare: Callable[[], Awaitable[None]] | None = None
 
 
 def changes_of(deployment: Deployment, count: int, nodes: RayNodes | None) -> dict[str, Change]:
-    """By name."""
+    """The changes by name."""
 
     async def update() -> None:
         before = await deployment.replicas()
@@ -125,7 +126,7 @@ def changes_of(deployment: Deployment, count: int, nodes: RayNodes | None) -> di
 
 
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, Any]]:
-    """What was found, whether the audit at the end is clean, and figures that can be written as JSON."""
+    """Returns what was found, whether the audit at the end is clean, and figures for the JSON record."""
     findings, rounds = Findings(), list[dict[str, Any]]()
     async with open_client(args) as client, open_dashboard(args.dashboard) as dashboard:
         prefill = await PrefillTime.measured(client)
@@ -160,8 +161,8 @@ async def measure(args: argparse.Namespace) -> tuple[Findings, bool, dict[str, A
 def span_figures(
     talkers: list[StreamingTalker], prefill: PrefillTime, began_s: float, ended_s: float
 ) -> dict[str, Any]:
-    """Of the turns that were asked for while one change was carried out, and have ended by now; and of all that was
-    heard meanwhile."""
+    """Figures of the turns that were asked for while a change was carried out and have had their first token, and of
+    everything heard meanwhile."""
     turns = [
         turn
         for talker in talkers
@@ -202,7 +203,7 @@ def turn_figures(turn: StreamedTurn, prefill: PrefillTime, began_s: float) -> di
 
 
 def over_rounds(rounds: list[dict[str, Any]], change: str) -> dict[str, float]:
-    """Sums of what is counted, medians of medians, of all else the worst."""
+    """Sums of counts, medians of medians, and the worst of everything else."""
     spans = [span for span in rounds if span["change"] == change]
 
     def over(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Finds the processes of a running cluster on this machine, to strike them or to see what they take."""
+"""Finds the processes of a running cluster on this machine, to strike them or to measure what they use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process takes at a moment. `pss_bytes`: its memory, with its part of what is shared."""
+    """What a process uses at a moment. `pss_bytes`: its memory, with its part of shared memory."""
 
     pid: int
     role: str
@@ -22,7 +22,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the processes of one kind hold together. Memory that they share counts for each."""
+    """What the processes of one kind use together. Memory that they share counts for each of them."""
 
     resident_bytes: int
     num_files: int
@@ -32,7 +32,7 @@ class Held:
 
 
 def held_by(root: int) -> dict[str, Held]:
-    """By role, of the processes below `root`. It takes less time than `footprints`."""
+    """By role, what the processes below `root` use. Quicker than `footprints`."""
     found: dict[str, Held] = {}
     for pid in _descendants(root):
         try:
@@ -47,7 +47,7 @@ def held_by(root: int) -> dict[str, Held]:
 
 
 def cpu_seconds(root: int) -> dict[str, float]:
-    """By role, what the processes below `root` that live have used so far."""
+    """By role, CPU seconds that the live processes below `root` have used so far."""
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     found: dict[str, float] = {}
     for pid in _descendants(root):
@@ -61,7 +61,7 @@ def cpu_seconds(root: int) -> dict[str, float]:
 
 
 def siblings(pid: int, title: str) -> list[int]:
-    """Processes with the same parent, Ray's node, and that title."""
+    """Processes with that title and the same parent, which is Ray's node."""
     parent = parent_of(pid)
     return [other for other in _children(parent) if _command(other)[0].startswith(title)]
 
@@ -71,7 +71,7 @@ def parent_of(pid: int) -> int:
 
 
 def footprints(root: int) -> list[Footprint]:
-    """Of every process below `root`, as far as it still lives."""
+    """The footprint of every live process below `root`."""
     found = []
     for pid in _descendants(root):
         try:
@@ -85,10 +85,10 @@ def footprints(root: int) -> list[Footprint]:
 
 
 def _role(command: list[str]) -> str:
-    """A name that processes of one kind have in common: Ray puts the method that runs behind a worker's title."""
+    """The name of the process's kind: for a worker its title without the running method, which Ray appends."""
     title = command[0]
     if title.startswith("ray::"):
-        _, replica, rest = title.partition("ServeReplica:")  # while it starts, its own id stands before that
+        _, replica, rest = title.partition("ServeReplica:")  # while it starts, its own id comes before that
         whole = f"ray::{replica}{rest}" if replica else title
         return whole.split(".")[0].split(" ")[0]
     script = next((word for word in command[1:] if word.endswith(".py")), title)
@@ -96,7 +96,7 @@ def _role(command: list[str]) -> str:
 
 
 def _command(pid: int) -> list[str]:
-    """Its words; an empty one for a process that is gone."""
+    """The words of its command line; one empty word if the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:

@@ -28,15 +28,15 @@ from rich.table import Table
 from served_cluster import ROOT, ServedCluster, eventually
 
 EXPECTED = {"KedgeReplicaLost"}
-"""Replicas are killed."""
+"""Alerts that must fire, since replicas are killed."""
 SCRAPE_S = 5
 GAP_S = 45.0
-"""Shorter than Kedge may be away before an alert says so."""
+"""Shorter than Kedge may be away before an alert fires."""
 HOUR_S = 3600.0
 KILLS_AN_HOUR = 3
-"""Further apart than what counts as a burst of failovers."""
+"""Far enough apart not to count as a burst of failovers."""
 FIRST_KILL_S, FIRST_GAP_S = 450.0, 900.0
-"""Into each share of the hour that has a kill and a gap."""
+"""Seconds into each share of the hour, which has one kill and one gap."""
 ALL_UP_TIMEOUT_S = 180.0
 
 
@@ -52,7 +52,7 @@ def load(cluster: ServedCluster, folder: Path, args: argparse.Namespace) -> subp
 
 
 def kill_one(cluster: ServedCluster) -> None:
-    """When all replicas are up, as a crash would not."""
+    """Waits until all replicas are up, which a crash would not do."""
 
     def two() -> list[dict[str, Any]]:
         try:
@@ -66,7 +66,7 @@ def kill_one(cluster: ServedCluster) -> None:
 
 
 def disturb(cluster: ServedCluster, prometheus: LivePrometheus, until_s: float) -> dict[str, int]:
-    """Kills and gaps in turn until then; how many of each."""
+    """Makes kills and gaps in turn until `until_s`; returns how many of each."""
     share_s = HOUR_S / KILLS_AN_HOUR
     begins_s, done = time.monotonic(), {"replicas killed": 0, "gaps in the scrapes": 0}
     while begins_s + FIRST_GAP_S + GAP_S < until_s:
@@ -84,7 +84,7 @@ def disturb(cluster: ServedCluster, prometheus: LivePrometheus, until_s: float) 
 
 
 def fired(prometheus: LivePrometheus, seconds: float) -> dict[str, dict[str, int]]:
-    """By alert: for how many seconds it was pending and firing, the replicas together."""
+    """By alert: the seconds in which it was pending and firing, summed over the replicas."""
     found: dict[str, dict[str, int]] = {}
     samples = prometheus.query(f"sum by (alertname, alertstate) (count_over_time(ALERTS[{seconds:.0f}s]))")
     for each in samples:

@@ -1,4 +1,4 @@
-"""A client of Ray's dashboard, which may ask for the token of the user who started the cluster."""
+"""A client of Ray's dashboard, which may require the token of the user who started the cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_S = 60.0
 
 
 def open_dashboard(url: str) -> httpx.AsyncClient:
-    """A cluster without tokens does not look at the one that it is told."""
+    """Opens the dashboard with the user's token. A cluster without tokens ignores it."""
     ray = Path(sys.executable).with_name("ray")
     told = subprocess.run([ray, "get-auth-token"], check=False, capture_output=True, text=True)
     token = told.stdout.strip()

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: one is drained, as before a machine is taken away."""
+"""Adds and drains nodes of a Ray cluster, as before a machine is taken away."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import httpx
 
 COMMAND_TIMEOUT_S = 60.0
 DRAINED_BY_S = 120
-"""The deadline that Ray is told. Serve stops a replica of a deployment as long before it as its graceful shutdown may
-take, whether its successor is there or not: 60 s for a front end."""
+"""The deadline that Ray is given, in seconds. Serve stops a deployment's replica before it, by the time that its
+graceful shutdown may take (60 s for a front end), whether or not its successor is up."""
 
 
 class RayNodes:
-    """`address` is that of the head's GCS."""
+    """The nodes of the cluster. `address` is the address of the head's GCS."""
 
     def __init__(self, dashboard: httpx.AsyncClient, address: str) -> None:
         self._dashboard = dashboard
         self._address = address
 
     async def replica_to_drain(self) -> tuple[str, str]:
-        """A replica of the model that is not on the head, which cannot be drained, and its node. Raises RuntimeError
+        """A replica of the model that is not on the head, and its node. The head cannot be drained. Raises RuntimeError
         if there is none."""
         nodes = await self._get("/api/v0/nodes")
         head = {node["node_id"] for node in nodes["data"]["result"]["result"] if node["is_head_node"]}
@@ -35,13 +35,13 @@ class RayNodes:
         raise RuntimeError("every replica is on the head: a node drain needs another node")
 
     async def drain(self, node_id: str) -> None:
-        """Returns when Ray has accepted it. Raises RuntimeError if it does not."""
+        """Returns once Ray has accepted the drain. Raises RuntimeError if it does not."""
         reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "benchmark")
         deadline = ("--deadline-remaining-seconds", str(DRAINED_BY_S))
         await self._ray("drain-node", "--node-id", node_id, *reason, *deadline)
 
     async def add(self, num_cpus: int) -> None:
-        """Starts one more on this machine."""
+        """Starts another node on this machine."""
         await self._ray("start", "--num-cpus", str(num_cpus))
 
     async def _get(self, path: str) -> Any:

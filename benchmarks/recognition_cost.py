@@ -1,11 +1,11 @@
-"""What it costs to recognize whole conversations: hashing a body beside parsing it, and an index of a million places.
+"""The cost of recognizing whole conversations: hashing a body beside parsing it, and an index of a million places.
 
     PYTHONPATH=. python benchmarks/recognition_cost.py --json recognition_cost.json
 
-Parsing is all that makes a call of a chat's bytes: JSON, the schema, the messages as templates want them. Hashing is
-what recognizing adds. CPU time, each round all of it (A B A B), medians. The index is filled turn by turn; then calls
-of conversations of ten turns are looked up, ones that it knows and ones that it does not, in random order. Its memory
-is what the process grew by, and what Python allocated for it in a second run.
+Parsing is everything that turns a chat's bytes into a call: JSON, the schema, the messages as templates take them.
+Hashing is the cost that recognition adds. Times are CPU time; each round measures both (A B A B), and medians count.
+The index is filled turn by turn. Then calls of conversations of ten turns are looked up in random order, some known to
+it and some unknown. Its memory is what the process grew by, and what Python allocated for it in a second run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ APP = SimpleNamespace(state=SimpleNamespace(body_limits=BodyLimits()))
 
 @dataclass(frozen=True, slots=True)
 class BodyCost:
-    """Nanoseconds a byte."""
+    """Nanoseconds per byte of a body."""
 
     size_bytes: int
     messages: int
@@ -60,7 +60,7 @@ class BodyCost:
 
 @dataclass(frozen=True, slots=True)
 class IndexCost:
-    """Microseconds of a call's lookup, of one place of it, and milliseconds of what is done when a replica is gone."""
+    """Microseconds to look up a call and one place of it; milliseconds to forget a lost replica."""
 
     places: int
     resident_bytes_a_place: float
@@ -80,7 +80,7 @@ def body_of(size_bytes: int) -> bytes:
 
 
 async def parsed(body: bytes) -> TurnCall:
-    """As the front end does it, but for the thread that large bodies are checked on."""
+    """Parses as the front end does, but without the thread that checks large bodies."""
 
     async def receive() -> Message:
         return {"type": "http.request", "body": body}
@@ -110,7 +110,7 @@ async def body_cost(size_bytes: int) -> BodyCost:
 
 
 def conversation(number: int) -> list[bytes]:
-    """The digests of its places."""
+    """The digests of a conversation's places."""
     rng = random.Random(number)
     return [rng.randbytes(DIGEST_BYTES) for _ in range(TURNS)]
 
@@ -122,7 +122,7 @@ def at_turn(digests: Sequence[bytes], turn: int) -> TurnCall:
 
 
 def filled() -> Conversations:
-    """With as many conversations as make PLACES, each of TURNS places; every digest is an object of its own."""
+    """An index of PLACES places, TURNS for each conversation. Every digest is an object of its own."""
     front_end = Conversations(PLACES)
     for number in range(PLACES // TURNS):
         digests, replica_id = conversation(number), REPLICAS[number % len(REPLICAS)]
@@ -148,7 +148,7 @@ def allocated_bytes() -> int:
 
 
 def once_us(calls: Sequence[TurnCall], action: Callable[[TurnCall], Any]) -> float:
-    """Median of ten parts of the calls: CPU time of one."""
+    """CPU time of one call, median over ten parts of the calls."""
     each = len(calls) // 10
     times_s = []
     for start in range(0, len(calls), each):
@@ -190,7 +190,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    index = index_cost()  # first: the memory of what follows is not taken for its own
+    index = index_cost()  # first, so that its memory is not that of the bodies below
     bodies = [asyncio.run(body_cost(size_bytes)) for size_bytes in SIZES]
     table = Table("body, KB", "messages", "parsing, ns a byte", "hashing, ns a byte")
     for cost in bodies:

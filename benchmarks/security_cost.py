@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python benchmarks/security_cost.py --json security_cost.json
 
-The way is the HTTP application, a replica's turn, the engine on the null runner, and the session log in a file: all but
-Ray, the network and the model. All ways take turns in blocks, so what else the machine does meets each of them. The
-share is of what a turn of 16 and 16 tokens takes through HTTP and Ray Serve with a model, all processes together
-(`--turn-ms`).
+It runs the HTTP application, a replica's turn, the engine on the null runner, and the session log in a file: everything
+but Ray, the network and the model. The ways alternate in blocks, so other work on the machine affects each of them. The
+share is of the time that a turn of 16 and 16 tokens takes through HTTP and Ray Serve with a model, all processes
+together (`--turn-ms`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.unit.serving.replica_rig import LocalController, running_rig
 
 BLOCKS, TURNS = 200, 12
 TURN_MS = 32.0
-"""Of eight sessions behind HAProxy, the least that was measured (README.md, "Through Ray Serve")."""
+"""For eight sessions behind HAProxy, the least that was measured (README.md, "Through Ray Serve")."""
 NO_LIMITS = ClusterSettings()
 LIMITS = ClusterSettings(tenant_sessions=1000, tenant_history_tokens=10**9)
 KEYS = KeyRing({API_KEYS: ",".join(f"key-{number}=tenant-{number}" for number in range(100))})
@@ -50,7 +50,7 @@ WAYS = {
     "an encrypted log": (False, ENCRYPTED),
     "all of it": (True, ENCRYPTED),
 }
-"""Whether there are keys and limits, and the log's cipher."""
+"""For each way, whether there are keys and limits, and the log's cipher."""
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ async def client_for(way: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]
 
 
 async def block_us(client: httpx.AsyncClient) -> float:
-    """CPU time of one turn of a session, of TURNS turns."""
+    """CPU microseconds of one turn, over a session of TURNS turns."""
     body = {"prompt": "sixteen tokens!!", "max_tokens": 16, "ignore_eos": True}
     session = {"x-session-id": secrets.token_hex(8)}
     begun_s = time.process_time()

@@ -28,7 +28,7 @@ EXIT_REJECTED = 3
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server under test. `pids` are the processes that all of it descends from."""
+    """A server under test. `pids` are the processes that all its processes descend from."""
 
     name: str
     url: str
@@ -67,7 +67,7 @@ CASES = (
 
 
 def run_case(server: Server, case: Case, seed: int, extra: list[str]) -> dict[str, Any] | None:
-    """The run's JSON, or None if it was not to be trusted. Raises if the server cannot be measured."""
+    """The run's JSON, or None if the run was rejected. Raises if the server cannot be measured."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         command = [sys.executable, "-c", "from serving.cli.main import main; main()", "bench"]
@@ -94,7 +94,7 @@ def run_case(server: Server, case: Case, seed: int, extra: list[str]) -> dict[st
 
 
 def median(runs: list[dict[str, Any]], *path: str) -> float | None:
-    """Median over runs of one figure of their summaries; None where none has it."""
+    """Median over runs of one figure of their summaries; None if no run has it."""
     values = []
     for run in runs:
         value: Any = run["summary"]
@@ -132,7 +132,7 @@ def row(server: Server, case: Case, runs: list[dict[str, Any]]) -> dict[str, Any
 
 
 def earlier_runs(path: Path | None) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """What a file has of each server and case: a server that cannot run beside another is measured in turn with it."""
+    """The runs in a file, by server and case. Servers that cannot run side by side are measured in turn this way."""
     if path is None or not path.exists():
         return {}
     measured = json.loads(path.read_text())["measured"]
@@ -178,7 +178,7 @@ def main() -> None:
             for server in servers:
                 document = run_case(server, case, number, extra)
                 if document is not None:
-                    del document["turns"]  # their percentiles are in the summary
+                    del document["turns"]  # the summary has their percentiles
                     runs.setdefault((server.name, case.name), []).append(document)
     rows = [row(server, case, runs.get((server.name, case.name), [])) for case in cases for server in servers]
     print_table(rows)

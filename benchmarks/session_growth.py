@@ -3,8 +3,8 @@
     python benchmarks/session_growth.py --json growth.json
 
 Bookkeeping is the scheduler and the cache around a model that takes no time. The latency of 16 tokens in and 8 out on
-eight sessions is taken in the first ten turns and after 150, with full attention and with a sliding window: attention
-over the whole history is the model's own work, and grows; a window's does not.
+eight sessions is taken in the first ten turns and after 150, with full attention and with a sliding window. Attention
+over the whole history is the model's own work and grows; attention over a window does not.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Clients that talk in sessions to a server that may fail at any moment, and check every turn that they are answered.
+"""Clients that talk in sessions to a server that may fail at any moment, and check every turn that is answered.
 
-Each client has one session and a turn in flight at all times, streamed or not, and repeats a turn that failed with its
-idempotency key. Some leave in mid-stream and come back. Of every turn it is checked
+Each client has one session and a turn in flight at all times, streamed or not. It repeats a turn that failed with the
+same idempotency key. Some clients leave in mid-stream and come back. For every turn they check
 
-- that it is the session's next one (`x-session-turn`), and that the server counts its tokens;
-- that what a broken stream had told is how the answer begins that the turn has in the end;
-- that the log has it, once, with the answer that was sent: asked again under its key it must be a replay;
-- that its answer is the model's, when the session ends: one request with the whole history tells for each position
-  which token the model puts first. A turn that differs there, which two tokens that are about as likely can cause, is
-  asked again as a request of its own, with the history before it.
+- that it is the session's next turn (`x-session-turn`), and that the server counts its tokens correctly;
+- that the final answer begins with what a broken stream had sent;
+- that the log has the turn once, with the answer that was sent: asked again under its key it must be a replay;
+- when the session ends, that its answer is the model's: one request with the whole history gives for each position the
+  token that the model puts first. A turn that differs there, as two tokens that are about as likely can cause, is asked
+  again as a request of its own, with the history before it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ LONGEST_HISTORY = 1500
 GIVE_UP_S = 120.0
 PAUSE_S = 0.1
 SILENCE_S = 1.0
-"""A stream that says nothing for longer has been interrupted; on two busy cores a step may well take 0.1 s."""
+"""A stream that sends nothing for longer counts as interrupted; on two busy cores a step may well take 0.1 s."""
 STREAM_SHARE = 0.7
 LEAVING_SHARE = 0.03
 
 
 @dataclass
 class Findings:
-    """`failures` are attempts that a client had to repeat, by code; `wrong` is what must never be.
+    """Counts what happened: `failures` are attempts that a client had to repeat, by code; `wrong` must stay empty.
 
-    Of the `turns` that were answered, `logged` were found in the log and `checked` have the model's answer; to find
-    that, `asked_afresh` of them needed a request of their own.
+    Of the `turns` that were answered, `logged` were found in the log and `checked` have been compared with the model's
+    answer; for that `asked_afresh` of them needed a request of their own.
     """
 
     turns: int = 0
@@ -65,13 +65,13 @@ class Failed(Exception):
 
 
 class Left(Exception):
-    """The client has gone away, as it meant to."""
+    """The client left in mid-stream on purpose."""
 
 
 @dataclass
 class Answer:
-    """What one attempt at a turn has told so far. `turn` counts the turns that the session had before; a stream whose
-    first token came late does not say."""
+    """What one attempt at a turn has sent so far. `turn` is the number of turns that the session had before. It is None
+    for a stream whose first token came late, which does not say."""
 
     tokens: list[int] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,8 @@ class Answer:
 
 
 class Talker:
-    """One client with one session at a time. Such a share of its attempts streams, and of those it leaves."""
+    """A client with one session at a time. `stream_share` of its attempts stream; it leaves in `leaving_share` of its
+    turns if they stream."""
 
     def __init__(
         self,
@@ -99,23 +100,23 @@ class Talker:
         self._session_id = ""
         self._history: list[int] = []
         self._answers: list[range] = []
-        """Where in the history each turn's answer is."""
+        """The range of each turn's answer in the history."""
         self._num_checked = 0
 
     async def talk(self, until_s: float) -> None:
-        """Turns until then. Leaves its last session open."""
+        """Runs turns until `until_s`. Leaves its last session open."""
         while time.monotonic() < until_s:
             await self.next_turn()
         await self.check_answers()
 
     async def next_turn(self) -> None:
-        """One turn, of a new session if there is none or it is long."""
+        """Runs one turn, in a new session if there is none or the session is long."""
         if not self._session_id or len(self._history) > LONGEST_HISTORY:
             await self._begin()
         await self._turn()
 
     async def check_end(self, sessions: dict[str, dict[str, Any]]) -> None:
-        """The server counts the turns and the tokens that the client has. `sessions` is its listing, by id."""
+        """Checks that the server counts the client's turns and tokens. `sessions` is the server's list, by id."""
         listed = sessions.get(self._session_id, {})
         for what, have in (("tokens", len(self._history)), ("turns", len(self._answers))):
             if self._session_id and listed.get(what) != have:
@@ -180,7 +181,7 @@ class Talker:
         self._answers.append(range(len(self._history) - len(output), len(self._history)))
 
     async def _check_log(self, body: dict[str, Any], headers: dict[str, str], answer: Answer) -> None:
-        """The turn, asked again under its key, is a replay of what was sent."""
+        """Checks that the turn, asked again under its key, is a replay of what was sent."""
         deadline_s = time.monotonic() + GIVE_UP_S
         while True:
             again = Answer()
@@ -201,7 +202,7 @@ class Talker:
             self._wrong(f"sent turn {turn} {answer.tokens}, logged turn {again.turn} {again.tokens}")
 
     async def check_answers(self) -> None:
-        """Every answer of the session that was not checked yet is what the model says behind the history before it."""
+        """Checks every unchecked answer of the session against what the model says after the history before it."""
         if self._num_checked == len(self._answers):
             return
         body = {
@@ -275,10 +276,11 @@ class Talker:
             self._findings.silences_s.append(longest_s)
 
     def _heard(self, answer: Answer) -> None:
-        """An event of a stream has come; this is what the stream has told so far."""
+        """Called for each event of a stream; `answer` is what the stream has sent so far."""
 
     async def _insist(self, path: str, body: dict[str, Any], *, taken: bool = False) -> httpx.Response:
-        """Repeats what may be repeated until it is answered; `taken`: an earlier try may have opened the session."""
+        """Repeats the call until it is answered. With `taken`, a 400 counts as an answer after the first try, since an
+        earlier try may have opened the session."""
         deadline_s, first = time.monotonic() + GIVE_UP_S, True
         while True:
             try:

@@ -1,7 +1,7 @@
-"""Sessions and closed-loop clients straight on an engine: each client talks in turns, one at a time, over its sessions.
+"""Sessions and clients directly on an engine: each client runs turns over its sessions, one turn at a time.
 
-Shared by the benchmarks that load an engine with sessions. Clients live on the engine's own thread (a turn's end
-submits the next), so nothing but the engine is measured.
+Benchmarks that load an engine with sessions share this module. Clients run on the engine's own thread (the end of a
+turn submits the next), so nothing but the engine is measured.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Turn:
 @dataclass
 class Load:
     """`clients` clients with `sessions_each` sessions of up to `max_len` tokens; a turn is `num_new` tokens in and
-    `num_output` out. Sessions start at all lengths, as they would be met at any moment; at its longest a session is
-    rewound to nothing and starts anew, so that what all of them hold stays about the same."""
+    `num_output` out. Sessions start at all lengths, like those of a server that has run for a while. A session at its
+    greatest length starts anew with an empty history, so that the total that all of them hold stays about the same."""
 
     clients: int
     sessions_each: int
@@ -48,7 +48,7 @@ class Talk:
 
 
 class Clients:
-    """A DeltaSink that keeps every client busy until `stop`. `errors` collects every turn that did not end well."""
+    """A DeltaSink that keeps every client busy until `stop`. `errors` has every turn that did not end normally."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -66,7 +66,7 @@ class Clients:
         self.errors: list[str] = []
         self.stopping = False
         self.idle = threading.Event()
-        self.filled = threading.Event()  # every session had its first turn
+        self.filled = threading.Event()  # every session has had its first turn
         self._unvisited = [list(talks) for talks in self.talks]
         self._flights: dict[str, tuple[Talk, GenerateRequest, list[int], float]] = {}
 
@@ -76,7 +76,7 @@ class Clients:
             self._begin(client)
 
     def stop(self, timeout_s: float) -> bool:
-        """No turn begins any more; True once all that run have ended."""
+        """Starts no more turns; returns True once all running turns have ended."""
         self.stopping = True
         return self.idle.wait(timeout_s)
 

@@ -1,12 +1,12 @@
-"""Lets a cluster live for hours under load, with kills, pauses, drains and rolling updates, and watches what grows.
+"""Runs a cluster for hours under load, with kills, pauses, drains and rolling updates, and shows what grows.
 
     make serve
     RAY_AUTH_MODE=token python benchmarks/soak.py --hours 3 --config configs/cluster.yaml     # on the same machine
 
-`--config` is what `make serve` was started with: a rolling update deploys it with another size of the KV pool. Ray asks
-for its token then (docs/operations.md, "Ray notes"). Every turn is checked, in the ways that
-benchmarks/session_talkers.py lists. What the processes take is sampled all the time; the table compares the first with
-the last third of what was sampled of each kind.
+`--config` is the file that `make serve` was started with: a rolling update deploys it with another size of the KV pool.
+This needs Ray's token (docs/operations.md, "Ray notes"). Every turn is checked, in the ways that
+benchmarks/session_talkers.py lists. It samples all the time what the processes use. For each kind of process the table
+compares the first third of the samples with the last.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from serving.settings.config import parse_args
 MIB = 1024 * 1024
 HOUR_S = 3600.0
 SETTLED_S = 120.0
-"""A process that has just started still grows: it loads, and allocates its buffers."""
+"""A process that has just started still grows while it loads and allocates its buffers."""
 PLANNED = ("drain", "update")
 MORE_MIB = 16
 REPLACED_TIMEOUT_S = 180.0
 
 
 class Strikes(Chaos):
-    """Planned changes among the blows."""
+    """Kills and pauses, with planned changes among them."""
 
     def __init__(
         self, client: httpx.AsyncClient, findings: Findings, kinds: list[str], seed: int, deploy: Deployer
@@ -79,7 +79,7 @@ class Strikes(Chaos):
 
 
 class Deployer:
-    """Rolling updates by `serve deploy`, as an operator does them."""
+    """Makes rolling updates with `serve deploy`, as an operator does."""
 
     def __init__(self, config: Path, dashboard: str) -> None:
         self._document = yaml.safe_load(config.read_text())
@@ -87,7 +87,7 @@ class Deployer:
         self._step = MORE_MIB
 
     def another_pool(self) -> None:
-        """Raises CalledProcessError."""
+        """Deploys the config with another size of the KV pool. Raises CalledProcessError."""
         cache = self._document["applications"][0]["args"].setdefault("cache", {})
         cache["size_mib"] = cache.get("size_mib", 256) + self._step
         self._step = -self._step
@@ -101,7 +101,7 @@ class Deployer:
 
 @dataclass
 class Series:
-    """Samples of one process: seconds since the start of the run, and a value for each kind of thing it takes."""
+    """Samples of one process: seconds since the start of the run, and a value for each kind of resource it uses."""
 
     role: str
     at_s: list[float] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Series:
 
 
 class Watch:
-    """Samples what the processes below Ray's own take, and the session log's size."""
+    """Samples what the processes below the parent of Ray's node use, and the session log's size."""
 
     def __init__(self, client: httpx.AsyncClient, every_s: float) -> None:
         self._client = client
@@ -123,7 +123,7 @@ class Watch:
                 info = (await self._client.get("/get_server_info")).json()
                 await asyncio.to_thread(self._note, info)
             except (httpx.HTTPError, ValueError, LookupError, OSError):
-                pass  # struck in this moment, or no replica answers in time
+                pass  # the part was struck just now, or no replica answers in time
             await asyncio.sleep(self._every_s)
 
     def _note(self, info: dict[str, Any]) -> None:
@@ -147,8 +147,8 @@ class Watch:
             series.values[name].append(value)
 
     def growth(self) -> list[dict[str, Any]]:
-        """By kind of process and thing: medians of the first and the last third of the samples of the one that lived
-        longest, its first minutes aside."""
+        """A row for each kind of process and resource: medians of the first and of the last third of the samples. They
+        are from the process that lived longest, without its first SETTLED_S seconds."""
         rows = []
         for role in sorted({series.role for series in self.by_pid.values()}):
             kin = [series for series in self.by_pid.values() if series.role == role]
@@ -180,7 +180,7 @@ class Watch:
 
 
 async def measure(args: argparse.Namespace) -> tuple[Findings, bool, list[dict[str, Any]]]:
-    """What was found, whether the audit at the end is clean, and what grew."""
+    """Returns what was found, whether the audit at the end is clean, and what grew."""
     findings = Findings()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=args.url, timeout=GIVE_UP_S, limits=limits) as client:

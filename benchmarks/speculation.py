@@ -1,10 +1,11 @@
-"""What speculation brings and what it costs: one session at a time on the engine alone, without and with proposers.
+"""What speculation gains and costs: one session at a time on the engine alone, without and with each proposer.
 
     PYTHONPATH=. python benchmarks/speculation.py --json benchmarks/results/speculation.json
 
-Three kinds of sessions: recall (facts told once, then asked for three times: answers were said before), chat (the
-held-out dialogues of the recall test: mostly small talk), and noise (random tokens continued at a high temperature:
-what nothing can predict). Session by session each way takes its turn; ratios are within a round over all of them.
+There are three kinds of sessions. Recall: facts told once, then asked for three times, so the answers were said before.
+Chat: the held-out dialogues of the recall test, mostly small talk. Noise: random tokens continued at a high
+temperature, which nothing can predict. For each session the ways take turns; ratios are within a round over all of
+them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ NOISE_TURNS, NOISE_PROMPT, NOISE_TOKENS = 4, 64, 192
 
 @dataclass(frozen=True)
 class Workload:
-    """Sessions; each is the new tokens of its turns, and how to sample."""
+    """Sessions, each given by the new tokens of its turns, and how to sample."""
 
     name: str
     sessions: list[list[list[int]]]
@@ -64,7 +65,7 @@ class Workload:
 
 @dataclass
 class Played:
-    """What one way made of one workload. Decode time is from a turn's first token to its last."""
+    """What one way did with one workload. Decode time is from a turn's first token to its last."""
 
     decode_s: float = 0.0
     decode_tokens: int = 0
@@ -115,7 +116,7 @@ class Turn:
 
 
 class Player:
-    """One engine, which plays workloads."""
+    """One engine that runs workloads."""
 
     def __init__(self, name: str, settings: EngineSettings) -> None:
         self.name = name
@@ -125,7 +126,7 @@ class Player:
         self._count = 0
 
     def play(self, prompts: Sequence[list[int]], sampling: SamplingParams, played: Played) -> None:
-        """Holds one session, a turn for each prompt, and adds it to `played`."""
+        """Runs one session, a turn for each prompt, and adds it to `played`."""
         history: list[int] = []
         self._count += 1
         session_id = str(self._count)
@@ -150,7 +151,7 @@ class Player:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[list[int]]:
-    """Tokens of each user message as a turn; the model writes the replies itself."""
+    """The tokens of each user message, as a turn. The model writes the replies itself."""
     turns: list[list[int]] = []
     system = [{"role": "system", "content": m.content} for m in messages if m.role == "system"]
     for message in messages:
@@ -163,7 +164,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) ->
 
 
 def recall_messages(seed: int) -> list[Message]:
-    """Facts told once, then all asked for, in another order each time."""
+    """Facts told once, then all asked for three times, each time in another order."""
     dialogue = Dialogue(Draw(random.Random(seed), held_out=True))
     for _ in range(FACTS):
         dialogue.state_new()
@@ -215,7 +216,7 @@ def engine_settings(args: argparse.Namespace, method: SpeculationMethod) -> Engi
 
 
 def measure(players: list[Player], workload: Workload, rounds: int) -> list[dict[str, Any]]:
-    """One row a way: medians over rounds, and ratios to the first way within each round."""
+    """A row for each way: medians over rounds, and ratios to the first way within each round."""
     played: dict[str, list[Played]] = {player.name: [] for player in players}
     others = OtherProcesses()
     for number in range(rounds + 1):
@@ -224,7 +225,7 @@ def measure(players: list[Player], workload: Workload, rounds: int) -> list[dict
             for player in players:
                 player.play(prompts, workload.sampling, results[player.name])
         for name, result in results.items():
-            if number > 0:  # the first is for warming up
+            if number > 0:  # the first round warms up
                 played[name].append(result)
     cores = others.cores()
     base = played[players[0].name]

@@ -1,10 +1,10 @@
-"""How long `kedge serve` takes to its first answer, and how much memory, beside an application of Ray Serve that does
-nothing and has as many replicas.
+"""How long `kedge serve` takes to its first answer, and how much memory it uses. Beside it runs an application of Ray
+Serve that has as many replicas and does nothing.
 
     python benchmarks/start.py --json start.json
 
-The two are started in turn (A B A B) with the same environment. The time is that from the command to the first answer;
-memory is the PSS of all processes below it once it has answered.
+The two are started in turn (A B A B) with the same environment. Time is from the command to the first answer; memory is
+the PSS of all processes below the command once it has answered.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def build(args: dict):
 
 
 def configs(folder: Path) -> dict[str, Path]:
-    """The two configurations, in the folder."""
+    """Writes the two configurations into the folder; returns their paths."""
     kedge: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "cluster.yaml").read_text())
     kedge["http_options"]["port"] = PORT
     args = kedge["applications"][0]["args"]
@@ -83,7 +83,7 @@ def configs(folder: Path) -> dict[str, Path]:
 
 
 def commands(paths: dict[str, Path], proxy: str) -> dict[str, list[str]]:
-    """Kedge as its users start it; the empty one by `serve run`, with the same variables, since it is no Kedge."""
+    """Kedge as its users start it; the empty application by `serve run`, as it is no Kedge, with the same variables."""
     executables = Path(sys.executable).parent
     return {
         "empty": [str(executables / "serve"), "run", str(paths["empty"])],
@@ -102,7 +102,7 @@ def environment(folder: Path, proxy: str) -> dict[str, str]:
 
 
 def measure(command: list[str], env: dict[str, str], path: str) -> dict[str, float]:
-    """Starts it, waits for its first answer, weighs it and ends it."""
+    """Starts the command, waits for its first answer, measures its memory and ends it."""
     begin_s = time.monotonic()
     served = subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

@@ -1,10 +1,10 @@
-"""What a step costs beside the model: the engine's own work by streams, and what could grow and must not.
+"""What a step costs beside the model: the engine's own work by number of streams, and costs that must not grow.
 
     PYTHONPATH=. python benchmarks/step_cost.py --json step_cost.json
 
-CPU time of the thread, so that a busy machine does not spoil it; medians of rounds in which all cases take turns. The
-runner of the first table says the same token always and its time is taken off; that of the second column is the null
-runner, with its own work.
+It measures CPU time of the thread, so that a busy machine does not spoil it; medians of rounds in which all cases
+alternate. The runner of the first table always returns the same token, and its time is subtracted. The second column
+uses the null runner and includes its own work.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 class ConstantRunner:
-    """As much of a Runner as decoding needs. `spent_s` is its own CPU time."""
+    """A Runner with only what decoding needs. `spent_s` is its own CPU time."""
 
     def __init__(self, num_pages: int) -> None:
         self.facts = RunnerFacts(num_pages, PAGE_SIZE, 64, 32_000, 10**6)
@@ -86,7 +86,7 @@ class Sink:
 
 
 def decoding(streams: int, runner: Any, sink: Sink) -> LocalEngine:
-    """An engine whose sessions all decode, cranked by hand."""
+    """An engine whose sessions all decode; the caller runs its steps."""
     scheduler = SchedulerSettings(8192, 512, 512, 4096)
     engine = assemble_engine(
         runner, CacheSettings(PAGE_SIZE), scheduler, SpeculationSettings(), frozenset({2}), sink
@@ -104,7 +104,7 @@ def decoding(streams: int, runner: Any, sink: Sink) -> LocalEngine:
 
 
 class Steps:
-    """STEPS steps of one engine at a time, in microseconds of CPU time a token."""
+    """Runs STEPS steps of one engine at a time; gives microseconds of CPU time a token."""
 
     def __init__(self, streams: int, *, null: bool) -> None:
         num_pages = streams * PAGES_EACH
@@ -144,7 +144,7 @@ def by_streams(rounds: int) -> list[dict[str, float]]:
 
 
 def a_page(num_pages: int) -> Callable[[], object]:
-    """Half of the pool is taken, the other in scattered gaps."""
+    """Takes and returns one page of a pool. Two thirds of it are in use; the free pages are scattered."""
     allocator = PageAllocator(num_pages)
     allocator.allocate(num_pages)
     for page in range(0, num_pages, 3):
@@ -159,7 +159,7 @@ def a_page(num_pages: int) -> Callable[[], object]:
 
 
 def a_penalized_row(num_tokens: int) -> Callable[[], object]:
-    """One row of logits, after so many distinct tokens and one more."""
+    """Edits one row of logits after `num_tokens` distinct tokens and one more."""
     params = SamplingParams(repetition_penalty=1.1)
     table, logits_V = PenaltyTable(), torch.randn(VOCAB)
     seen = SeenTokens(np.array(random.Random(1).sample(range(VOCAB), num_tokens)), [])
@@ -173,7 +173,7 @@ def a_penalized_row(num_tokens: int) -> Callable[[], object]:
 
 
 def a_penalized_turn(history_len: int) -> Callable[[], object]:
-    """What penalties ask for as a turn of a session begins whose KV is there."""
+    """What penalties need at the beginning of a session's turn whose history has KV."""
     draw = random.Random(2)
     history = [draw.randrange(VOCAB) for _ in range(history_len)]
     params = SamplingParams(repetition_penalty=1.1)
@@ -191,7 +191,7 @@ def a_penalized_turn(history_len: int) -> Callable[[], object]:
 
 
 def filled_tables(num_pages: int) -> Callable[[], object]:
-    """A decode of 64 sequences of so many pages, laid out for a GPU; what the card does itself is done here, too."""
+    """Lays out a decode of 64 sequences of `num_pages` pages for a GPU. What the card does itself is done here, too."""
     buffers = StepBuffers(256, 64, 64, num_pages + 2, 1, 1, PAGE_SIZE, torch.device("cpu"))
     table = np.arange(num_pages, dtype=np.int32)
     start = num_pages * PAGE_SIZE - 2
@@ -204,7 +204,7 @@ def filled_tables(num_pages: int) -> Callable[[], object]:
 
 
 def a_queue(num_waiting: int) -> Callable[[], object]:
-    """A step of a request that runs, while so many wait for a copy of idle sessions' KV to the host."""
+    """A step of a running request while `num_waiting` others wait for a copy of idle sessions' KV to the host."""
     num_pages, pages_each = 26_985, 60  # of which 19 are left
     runner = NullRunner(num_pages, PAGE_SIZE, 1000, 200_000, poison=False, copies_wait=True)
     cache = SessionAwareCache(PrefixCache(PageAllocator(num_pages), PAGE_SIZE), TierSizes(10**9, 0, 64), 512)

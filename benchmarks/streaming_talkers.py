@@ -1,5 +1,5 @@
-"""Session talkers that stream every turn and note what a user feels of it: when its tokens came, and what of the wait
-for its first one was the prefill that the turn needs anyway."""
+"""Session talkers that stream every turn and note what a user notices: when its tokens came, and how much of the wait
+for the first token was the prefill that the turn needs anyway."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PREFILL_TRIES = 3
 
 @dataclass(slots=True)
 class StreamedTurn:
-    """Times are monotonic seconds. `asked_s` is when it was first sent, so that attempts which fail count.
+    """A turn. Times are monotonic seconds. `asked_s` is when it was first sent, so failed attempts are included.
 
-    Of its `prompt_tokens`, `cached_tokens` had KV when its first token came. `history_len` tokens are the session's
-    before it. `replayed`: an earlier attempt had been committed.
+    Of its `prompt_tokens`, `cached_tokens` had KV when its first token came. `history_len` is the number of tokens that
+    the session had before it. `replayed`: an earlier attempt had been committed.
     """
 
     asked_s: float
@@ -40,12 +40,12 @@ class StreamedTurn:
 
     @property
     def computed_again(self) -> int:
-        """Tokens of the history whose KV was computed again. The last one's always is: its logits are needed."""
+        """Tokens of the history whose KV was computed again. The last is not counted: it always is, for its logits."""
         return 0 if self.replayed else max(0, self.history_len - 1 - self.cached_tokens)
 
 
 class StreamingTalker(Talker):
-    """`turns` are those that ended; `heard_s` is when anything came, of any turn."""
+    """`turns` are the turns that ended; `heard_s` has the time of everything that came, of any turn."""
 
     def __init__(self, client: httpx.AsyncClient, findings: Findings, seed: str) -> None:
         super().__init__(client, findings, seed, stream_share=1.0, leaving_share=0.0)
@@ -74,9 +74,9 @@ class StreamingTalker(Talker):
 
 
 class PrefillTime:
-    """What the prefill of a turn takes on an idle server: the least that it can wait for its first token.
+    """How long the prefill of a turn takes on an idle server: the least possible wait for the first token.
 
-    `lengths` are prompts of so many tokens, none of them with KV; `times_s` what they took to their first token.
+    `lengths` are prompt lengths in tokens, of which none has KV; `times_s` are their times to the first token.
     """
 
     def __init__(self, lengths: Sequence[int], times_s: Sequence[float]) -> None:
@@ -84,8 +84,8 @@ class PrefillTime:
 
     @classmethod
     async def measured(cls, client: httpx.AsyncClient) -> PrefillTime:
-        """By requests of their own, one after another; the quickest of some tries at each length. Their prompts are
-        never the same, so that none of them has KV."""
+        """Measures with requests of its own, one after another; the quickest of PREFILL_TRIES at each length. The
+        prompts are never the same, so none of them has KV."""
         rng, times_s = random.Random(), []
         for length in PREFILL_LENGTHS:
             tries_s = []
@@ -99,8 +99,8 @@ class PrefillTime:
         return cls(PREFILL_LENGTHS, times_s)
 
     def of(self, turn: StreamedTurn) -> float:
-        """Seconds for the tokens of the prompt that had no KV, behind those that had. The way to the server and back
-        is none of it."""
+        """Seconds for the prompt's tokens that had no KV, after those that had. The way to the server and back is not
+        included."""
         return max(0.0, self._at(turn.prompt_tokens) - self._at(turn.cached_tokens))
 
     def _at(self, length: int) -> float:
@@ -108,6 +108,6 @@ class PrefillTime:
 
 
 def longest_gap_s(times_s: Iterable[float], began_s: float, ended_s: float) -> float:
-    """The longest span from `began_s` to `ended_s` in which none of the times lies."""
+    """The longest span between `began_s` and `ended_s` that contains none of the times."""
     within = sorted(at_s for at_s in times_s if began_s <= at_s <= ended_s)
     return max(after - before for before, after in pairwise([began_s, *within, ended_s]))

@@ -1,5 +1,4 @@
-"""What the benchmarks with session talkers have in common: their arguments, their client, the checks at their end, and
-their record."""
+"""What benchmarks with session talkers share: arguments, client, checks at the end, and the JSON record."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from measure import machine
 from session_talkers import GIVE_UP_S, Findings, Talker
 
 MOST_SHOWN = 20
-"""Faults that are printed; the record has all of them."""
+"""Faults to print; the record has all of them."""
 NO_SETTINGS = ("url", "dashboard", "ray_address", "config", "json")
 
 
 def talk_arguments(description: str | None, sessions: int) -> argparse.ArgumentParser:
-    """A parser of what every such benchmark takes."""
+    """A parser with the options that every such benchmark takes."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,14 +33,14 @@ def talk_arguments(description: str | None, sessions: int) -> argparse.ArgumentP
 
 
 def open_client(args: argparse.Namespace) -> httpx.AsyncClient:
-    """To `--url`, for any number of streams."""
+    """A client for `--url`, for any number of streams."""
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=args.url, timeout=GIVE_UP_S, limits=limits)
 
 
 @asynccontextmanager
 async def talking(talkers: Sequence[Talker]) -> AsyncIterator[None]:
-    """All of them have turns in flight meanwhile. At the end each ends its turn, and has its answers checked."""
+    """Keeps a turn of every talker in flight. At the end each ends its turn and has its answers checked."""
     over = asyncio.Event()
 
     async def talk(talker: Talker) -> None:
@@ -59,7 +58,7 @@ async def talking(talkers: Sequence[Talker]) -> AsyncIterator[None]:
 
 
 async def check_ends(client: httpx.AsyncClient, talkers: Sequence[Talker]) -> bool:
-    """The server has of each session what its client has. Returns whether the audit is clean."""
+    """Checks that the server agrees with each client about its session. Returns whether the audit is clean."""
     listed = (await client.get("/v1/kedge/sessions")).json()["sessions"]
     by_id = {session["session_id"]: session for session in listed}
     for talker in talkers:

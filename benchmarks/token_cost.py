@@ -1,10 +1,11 @@
-"""What the way of a token costs: CPU time of each kind of process per output token, of streams through HTTP.
+"""CPU time of each kind of process per output token, for streams through HTTP.
 
     PYTHONPATH=.:tests/cluster kedge serve null.yaml     # import_path: null_app:build, whose steps compute nothing
     chrt -f 50 python benchmarks/token_cost.py --server-pid "$(pgrep -f 'serve run')" --json token_cost.json
 
-`--streams` sessions each have a streamed turn at all times. The rounds go through the numbers of streams in turn (A B A
-B); medians count. CPU time is what the kernel counts for the processes, so other work on the machine hardly changes it.
+Each of `--streams` sessions has a streamed turn at all times. The rounds go through the numbers of streams in turn (A B
+A B); medians count. CPU time is what the kernel counts for the processes, so other work on the machine hardly affects
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 LEAST_MS = 0.0005
-"""Kinds of processes that take less per token are left out of the table."""
+"""Kinds of processes that use less per token are left out of the table."""
 
 
 def run(url: str, streams: int, turns: int, tokens: int, seed: int) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Busy sessions that met on one replica of two: turns and tokens, where sessions may move away and where they stay.
+"""Busy sessions that share one replica of two: turns and tokens, with sessions allowed to move away and without.
 
-Serves twice beforehand, once with `rebalancing: {enabled: false}` (own port, controller.name, state_dir and Ray), then
+Start two servers beforehand, one with `rebalancing: {enabled: false}` (own port, controller.name, state_dir and Ray):
 
     chrt -f 50 python benchmarks/uneven_load.py --server moves=http://127.0.0.1:8000 \\
         --server stays=http://127.0.0.1:8001 --rounds 3 --json uneven.json
 
-Each round loads one server after the other (A B A B). It opens sessions until enough of them share a replica, and has
-only these talk, each a turn at all times. A sample of the answers is asked for again as one request with the whole
+Each round loads one server after the other (A B A B). It opens sessions until enough of them are on one replica, and
+runs only these, each with a turn at all times. A sample of the answers is asked for again as one request with the whole
 history.
 """
 
@@ -37,7 +37,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`history` tokens are there before; a turn is `new` tokens in and `output` out."""
+    """`history` tokens exist before; a turn is `new` tokens in and `output` out."""
 
     sessions: int
     history: int
@@ -48,7 +48,7 @@ class Load:
 
 @dataclass(slots=True)
 class Round:
-    """What one round of one server came to. Times are of turns that ended in its second half, when moves are over."""
+    """The result of one round of one server. Times are of turns that ended in its second half, when moves are over."""
 
     server: str
     tokens_per_s: float = 0.0
@@ -124,7 +124,7 @@ async def owners(client: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
 
 
 async def neighbours(client: httpx.AsyncClient, count: int, seed: str) -> list[Talker]:
-    """New sessions of one replica; the others that it took are closed."""
+    """New sessions on one replica; the sessions that landed on the other replica are closed."""
     talkers = [Talker(client, f"{seed}-{number}") for number in range(2 * count - 1)]
     for talker in talkers:
         await talker.open()
@@ -162,7 +162,7 @@ async def measure(name: str, url: str, load: Load, seed: str, pids: tuple[int, .
 
 
 def summary(name: str, turns: list[Turn], begin_s: float, seconds: float) -> Round:
-    """Tokens count in the part of the round in which their turn ended."""
+    """The figures of a round. A turn's tokens count in the part of the round in which it ended."""
     half_s, end_s = begin_s + seconds / 2, begin_s + seconds
     late = [turn for turn in turns if half_s <= turn.ended_s < end_s]
     times_s = sorted(turn.ended_s - turn.begun_s for turn in late)
@@ -178,7 +178,7 @@ def summary(name: str, turns: list[Turn], begin_s: float, seconds: float) -> Rou
 
 
 async def check(client: httpx.AsyncClient, talkers: list[Talker], result: Round) -> None:
-    """First the turns whose KV was not there, then others, as fresh requests."""
+    """Asks for turns again as fresh requests: those with the fewest cached tokens, then those with the most."""
     turns = sorted((turn for talker in talkers for turn in talker.turns), key=lambda turn: turn.cached)
     for turn in [*turns[:CHECKED_TURNS], *turns[-CHECKED_TURNS:]]:
         fresh = await generate(client, turn.prompt, len(turn.output))
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=40.0)
-    # The same prompts again would find their prefixes cached.
+    # With the same prompts a second run would find their prefixes cached.
     parser.add_argument("--seed", default=f"{random.randrange(2**31)}")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""What it costs to be watched: the shipped cluster with everything on, beside one with everything off, in one run.
+"""What watching costs: the shipped cluster with everything on, beside one with everything off, in the same run.
 
     PYTHONPATH=.:benchmarks:tests/cluster python benchmarks/watching_cost.py --json watching_cost.json
 
-On: each turn is traced and sent to a collector, each request has a line of JSON in the access log, Ray's metrics have
-the names of vLLM's boards too, each replica audits itself every ten seconds, a Prometheus' scrape comes every five, and
-somebody looks at the console. Both clusters run all the time and are measured in turn (A B A B), so what else the
-machine does meets both. The collector and whoever scrapes and looks are clients: their time is not the cluster's.
+On: each turn is traced and sent to a collector; each request has a line of JSON in the access log; Ray's metrics also
+have the names of vLLM's boards; each replica audits itself every ten seconds; Prometheus scrapes every five; and a
+client reads the console's stream. Both clusters run all the time and are measured in turn (A B A B), so other work on
+the machine affects both. The collector and the clients that scrape and look are not part of the cluster's time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def unwatched(document: dict[str, Any]) -> None:
 
 @contextmanager
 def somebody_who_looks(cluster: ServedCluster) -> Iterator[None]:
-    """A scrape now and then, and the stream that the console reads."""
+    """A scrape now and then, and a reader of the console's stream."""
     over = threading.Event()
 
     def scrape() -> None:
@@ -115,7 +115,7 @@ def main() -> None:
             cluster.start()
         stack.enter_context(somebody_who_looks(clusters["on"]))
         for cluster in clusters.values():
-            run(cluster.url, SESSIONS, TURNS, TOKENS, args.rounds)  # all is warm
+            run(cluster.url, SESSIONS, TURNS, TOKENS, args.rounds)  # warms up
         for number in range(args.rounds):
             for name in sorted(clusters, reverse=number % 2 == 0):
                 rounds[name].append(measure(clusters[name], number))

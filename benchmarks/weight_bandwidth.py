@@ -2,9 +2,9 @@
 
     python benchmarks/weight_bandwidth.py --json weights.json
 
-First every way to multiply that the engine has (engine/models/linear.py), on matrices that together do not fit a cache;
-then whole decode steps of one stream, with a random model of about 500 million parameters. Copy bandwidth counts bytes
-read and written, and is measured again beside every figure: neighbours change it.
+It first measures every way to multiply that the engine has (engine/models/linear.py), on matrices that together do not
+fit a cache; then whole decode steps of one stream, with a random model of about 500 million parameters. Copy bandwidth
+counts bytes read and written, and is measured again beside every figure: neighbours change it.
 """
 
 from __future__ import annotations

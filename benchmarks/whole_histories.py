@@ -1,12 +1,12 @@
-"""How much of what was said before has KV when clients send whole histories, beside clients of a session.
+"""How much of a conversation has KV when clients send whole histories, beside clients of a session.
 
     PYTHONPATH=. python benchmarks/whole_histories.py --json whole_histories.json
 
-It serves the built-in model itself, with one replica, two and four, and with two front ends. Conversations run at the
-same time, a turn at all times each. The cached share of turns 2 and later is their cached tokens over the tokens of the
-turns before them, prompt and answer. What is missing is the last token of each answer, which never has KV, and what is
-"lost": of answers that are tokenized otherwise than they were sampled, of a last page at a second turn without a name,
-and of turns at a replica that has not the KV. These are counts of the server's, so the machine may be busy.
+It serves the built-in model itself, with one, two and four replicas, and with two front ends. Conversations run at the
+same time, each with a turn at all times. The cached share of turns 2 and later is their cached tokens over the tokens
+of the turns before them, prompt and answer. What is missing is the last token of each answer, which never has KV, and
+lost tokens: of answers that are tokenized differently from how they were sampled, of a last page at a second turn
+without a name, and of turns at a replica without the KV. The server counts these, so the machine may be busy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.cluster.served_cluster import ROOT, Edit, ServedCluster, eventually
 
 VOCAB_SIZE = 4096
 REPLICA_CPUS = 0.2
-"""For Ray's bookkeeping only: four of them fit on two cores."""
+"""For Ray's bookkeeping only, so that four replicas fit on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Tokens of turns 2 and later. `said_before`: of the prompts and answers of the turns before them; `cached` had KV.
-    Of those that had none `last` are the last tokens of answers."""
+    """Tokens of turns 2 and later. `said_before` counts the prompts and answers of the turns before them, of which
+    `cached` had KV. `last` counts the last tokens of answers, which had none."""
 
     said_before: int
     cached: int
@@ -87,12 +87,12 @@ class Share:
 
     @property
     def lost_a_turn(self) -> float:
-        """Tokens without KV a turn, beside the last one."""
+        """Tokens a turn without KV, not counting the answer's last token."""
         return (self.said_before - self.cached - self.last) / self.last
 
 
 async def converse(url: str, way: Way, load: Load, seed: int) -> list[list[Usage]]:
-    """All conversations at the same time; what the server counted, by turn."""
+    """Runs all conversations at the same time; returns what the server counted, by turn."""
     prompts = PromptSource(seed, VOCAB_SIZE)
 
     async def one(number: int) -> list[Usage]:

@@ -1,5 +1,5 @@
-"""Our paged attention against its floors: bytes of KV over the copy bandwidth for decode, the rate of torch's flash
-attention for extend."""
+"""Our paged attention against its limits: for decode the bytes of KV over the copy bandwidth, for extend the rate of
+torch's flash attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def extend_case(batch: int, new: int, length: int, heads: Heads) -> Case:
 
 
 def decode_cases(dry: bool) -> list[Case]:
-    """The first is the one that has a target."""
+    """The first case is the one with a target."""
     if dry:
         return [decode_case(2, 40, Heads(4, 2, 16))]
     return [decode_case(batch, length, Heads()) for batch, length in ((64, 8192), (8, 32_768), (1, 131_072))]
@@ -49,7 +49,7 @@ def mixed_case(dry: bool) -> Case:
 
 
 def verify_case(dry: bool) -> Case:
-    """Steps of speculation: a few tokens of each sequence."""
+    """A step of speculation: a few tokens of each sequence."""
     if dry:
         return Case("verify 2 × 4", (4,) * 2, (33,) * 2, Heads(4, 2, 16))
     return Case("verify 64 × 8 on 4,096", (8,) * 64, (4104,) * 64)

@@ -1,4 +1,4 @@
-"""Paged attention cases: a pool of random keys and values in scattered pages, and the textbook to check against.
+"""Paged attention cases: a pool of random keys and values in scattered pages, and a textbook result to check against.
 
 Legend: N rows of the step, B items, T one item's tokens, H query heads, K key/value heads, D head size, S slots.
 """
@@ -20,10 +20,10 @@ from engine.runner.kv_pool import FP8, KVLayout, KVPool, make_kv_pool
 from engine.settings import CacheSettings, KVDType
 
 LAYERS = 2
-"""Timed in turn."""
+"""Layers that are timed in turn."""
 
 TOLERANCE = 0.01
-"""Of bfloat16 products, as a share of the reference's norm."""
+"""Largest error of bfloat16 products, as a share of the reference's norm."""
 
 ITEMS_CHECKED, ROWS_CHECKED = 3, 4
 
@@ -37,7 +37,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Each item's new tokens and its length with them."""
+    """The new tokens of each item, and the item's length including them."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -46,32 +46,32 @@ class Case:
     kv_dtype: KVDType = "auto"
     page_size: int = 16
     spare_items: int = 0
-    """Padding, as a captured step has"""
+    """Padding items, as in a captured step."""
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that must be read, each once."""
+        """Bytes of the keys and values that must be read, each once."""
         width = self.heads.dim + 4 if self.kv_dtype == "fp8" else 2 * self.heads.dim
         return sum(self.kv_lens) * 2 * self.heads.kv * width
 
     @property
     def operations(self) -> int:
-        """Of both products under a causal mask, a multiplication and an addition counted as two."""
+        """Operations of both products under a causal mask; a multiplication and an addition count as two."""
         pairs = sum(q * kv - q * (q - 1) // 2 for q, kv in zip(self.query_lens, self.kv_lens, strict=True))
         return 4 * self.heads.query * self.heads.dim * pairs
 
 
 def decode_like(rows: int, heads: Heads) -> Case:
-    """One new token each for many short sequences."""
+    """A case with one new token each for many short sequences."""
     return Case(f"{rows} rows", (1,) * rows, (16,) * rows, heads)
 
 
 class WrongResult(RuntimeError):
-    """What was timed did not compute attention."""
+    """The timed call did not compute attention."""
 
 
 class Scene:
-    """One case on the card. The step's own keys and values are written by the step."""
+    """One case on the card. The timed step itself writes its new keys and values."""
 
     def __init__(self, stage: Stage, case: Case, seed: int = 11) -> None:
         self.stage, self.case = stage, case
@@ -100,7 +100,8 @@ class Scene:
         self.error = float("nan")
 
     def time(self, make: Callable[[KVPool], TableAttention], repeats: int = 11) -> Timing:
-        """Raises WrongResult if an output is not written, or is wrong; leaves the error in `error`."""
+        """Times one layer's call. Raises WrongResult if an output is not written or wrong; leaves the error in
+        `error`."""
         step = make(self.pool).plan(self.tables)
         outputs: dict[int, Tensor] = {}
 
@@ -120,7 +121,7 @@ class Scene:
         return timing
 
     def _error(self, layer: int, out_NA: Tensor) -> float:
-        """Of a few rows, beside float64; NaN if any row at all has one."""
+        """The error of a few rows against float64; NaN if any row at all contains one."""
         if not bool(torch.isfinite(out_NA).all()):
             return float("nan")
         starts = np.concatenate([[0], np.cumsum(self.case.query_lens)])
@@ -163,7 +164,7 @@ class Scene:
 
 
 def _padded(tables: AttentionTables, spare: int) -> AttentionTables:
-    """With room for so many items more, any of which might have all rows."""
+    """The tables with room for `spare` more items, any of which might have all rows."""
     if not spare:
         return tables
     starts_B1, lens_B = tables.query_starts_B1, tables.kv_lens_B
@@ -178,7 +179,7 @@ def _padded(tables: AttentionTables, spare: int) -> AttentionTables:
 
 
 def _fill(pool: KVPool, generator: torch.Generator) -> None:
-    """Random contents, part by part; fp8 with random scales."""
+    """Fills the pool with random contents, part by part; fp8 with random scales."""
     paged = pool.full
     for part in paged.kv_L2KSD.flatten(0, 1):
         shape = part.shape

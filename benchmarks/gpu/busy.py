@@ -1,4 +1,4 @@
-"""How much of a stretch of time the card worked, from the profiler's own record of kernels and copies."""
+"""How long the card worked in a stretch of time, from the profiler's own record of kernels and copies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NAMES_KEPT = 12
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Seconds from the first piece of work to the end of the last, and those of them with at least one piece
-    running. `slowest` has the names that took the most time in all."""
+    """`span_s`: seconds from the start of the first piece of work to the end of the last. `busy_s`: the part of them
+    with at least one piece running. `slowest` has the names that took the most time in total."""
 
     span_s: float
     busy_s: float
@@ -32,7 +32,7 @@ class Busy:
 
 
 def record_busy(device: torch.device, seconds: float) -> Busy:
-    """Records this whole process for a while; others do the work. On a CPU torch's operators stand in for kernels."""
+    """Records this process for `seconds`; other threads do the work. On a CPU torch's operators count as kernels."""
     on_card = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if on_card else activity.CPU]) as profile:
@@ -40,7 +40,7 @@ def record_busy(device: torch.device, seconds: float) -> Busy:
         if on_card:
             torch.cuda.synchronize()
         else:
-            torch.zeros(1).add_(1)  # threads that were there before are not recorded on a CPU
+            torch.zeros(1).add_(1)  # on a CPU the threads that existed before are not recorded
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))

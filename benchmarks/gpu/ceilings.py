@@ -1,4 +1,4 @@
-"""The card and its limits: how fast this card copies, reads and multiplies, measured and not looked up."""
+"""The card and its limits: how fast this card copies, reads and multiplies, all of it measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MATRIX = 8192
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes per second, a copy's bytes read and written counted both, and operations per second."""
+    """Bytes per second, with a copy's bytes read and written both counted; operations per second."""
 
     copy: float
     bf16: float
@@ -44,14 +44,14 @@ def run_ceilings(stage: Stage) -> None:
 
 
 def measure_ceilings(stage: Stage) -> Ceilings:
-    """What a section divides by, measured by the section itself: its card, its minute."""
+    """The limits that a section compares with. Each section measures them itself, on its card and at its time."""
     ceilings = Ceilings(copy_bandwidth(stage), matrix_rate(stage, torch.bfloat16))
     print(f"[{stage.section}] ceilings {asdict(ceilings)}", flush=True)
     return ceilings
 
 
 def copy_bandwidth(stage: Stage) -> float:
-    """Buffers far larger than the L2 cache, random contents."""
+    """Uses buffers far larger than the L2 cache, with random contents."""
     size = 2 * GIB // 4 if not stage.dry else 2**18
     source = torch.randn(size, device=stage.device, generator=stage.generator(1))
     target = torch.empty_like(source)
@@ -65,7 +65,7 @@ def read_bandwidth(stage: Stage) -> float:
 
 
 def matrix_rate(stage: Stage, dtype: torch.dtype) -> float:
-    """Random data: a product of zeros can run faster."""
+    """Uses random data, since a product of zeros can run faster."""
     assert not torch.backends.cuda.matmul.allow_tf32
     side, generator = _side(stage), stage.generator(3)
     left, right = (

@@ -24,18 +24,18 @@ SUITES = (
     "tests/unit/engine",
     "tests/property",
 )
-"""What matters least is last, where the time limit may cut it off. tests/unit/engine leaves out the folders above."""
+"""The least important come last: the time limit may cut them off. tests/unit/engine leaves out the folders above."""
 
 DRY_SUITES = ("tests/unit/engine/test_device.py",)
 COUNTS_OVER_A_FILE = "tests/parity/test_matrix.py::test_the_cells_cover_what_they_should"
-"""Speaks of all tests of its file, which several workers share."""
+"""Counts over all tests of its file, which several workers share."""
 
 FAILURES_SHOWN = 4
 TAIL_CHARACTERS = 1500
 ONE_TEST_S = 240
 WORKERS = min(12, os.cpu_count() or 1)
 WORKER_THREADS = "2"
-"""Of torch on the host: every worker would else take all cores for its references."""
+"""Threads of torch on the host. Otherwise every worker would take all cores for its references."""
 
 
 class Counts(NamedTuple):
@@ -106,7 +106,7 @@ def run_suite(stage: Stage, suite: str, without: list[str]) -> None:
 
 
 def read_counts(path: Path) -> Counts | None:
-    """From pytest's own JUnit file; None if it wrote none."""
+    """Reads the counts from pytest's own JUnit file; None if it wrote none."""
     try:
         suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
     except (OSError, ElementTree.ParseError, StopIteration):

@@ -1,6 +1,7 @@
-"""Decoding of a random Llama through the real engine: one stream and 64, against what must be read from memory.
+"""Decoding of a random Llama with the real engine, one stream and 64, against what must be read from memory.
 
-The floor of a step is its weights and the KV of its sequences, each byte once, over the copy bandwidth of the same run.
+The floor of a step is its weights and the KV of its sequences, each byte read once, over the copy bandwidth of the same
+run.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ IDLE_TARGET = 0.05
 WAIT_S = 120.0
 PROFILE_S = 0.5
 IDLE_FACTOR = 4
-"""How much longer streams are while the profiler looks on, which takes a while to start."""
+"""How much longer streams are for the profiler, which takes a while to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Streams at a time, tokens of each prompt, tokens that each generates."""
+    """How many streams run at a time, tokens of each prompt, and tokens that each stream generates."""
 
     streams: int
     prompt_tokens: int
@@ -47,8 +48,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What the stretch gave in which every stream decoded: from the last one's first token to the first one's end.
-    `context_len` is the mean over streams and time."""
+    """Figures of the stretch in which every stream decoded: from the last stream's first token to the end of the first
+    stream. `context_len` is the mean over streams and time."""
 
     tokens_per_s: float
     step_s: float
@@ -70,7 +71,7 @@ WAYS = {
     "no graphs": replace(DEFAULT, graphs=False),
     "neither": replace(DEFAULT, graphs=False, overlap=False),
 }
-"""Settings of execution; the first is what targets speak of."""
+"""Execution settings; the targets are for the first."""
 
 
 def run(stage: Stage) -> None:
@@ -86,7 +87,7 @@ def run(stage: Stage) -> None:
         execution = replace(DEFAULT, attention="triton") if stage.dry else DEFAULT
         fewer = replace(many, new_tokens=8) if stage.dry else many
         stage.attempt("fp8 KV", partial(one_way, stage, bench, "fp8 KV", execution, (fewer,), copied, "fp8"))
-        execution = replace(DEFAULT, linear="torch")  # last: weights are loaded anew for it
+        execution = replace(DEFAULT, linear="torch")  # last, since weights are loaded anew for it
         stage.attempt("cuBLAS", partial(one_way, stage, bench, "cuBLAS alone", execution, (one,), copied))
         bench.close()
 
@@ -161,7 +162,7 @@ def submit(engine: LocalEngine, load: Load, seed: int) -> list[str]:
 
 
 def steady(watch: Watch, names: Sequence[str], load: Load) -> Decoded:
-    """Raises ValueError if the streams did not decode together for long enough to say anything."""
+    """Raises ValueError if the streams did not decode together long enough."""
     begin_s = max(watch.times_s[name][0] for name in names)
     end_s = min(watch.times_s[name][-1] for name in names)
     tokens, lengths = 0, []
@@ -178,7 +179,8 @@ def steady(watch: Watch, names: Sequence[str], load: Load) -> Decoded:
 
 
 def idle(stage: Stage, engine: LocalEngine, watch: Watch, load: Load, step_s: float) -> None:
-    """While all streams decode. The profiler slows launches; `step_s` is a step's time without it."""
+    """Measures the idle share while all streams decode. The profiler slows launches; `step_s` is a step's time without
+    it."""
     with contextlib.suppress(ValueError):
         record_busy(stage.device, 0.001)  # loads the profiler
     names = submit(engine, replace(load, new_tokens=IDLE_FACTOR * load.new_tokens), seed=200)
@@ -214,7 +216,7 @@ def _tokens(watch: Watch, names: Sequence[str]) -> int:
 
 
 def python_work(stage: Stage, load: Load, vocab_size: int) -> None:
-    """The same load on the null runner: scheduling, books and deltas of a step, which a card's work must hide."""
+    """The same load on the null runner: a step's scheduling, books and deltas, which the card's work must hide."""
     watch = Watch()
     pages = load.streams * (-(-(load.prompt_tokens + 256) // 16) + 1)
     runner = NullRunner(pages, 16, vocab_size, load.prompt_tokens + 512, poison=False)

@@ -1,4 +1,4 @@
-"""Engines over one random model: its shape, its weights made on the card once, and a sink that keeps the times."""
+"""Engines over one random model: its shape, weights made once on the card, and a sink that keeps the times."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
-"""Of published Llama models: 3.1 with 8 B and 3.2 with 1 B parameters (here without tied embeddings)."""
+"""Shapes of published Llama models: 3.1 with 8 B and 3.2 with 1 B parameters (here without tied embeddings)."""
 
 PAGE_SIZE = 16
 STOP_S = 30.0
@@ -80,11 +80,11 @@ def config_of(shape: str, dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass
 class Watch:
-    """A DeltaSink that notes when tokens of each request came. Times are of time.perf_counter."""
+    """A DeltaSink that notes when tokens of each request came. Times are those of time.perf_counter."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     times_s: dict[str, list[float]] = field(default_factory=dict)
-    """One for each token; those of one delta have the same."""
+    """One time for each token; tokens of the same delta have the same."""
     cached: dict[str, int] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -104,7 +104,8 @@ class Watch:
             self.changed.notify_all()
 
     def wait(self, names: Sequence[str], limit_s: float) -> None:
-        """Until all have finished. Raises RuntimeError for one that ended with an error, TimeoutError."""
+        """Waits until all have finished. Raises RuntimeError if one ended with an error, TimeoutError after
+        `limit_s`."""
         with self.changed:
             done = self.changed.wait_for(lambda: bool(self.errors) or self.finished >= set(names), limit_s)
         if self.errors:
@@ -128,7 +129,7 @@ class Bench:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads of the weights: all but the table of embeddings, of which it reads a row a token."""
+        """Bytes of the weights that a step reads: all but the table of embeddings, of which it reads a row a token."""
         sizes = (torch.Size(shape).numel() for shape in tensor_shapes(self.spec).values())
         return (sum(sizes) - self.spec.vocab_size * self.spec.hidden_size) * self.dtype.itemsize
 
@@ -138,7 +139,7 @@ class Bench:
         return layout.page_bytes(layout.num_layers, 1, self.dtype)
 
     def weights(self) -> DummyWeights:
-        """Those that every engine of this bench has."""
+        """The weights that all engines of this bench share."""
         return DummyWeights(self.spec, self.dtype, self.seed, self.device)
 
     @contextlib.contextmanager
@@ -150,7 +151,7 @@ class Bench:
         scheduler: SchedulerSettings,
         kv_dtype: KVDType = "auto",
     ) -> Iterator[LocalEngine]:
-        """A started engine with a KV pool of `kv_tokens`; at the end its memory is given back."""
+        """A started engine with a KV pool of `kv_tokens`; at the end its memory is freed."""
         dtype: DTypeName = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
         device: DeviceName = "cuda" if self.device.type == "cuda" else "cpu"
         model = ModelSettings(
@@ -177,7 +178,7 @@ class Bench:
         self._clear()
 
     def _load(self, settings: ModelSettings, linear: LinearName) -> LoadedModel:
-        """Once as long as products are the same; engine/build.py does it for each engine."""
+        """Loads once as long as products stay the same; engine/build.py would load for each engine."""
         if self._loaded is None or linear != self._linear:
             self.close()
             self._loaded = load_model(settings, ops=choose_ops(self.device), linear=linear)

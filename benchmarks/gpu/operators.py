@@ -1,7 +1,8 @@
-"""The small fused operators against the time their bytes take, and each result beside torch's in float32.
+"""The small fused operators against the time their bytes take. Each result is compared with torch's in float32.
 
 Sizes are those of an 8 B-parameter Llama, for a decode step of 64 rows and for 8,192 rows of prompts. The rows of a
-decode step stay in the L2 cache from one operator to the next, and are timed so; they are launches more than work.
+decode step stay in the L2 cache from one operator to the next, and are timed that way; there the launch costs more than
+the work.
 
 Legend: N tokens, E hidden size, H query and key heads, K key/value heads, D head size, F inner size of the MLP,
 R sampled rows, V vocabulary.
@@ -31,7 +32,7 @@ from engine.runner.sample_table import SampleTable
 
 TOLERANCE = 0.01
 ROTATED_BYTES = 256 * 2**20
-"""Inputs of a prompt's operators are taken in turn from so much memory, several times the L2 cache."""
+"""The inputs of a prompt's operators rotate over this much memory, several times the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ DRY = Sizes(32, 48, 3, 16, 300, 2, 5)
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`call(i)` works on the i-th of `inputs` sets. `check` gives the error on a fresh set."""
+    """`call(i)` works on the i-th of `inputs` sets. `check` returns the error on a fresh set."""
 
     name: str
     call: Callable[[int], Tensor]
@@ -88,7 +89,7 @@ def report(stage: Stage, copied: float, make: Callable[[], Operator]) -> None:
 
 
 def norm(stage: Stage, sizes: Sizes, rows: int) -> Operator:
-    """With the residual sum: two tensors read, two written."""
+    """The norm with the residual sum: two tensors read, two written."""
     shape = (rows, sizes.hidden)
     sets = [
         (_draw(stage, shape, 1), _draw(stage, shape, 2))
@@ -110,7 +111,7 @@ def norm(stage: Stage, sizes: Sizes, rows: int) -> Operator:
 
 
 def rotation(stage: Stage, sizes: Sizes, rows: int) -> Operator:
-    """Of the query and key heads, which lie beside the value heads; in place."""
+    """Rotates query and key heads in place; they lie beside the value heads."""
     shape = (rows, sizes.heads + 8, sizes.dim)
     size = rows * sizes.heads * sizes.dim
     sets = [_draw(stage, shape, 6)[:, : sizes.heads] for _ in range(_inputs(stage, size * 2))]
@@ -148,7 +149,7 @@ def silu(stage: Stage, sizes: Sizes, rows: int) -> Operator:
 
 
 def rotate_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
-    """Both in one launch, as the built-in models have it: every head is read and written once."""
+    """Rotation and write in one launch, as in the built-in models: every head is read and written once."""
     heads = Heads(4, 2, sizes.dim) if stage.dry else Heads()
     scene = Scene(stage, decode_like(rows, heads))
     step = TritonStep(TritonAttention(scene.pool), scene.tables)
@@ -180,7 +181,7 @@ def rotate_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
 
 
 def kv_write(stage: Stage, sizes: Sizes, rows: int) -> Operator:
-    """New keys and values into scattered slots of one layer, read and written once."""
+    """Writes new keys and values into scattered slots of one layer; they are read and written once."""
     heads = Heads(4, 2, sizes.dim) if stage.dry else Heads()
     scene = Scene(stage, decode_like(rows, heads))
     step = TritonStep(TritonAttention(scene.pool), scene.tables)
@@ -208,11 +209,11 @@ PICKS = {
     "top-p 0.9": (1.0, 0, 0.9),
     "top-p 0.9 of flat rows": (1.0, 0, 0.9),
 }
-"""Temperature, top-k and top-p."""
+"""For each kind: temperature, top-k and top-p."""
 
 
 def picks(stage: Stage, sizes: Sizes, kind: str) -> Operator:
-    """Logits are read once. Flat rows, those of a random model, make the nucleus wide: the slow way."""
+    """Picks tokens; reads logits once. Flat rows, as a random model has them, make the nucleus wide: the slow case."""
     rows, device = sizes.few, stage.device
     sharpness = 0.5 if "flat" in kind else 4.0
     sets = [
@@ -234,7 +235,7 @@ def picks(stage: Stage, sizes: Sizes, kind: str) -> Operator:
         return out_R
 
     def check() -> float:
-        """0 if every pick is one that the filters leave."""
+        """0 if the filters allow every pick."""
         out_R.fill_(-1)
         call(0)
         logits_RV, index_R1 = sets[0], out_R.clamp(0)[:, None]

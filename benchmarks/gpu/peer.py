@@ -1,4 +1,4 @@
-"""transformers' continuous batching as the other side of the session load: same weights, whole history every turn.
+"""transformers' continuous batching as the peer in the session load: same weights, whole history every turn.
 
 Legend: N query tokens of all sequences, T key tokens of all sequences, H query heads, K key/value heads, D head size.
 """
@@ -25,18 +25,18 @@ from engine.models.weights import tensor_shapes
 
 FLASH_NAME = "paged|torch_flash"
 PAGE_TOKENS = 64
-"""Its default is 256; with fewer a turn's history is shared almost to its end, which is kinder to it here."""
+"""Its default is 256. Smaller pages let a turn share its history almost to the end, which favours transformers."""
 
 POLL_S = 0.5
 STOP_S = 30.0
 
 
 class PeerUnavailable(RuntimeError):
-    """This kind of attention cannot be had with the transformers and torch of this machine."""
+    """This kind of attention is not available with the transformers and torch of this machine."""
 
 
 def ways(device: torch.device) -> list[str]:
-    """The best that this machine offers, first. `sdpa` needs a mask over the keys of all sequences together."""
+    """The kinds of attention to run, the best first. `sdpa` needs a mask over the keys of all sequences together."""
     if device.type != "cuda":
         return ["sdpa", "torch-flash"]
     with contextlib.suppress(ImportError):
@@ -56,13 +56,13 @@ class Peer:
         self._seen: dict[str, int] = {}
 
     def prepare(self) -> None:
-        """Before `running`. Raises PeerUnavailable."""
+        """To be called before `running`. Raises PeerUnavailable."""
         if self._way.startswith("torch-flash"):
             register_flash(self._bench.device)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        """Gives a description of how it runs."""
+        """Runs the manager; yields a description of how it runs."""
         model = self._model()
         config = self._settings()
         generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
@@ -78,7 +78,7 @@ class Peer:
                 f"CUDA graphs {used.use_cuda_graph}, async batching {used.use_async_batching}, "
                 f"prefix sharing {used.allow_block_sharing}, pages of {self._page_tokens} tokens"
             )
-            manager.stop(block=True, timeout=STOP_S, hard_stop=True)  # what is in flight is not waited for
+            manager.stop(block=True, timeout=STOP_S, hard_stop=True)  # does not wait for what is in flight
         self._manager = None
         del model
         self._bench.close()
@@ -90,7 +90,7 @@ class Peer:
         )
 
     def events(self, limit_s: float) -> list[Event]:
-        """What came since the last call, at least one unless `limit_s` passes. Raises RuntimeError if it died."""
+        """What came since the last call; waits up to `limit_s` for the first. Raises RuntimeError if it died."""
         end_s = time.perf_counter() + limit_s
         while (left_s := end_s - time.perf_counter()) > 0:
             output = self._manager.get_result(timeout=min(POLL_S, left_s))
@@ -130,7 +130,7 @@ class Peer:
         return ContinuousBatchingConfig(**options)
 
     def _model(self) -> Any:
-        """The weights that the engines have."""
+        """A model with the same weights as the engines."""
         config = transformers.AutoConfig.for_model(**self._bench.config)
         with torch.device(self._bench.device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=self._bench.dtype).eval()
@@ -149,12 +149,12 @@ class Peer:
 
 
 def takes_read_index() -> bool:
-    """Whether the cache gathers keys and values by index before attention, as transformers 5.17 does."""
+    """Whether the cache gathers keys and values by index before attention, as in transformers 5.17."""
     return "read_index" in inspect.signature(PagedAttentionCache.update).parameters
 
 
 def register_flash(device: torch.device) -> None:
-    """Gives transformers torch's own flash kernel, where no flash-attn package is installed: without it continuous
+    """Gives transformers torch's own flash kernel, for machines without a flash-attn package. Without it continuous
     batching attends over a mask of all sequences together. Raises PeerUnavailable."""
     if not takes_read_index():
         raise PeerUnavailable(f"transformers {transformers.__version__} gathers keys in another way")
@@ -168,7 +168,7 @@ def register_flash(device: torch.device) -> None:
 def flash_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface for packed sequences: query [1, H, N, D]; gives [1, N, H, D]."""
+    """transformers' attention interface for packed sequences: takes query [1, H, N, D], returns [1, N, H, D]."""
     del attention_mask
     key_TKD, value_TKD = arguments["cache"].update(
         key_states=key, value_states=value, layer_idx=module.layer_idx,
@@ -189,7 +189,7 @@ def torch_flash(
     longest: tuple[int, int],
     scale: float,
 ) -> Tensor:
-    """Causal from the end: a sequence's last query sees all its keys."""
+    """Causal with the ends aligned: a sequence's last query sees all its keys."""
     return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
         query_NHD, key_TKD.contiguous(), value_TKD.contiguous(), *(start.int() for start in starts),
         *longest, 0.0, True, False, scale=scale,
@@ -204,7 +204,7 @@ def one_by_one(
     longest: tuple[int, int],  # noqa: ARG001
     scale: float,
 ) -> Tensor:
-    """The same, slowly, anywhere."""
+    """The same as `torch_flash`, slowly, on any device."""
     out_NHD = torch.zeros_like(query_NHD)
     rows, keys = starts[0].tolist(), starts[1].tolist()
     for index in range(len(rows) - 1):
@@ -221,7 +221,7 @@ def one_by_one(
 
 
 def check_flash(device: torch.device) -> None:
-    """Raises PeerUnavailable if the kernel is not there, or aligns or groups heads otherwise than we think."""
+    """Raises PeerUnavailable if the kernel is missing, or aligns or groups heads differently than expected."""
     generator = torch.Generator(device).manual_seed(5)
     starts = tuple(
         torch.tensor(each, dtype=torch.int32, device=device) for each in ([0, 3, 4, 70], [0, 40, 90, 170])

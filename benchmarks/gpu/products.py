@@ -1,7 +1,7 @@
 """Products of few rows with fixed weights: ours and cuBLAS's, against the time it takes to read the weights.
 
-Shapes are those of an 8 B-parameter Llama. Weights are taken in turn from more memory than the L2 cache has; rows and
-results stay in it, as in a step.
+Shapes are those of an 8 B-parameter Llama. Weights rotate over more memory than the L2 cache has; rows and results stay
+in the cache, as in a step.
 
 Legend: N rows of input, I input features, O output features.
 """
@@ -42,7 +42,7 @@ class Timed:
 
 
 class Product:
-    """One shape: its weights, and what up to max(ROWS) rows give with them in float64."""
+    """One shape: its weights, and the float64 results of up to max(ROWS) rows with them."""
 
     def __init__(self, stage: Stage, outputs: int, inputs: int) -> None:
         self._stage = stage
@@ -56,7 +56,7 @@ class Product:
         return self._weights[0].nbytes + rows * sum(self.shape) * 2
 
     def time(self, make: LinearFactory, rows: int, repeats: int = 11) -> Timed:
-        """Results are checked after they were timed, poisoned between. Raises WrongResult."""
+        """Times the products, then poisons the results, computes and checks them. Raises WrongResult."""
         linears = [make(weight_OI, None) for weight_OI in self._weights]
         x_NI = self._x_NI[:rows]
         results: dict[int, Tensor] = {}
@@ -99,7 +99,7 @@ def run(stage: Stage) -> None:
 
 
 def report(stage: Stage, name: str, shape: tuple[int, int], read: float) -> None:
-    """Raises WrongResult."""
+    """Times one shape and adds its rows. Raises WrongResult."""
     product = Product(stage, *shape)
     ways = {"cuBLAS": PlainLinear} | {f"few{tiles.block_o}": way_of(tiles) for tiles in TILES}
     for rows in DRY_ROWS if stage.dry else ROWS:

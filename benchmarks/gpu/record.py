@@ -1,4 +1,4 @@
-"""The file of figures of one card: each section's latest rows, so that a card lent for minutes is measured in parts."""
+"""The file of figures of one card: each section's latest rows, so a card lent for minutes can be measured in parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class SectionRecord:
-    """`at` is when it ended, UTC; `settings` are those of its run that were not left to default."""
+    """`at` is the UTC time when the section ended; `settings` are the options of its run that were not the default."""
 
     rows: list[Row]
     seconds: float
@@ -28,8 +28,8 @@ class SectionRecord:
 
 
 class Record:
-    """Sections by name, in the order of `names`. Those of an earlier run of the same card are kept until they are run
-    again; dry runs keep nothing."""
+    """Sections by name, in the order of `names`. Sections of an earlier run on the same card are kept until they are
+    run again; dry runs keep nothing."""
 
     def __init__(self, names: list[str], dry: bool) -> None:
         self._names, self._dry = names, dry
@@ -44,13 +44,13 @@ class Record:
         return [row for name in self._names if name in self.sections for row in self.sections[name].rows]
 
     def default_path(self, folder: Path) -> Path | None:
-        """None for dry runs and where no card was found."""
+        """None for dry runs and if no card was found."""
         if self._dry or self.card is None:
             return None
         return folder / f"gpu_{re.sub(r'[^a-z0-9]+', '_', self.card.lower()).strip('_')}.json"
 
     def save(self, path: Path, *, also: Path | None = None) -> None:
-        """With the sections that were not run now, of the file that is there or else of `also`."""
+        """Writes the record. Sections that were not run now are taken from the existing file, or else from `also`."""
         source = path if path.is_file() else also
         if source is not None:
             self._keep(source)

@@ -11,15 +11,15 @@ Goal = Literal["at_least", "at_most"]
 Outcome = Literal["measured", "failed", "skipped"]
 
 TABLE_CHARACTERS = 11_500
-"""Room for the table where only the last 12,000 characters of the output are kept."""
+"""Fits where only the last 12,000 characters of the output are kept."""
 
 NOTE_CHARACTERS = 90
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `limit` is in the unit of `measured`; `share` is the part of the limit that was reached,
-    or the ratio a goal speaks of. A row without `target` only informs."""
+    """One line of the table. `limit` has the unit of `measured`; `share` is the part of the limit that was reached, or
+    the ratio that a goal is about. A row without `target` only informs."""
 
     section: str
     item: str
@@ -53,7 +53,7 @@ def skipped(section: str, item: str, reason: str) -> Row:
 
 
 class RowFile:
-    """Rows of one section, written as they come, so that a section that is ended early keeps what it has."""
+    """Rows of one section, written as they come, so that a section that is stopped early keeps what it has."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class RowFile:
             file.write(json.dumps(asdict(row)) + "\n")
 
     def read(self) -> list[Row]:
-        """A last line that was cut off is left out."""
+        """Leaves out a last line that was cut off."""
         if not self.path.exists():
             return []
         rows = []
@@ -76,7 +76,7 @@ class RowFile:
 
 
 def markdown(rows: list[Row], title: str, dry: bool, most: int = TABLE_CHARACTERS) -> str:
-    """The table. Notes get shorter, then the last rows without a target go, until it fits into `most` characters."""
+    """The table. Until it fits into `most` characters, notes get shorter, then the last rows without a target go."""
     for note_characters in (NOTE_CHARACTERS, 50, 20, 0):
         text = _table(rows, title, dry, note_characters)
         if len(text) <= most:

@@ -1,4 +1,4 @@
-"""What torch's own attention reaches on the same shapes, with keys and values that lie dense.
+"""How fast torch's own attention is on the same shapes, with keys and values that are contiguous.
 
 Legend: B items, H query heads, K key/value heads, D head size, T tokens.
 """
@@ -17,14 +17,14 @@ INPUTS = 2
 
 
 def flash_rate(stage: Stage, case: Case) -> float:
-    """Operations per second of torch's flash attention; of the case's own causal operations. Items must be alike."""
+    """Operations per second of torch's flash attention, counting the case's causal operations. Items must be alike."""
     q_BHTD, k_BKTD, v_BKTD = _draw(stage, case)
     causal = case.query_lens[0] == case.kv_lens[0]
     if causal or stage.device.type != "cuda":
         return _rate(stage, case, SDPBackend.FLASH_ATTENTION, causal)
 
     def call(_: int) -> Tensor:
-        # With more keys than queries this operator's mask ends at the last key, as it should; SDPA's own does not.
+        # With more keys than queries this operator's mask ends at the last key, as needed; SDPA's own mask does not.
         return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
             q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), None, None,
             case.query_lens[0], case.kv_lens[0], 0.0, True, False,
@@ -34,7 +34,7 @@ def flash_rate(stage: Stage, case: Case) -> float:
 
 
 def cudnn_rate(stage: Stage, case: Case) -> float | None:
-    """None where cuDNN's attention does not serve."""
+    """None if cuDNN's attention cannot run the case."""
     if stage.device.type != "cuda" or case.query_lens[0] != case.kv_lens[0]:
         return None
     try:

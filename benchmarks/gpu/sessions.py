@@ -1,5 +1,5 @@
-"""64 sessions of 20 turns over one shared history: Kedge, which gets the new tokens, beside transformers' continuous
-batching, which gets the whole history every turn and shares prefixes as it can. Same card, weights and prompts."""
+"""64 sessions of 20 turns over one shared history. Kedge gets the new tokens. Beside it, transformers' continuous
+batching gets the whole history every turn and shares prefixes as it can. Same card, weights and prompts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from engine.settings import ExecutionSettings, SchedulerSettings
 THROUGHPUT_TARGET = 5.0
 TTFT_TARGET = 0.2
 KEDGE_SHARE = 0.35
-"""Of the section's time, at most."""
+"""Kedge's share of the section's time, at most."""
 
 ROOM = 256
-"""Tokens a session beside its turns: pages that are not full, and what the warm-up leaves."""
+"""Extra tokens a session beside its turns, for pages that are not full and for what the warm-up leaves."""
 
 SETTLE_S = 0.3
-"""In which an idle engine publishes its counts."""
+"""Time in which an idle engine publishes its counts."""
 
 DRY = Plan(sessions=3, turns=3, shared=40, new=5, out=6)
 
@@ -110,7 +110,7 @@ def peer_turns(stage: Stage, side: Any, plan: Plan, way: str, seconds: float) ->
 
 
 def warm_up(side: Any, plan: Plan) -> None:
-    """Kernels compile, graphs are captured; other tokens, so that nothing of it is shared."""
+    """Compiles kernels and captures graphs; uses other tokens, so that the load shares nothing with it."""
     run_load(side, replace(plan, seed=plan.seed + 1, turns=2, shared=plan.shared // 8, out=4), 90.0)
 
 
@@ -125,7 +125,7 @@ def side_row(stage: Stage, name: str, plan: Plan, done: list[Turn], last: int, a
 
 
 def compare(stage: Stage, plan: Plan, ours: list[Turn], theirs: list[Turn], way: str) -> None:
-    """Over the turns that both sides ended in all sessions."""
+    """Compares over the turns that both sides ended in all sessions."""
     last = min(last_whole_turn(ours, plan), last_whole_turn(theirs, plan))
     left, right = figures(ours, last), figures(theirs, last)
     note = f"turns 2–{last}, against {way}"
@@ -152,7 +152,7 @@ def compare(stage: Stage, plan: Plan, ours: list[Turn], theirs: list[Turn], way:
 
 
 class Kedge:
-    """A Side: sessions of the real engine."""
+    """A Side that runs sessions of the real engine."""
 
     name = "Kedge"
 

@@ -19,14 +19,14 @@ from benchmarks.measure import machine
 T = TypeVar("T")
 
 SETTLE_CALLS = 3
-"""Before a graph is captured: kernels compile, handles are made."""
+"""Calls before a graph is captured, in which kernels compile and handles are made."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`dry` is a run without a card: it proves the paths, and its times mean nothing.
+    """`dry` is a run without a card: it checks that the code runs, and its times mean nothing.
 
-    `options` are those of the command line; `deadline_s` is on time.monotonic's clock.
+    `options` are the command line's; `deadline_s` is on time.monotonic's clock.
     """
 
     section: str
@@ -48,7 +48,7 @@ class Stage:
         )
 
     def attempt(self, item: str, call: Callable[[], T]) -> T | None:
-        """What one part of a section gives. What it raises is a row, and the section goes on."""
+        """Runs one part of a section and returns its result. An exception becomes a row, and the section goes on."""
         if self.left_s <= 0:
             self.out.add(skipped(self.section, item, "no time left"))
             return None
@@ -92,9 +92,9 @@ def time_device(
     repeats: int = 11,
     after: Callable[[Callable[[], object]], None] | None = None,
 ) -> Timing:
-    """Times `call(i)` for i in range(inputs) as one CUDA graph, so that gaps between launches are small; by events
-    around plain calls where that cannot be captured. Inputs together should be larger than the L2 cache. `after` is
-    given what was timed, to run once more: a graph writes where it wrote before, so outputs can be poisoned first."""
+    """Times `call(i)` for i in range(inputs) as one CUDA graph, so that gaps between launches are small, or by events
+    around plain calls if it cannot be captured. Inputs together should be larger than the L2 cache. `after` gets the
+    timed run, to run it once more: a graph writes to the same places, so `after` can poison the outputs first."""
     if stage.device.type != "cuda":
         return _time_host(call, inputs, after)
     for index in range(max(SETTLE_CALLS, inputs)):
@@ -154,7 +154,7 @@ def _time_host(
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The machine, the card and the versions; every figure is read, none assumed."""
+    """The machine, the card and the versions, all of them read from the system."""
     import transformers
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "triton": None}
@@ -187,7 +187,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _card_state() -> str | None:
-    """Driver, clocks and load as the driver's tool reads them; None without it."""
+    """Driver, clocks and load as the driver's tool reads them; None if there is no tool."""
     query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,utilization.gpu"
     try:
         answer = subprocess.run(

@@ -25,7 +25,7 @@ CHOICES = {
     "programs": (1, 2, 4, 8, 16),
     "block_m": (16, 32, 64, 128),
 }
-"""Of the shape that the case uses."""
+"""Choices for the tile shape that the case uses."""
 
 SPLITS = {"min_split": (128, 256, 512, 1024, 2048), "max_splits": (16, 32, 64, 128)}
 ROW_CHOICES = {
@@ -34,13 +34,13 @@ ROW_CHOICES = {
     "num_warps": (1, 2, 4, 8),
     "num_stages": (3, 4, 5, 6, 8),
 }
-"""Of the tiles for products."""
+"""Choices for the tiles of products."""
 
 TUNED_ROWS = (1, 8)
 ROUNDS = 2
 REPEATS = 5
 BETTER = 0.99
-"""Less than one percent is noise."""
+"""An improvement of less than one percent is noise."""
 
 
 def run(stage: Stage) -> None:
@@ -95,7 +95,7 @@ def tune_product(stage: Stage, name: str, shape: tuple[int, int], seconds: float
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[T]):
-    """The best tiles, and the time of the best of the defaults."""
+    """The best tiles and their time, and the best time of the defaults."""
 
     best: T
     best_s: float
@@ -110,7 +110,7 @@ def search(
     time: Callable[[T], float],
     end_s: float,
 ) -> Found[T]:
-    """Takes whatever makes it faster, round by round, until nothing does or no more than `end_s` are left."""
+    """Adopts every change that makes it faster, round by round, until none does or less than `end_s` is left."""
     first_s, best = min(((time(tiles), tiles) for tiles in defaults), key=lambda pair: pair[0])
     best_s = first_s
     tried: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A load of sessions with turns, the same for every side, and what it took."""
+"""A load of sessions with turns, the same for every side, and its timings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every session starts at the same `shared` tokens; each turn brings `new` and is answered by `out`. A session's
-    next turn starts when the one before has ended. Token ids depend on the seed alone."""
+    """Every session starts with the same `shared` tokens; each turn sends `new` tokens and is answered by `out`. A
+    session's next turn starts when its previous one has ended. Token ids depend only on the seed."""
 
     sessions: int = 64
     turns: int = 20
@@ -49,13 +49,14 @@ class Event(NamedTuple):
 
 
 class Side(Protocol):
-    """What the load is put on."""
+    """The server or engine that the load runs on."""
 
     @property
     def name(self) -> str: ...
 
     def submit(self, name: str, history: Sequence[int], new: Sequence[int], count: int) -> None:
-        """`name` is session/turn. The first so many of `history` are the session's tokens so far, and stay so."""
+        """`name` is seed-session/turn. `history` is the session's tokens so far and is not changed later; `count`
+        tokens are asked for."""
 
     def events(self, limit_s: float) -> list[Event]: ...
 
@@ -71,13 +72,13 @@ class Turn:
 
 
 class OutOfTime(RuntimeError):
-    """Not even the shared history was computed in time."""
+    """The shared history was not computed in time."""
 
 
 def run_load(side: Side, plan: Plan, seconds: float) -> list[Turn]:
-    """All turns that ended within `seconds`. The shared history is computed once before; its time counts for the
-    limit only. Requests are called seed-session/turn, session 0 being the shared history by itself; plans with one
-    seed must not follow each other on one side. Raises OutOfTime, and whatever the side raises."""
+    """All turns that ended within `seconds`. The shared history is computed once before them; its time counts only
+    toward the limit. Requests are called seed-session/turn, where session 0 is the shared history by itself. So two
+    plans with the same seed must not follow each other on one side. Raises OutOfTime, and whatever the side raises."""
     deadline_s = time.perf_counter() + seconds
     shared = plan.shared_tokens()
     name_of_shared = f"{plan.seed}-0/1"
@@ -101,7 +102,7 @@ def run_load(side: Side, plan: Plan, seconds: float) -> list[Turn]:
     while running and (left_s := deadline_s - time.perf_counter()) > 0:
         for event in side.events(left_s):
             turn = running.get(event.name)
-            if turn is None:  # of a load before that was cut off
+            if turn is None:  # from an earlier load that was cut off
                 continue
             if event.token_ids and not turn.output:
                 turn.first_s = event.time_s
@@ -117,8 +118,8 @@ def run_load(side: Side, plan: Plan, seconds: float) -> list[Turn]:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of turns 2 to `last`, which every session ended. Tokens are output tokens, over the time from the first
-    beginning of those turns to the last end. TTFT in seconds."""
+    """Figures of turns 2 to `last`, which every session ended. Tokens are output tokens, over the time from the first
+    beginning of those turns to the last end. TTFT is in seconds."""
 
     last: int
     turns: int
@@ -139,7 +140,7 @@ def last_whole_turn(done: Sequence[Turn], plan: Plan) -> int:
 
 
 def figures(done: Sequence[Turn], last: int) -> Figures:
-    """Raises ValueError without a second turn."""
+    """Raises ValueError if no session ended a second turn."""
     chosen = [turn for turn in done if 2 <= turn.number <= last]
     if not chosen:
         raise ValueError("no session ended its second turn")

@@ -4,10 +4,10 @@
     PYTHONPATH=. python benchmarks/peers/compare.py 5m --json 5m.json
     PYTHONPATH=. python benchmarks/peers/compare.py 505m --json 505m.json
 
-Sessions of 20 turns of 16 tokens in and 8 out, one at a time and eight: Kedge keeps them and is sent what is new,
-llama.cpp is sent the whole history and finds it in its cache. A random Llama in bfloat16 is made for both on the way.
-The load is that of serve_overhead.py, with real-time priority for the client where that is allowed. Kedge is started
-as `make serve` does it, with its own Ray cluster.
+Sessions have 20 turns of 16 tokens in and 8 out, one session at a time and eight. Kedge keeps them and is sent only
+what is new; llama.cpp is sent the whole history and finds it in its cache. A random Llama in bfloat16 is made for both
+first. The load is that of serve_overhead.py, with real-time priority for the client if allowed. Kedge is started as
+`make serve` does it, with its own Ray cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 KEDGE_READY_S = 240.0
 STOP_S = 60.0
 REPLICAS = {"5m": (2, 1), "505m": (1, 2)}
-"""Kedge's replicas and the threads of each; llama.cpp has as many threads in all."""
+"""Kedge's replicas and the threads of each; llama.cpp has as many threads in total."""
 
 
 def kedge_config(args: argparse.Namespace, model: Path, folder: Path) -> Path:
@@ -72,7 +72,7 @@ def kedge_url(args: argparse.Namespace) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """And waits: Ray's processes end with the one that started them."""
+    """Stops the process and waits, since Ray's processes end with the process that started them."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_S)
@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> int:
         command += ["--server", f"llama.cpp=http://127.0.0.1:{args.llama_port},resend,{peer.pid}"]
         command += [word for server in args.server for word in ("--server", server)]
         command += ["--rounds", str(args.rounds), "--case", "16 in + 8 out", "--endpoint", "completions"]
-        command += ["--no-keep-alive"]  # llama.cpp's server says that it keeps connections, and closes them
+        command += ["--no-keep-alive"]  # llama.cpp's server promises to keep connections, but closes them
         command += ["--max-other-cores", str(args.max_other_cores)]
         command += ["--max-burst-share", "1"] if args.part == "5m" else []
         command += ["--json", str(args.json)] if args.json is not None else []
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def with_priority() -> list[str]:
-    """For the client, which shares the cores with the servers (benchmarks/README.md)."""
+    """Command prefix for the client, which shares the cores with the servers (benchmarks/README.md)."""
     chrt = shutil.which("chrt")
     allowed = (
         chrt is not None and subprocess.run([chrt, "-f", "50", "true"], capture_output=True).returncode == 0

@@ -1,4 +1,4 @@
-"""llama.cpp's server, built from the sources that the sdist of llama-cpp-python on PyPI carries."""
+"""llama.cpp's server, built from the sources in the sdist of llama-cpp-python on PyPI."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {
 
 
 def fetch(folder: Path, version: str) -> Path:
-    """The folder of llama.cpp's sources; from PyPI, if they are not there yet. `version` is the package's, or empty."""
+    """The folder of llama.cpp's sources, fetched from PyPI if missing. `version` is the package's version, or empty."""
     found = sorted(folder.glob("*/vendor/llama.cpp"))
     if found:
         return found[-1]
@@ -40,7 +40,7 @@ def fetch(folder: Path, version: str) -> Path:
 
 
 def build(sources: Path, folder: Path, jobs: int, time_s: float) -> Path:
-    """The server's file. What is there already is not compiled again: after a TimeoutExpired it goes on."""
+    """The path of the server's binary. Compiled parts are kept, so another call goes on after a TimeoutExpired."""
     binary = folder / "bin" / "llama-server"
     if not binary.is_file():
         defines = [f"-D{name}={value}" for name, value in OPTIONS.items()]
@@ -51,7 +51,7 @@ def build(sources: Path, folder: Path, jobs: int, time_s: float) -> Path:
 
 
 def start(binary: Path, model: Path, port: int, threads: int, log: Path) -> subprocess.Popen[bytes]:
-    """Answers when it returns. Eight slots, each with room for a whole session."""
+    """Starts the server; it answers when this returns. Eight slots, each with room for a whole session."""
     command = [str(binary), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     command += [
         "--threads",
@@ -71,7 +71,7 @@ def start(binary: Path, model: Path, port: int, threads: int, log: Path) -> subp
 
 
 def wait_until_it_answers(process: subprocess.Popen[bytes], url: str, time_s: float, log: Path) -> None:
-    """Raises SystemExit if it ends before that, or takes too long."""
+    """Waits until the server answers. Raises SystemExit if it ends before that or takes too long."""
     end_s = time.monotonic() + time_s
     while time.monotonic() < end_s and process.poll() is None:
         try:

@@ -1,7 +1,7 @@
 """One random Llama, as Kedge and as llama.cpp load it: safetensors with a tokenizer, and GGUF.
 
-Each token is one character, so a text that is sent back has the tokens that it was made of: a server that is sent
-the history again finds all of it in its cache.
+Each token is one character, so a text that is sent back has the tokens it was made of: a server that is sent the
+history again finds all of it in its cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 NUM_BYTES = 256
-"""Tokens of bytes, which llama.cpp's kind of vocabulary must have. They are never picked."""
+"""Byte tokens, which llama.cpp's kind of vocabulary must have. They are never picked."""
 
 ASCII = [chr(code) for code in range(33, 127)]
 SPACE = "\u2581"
@@ -49,7 +49,7 @@ GGUF_NAMES = {
 
 
 def make(size: str, folder: Path, gguf_package: Path) -> tuple[Path, Path]:
-    """The model's folder for Kedge and its file for llama.cpp, made if they are not there. `gguf_package` is where
+    """The model's folder for Kedge and its file for llama.cpp, made if missing. `gguf_package` is the folder where
     llama.cpp keeps its own writer."""
     directory, file = folder / size, folder / f"{size}.gguf"
     if file.is_file():
@@ -89,7 +89,7 @@ def config_of(size: str) -> dict[str, Any]:
 
 
 def characters(count: int) -> list[str]:
-    """The tokens behind the special ones and the bytes."""
+    """The tokens after the special ones and the bytes."""
     others = [chr(FIRST_IDEOGRAPH + n) for n in range(NUM_IDEOGRAPHS)]
     others += [chr(FIRST_SYLLABLE + n) for n in range(11_000)]
     return [SPACE, *ASCII, *others][: count - len(SPECIAL) - NUM_BYTES]
@@ -113,7 +113,7 @@ def random_weights(config: dict[str, Any]) -> dict[str, Tensor]:
         return (torch.randn(shape, generator=random) * 0.02).bfloat16()
 
     weights = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden)}
-    weights["model.embed_tokens.weight"][: len(SPECIAL) + NUM_BYTES] = 0  # never the likeliest
+    weights["model.embed_tokens.weight"][: len(SPECIAL) + NUM_BYTES] = 0  # never the most likely
     weights["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     for layer in range(config["num_hidden_layers"]):
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -189,7 +189,7 @@ def gguf_name(name: str) -> str:
 
 
 def in_pairs(name: str, weight: Tensor, config: dict[str, Any]) -> Tensor:
-    """Query and key features in the order of llama.cpp, where those that turn together lie side by side."""
+    """Query and key features in llama.cpp's order, where the two features that rotate together are adjacent."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(
         name.split(".")[-2]
     )

@@ -1,9 +1,9 @@
-"""Ends HAProxy when the process that started it has ended, however that came: `haproxy_watch.py PARENT_FD HAPROXY_FD`.
+"""Ends HAProxy once the process that started it has ended for any reason: `haproxy_watch.py PARENT_FD HAPROXY_FD`.
 
-Both are pidfds, so that no other process of a reused id can be meant. The watch runs beside HAProxy, which
-`kedge-haproxy` becomes: Ray Serve knows HAProxy by the id of the process that it started, so nothing can stand between
-them. (Linux can send a signal at a parent's death, but that is the death of the thread which forked.) It uses the
-standard library only, since it starts with `python -I -S`.
+Both arguments are pidfds, so a reused process id cannot be mistaken for one of them. The watch runs beside HAProxy,
+which `kedge-haproxy` becomes: Ray Serve knows HAProxy by the id of the process that it started, so no process may be
+between them. (Linux can send a signal when a parent dies, but it sends it when the thread that forked dies.) It uses
+the standard library only, since it starts with `python -I -S`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import subprocess
 import sys
 
 PATIENCE_S = 2.0
-"""So long HAProxy has to end by itself."""
+"""How long HAProxy has to end by itself after each signal."""
 
 
 def start() -> None:
-    """Starts the watch over this process, which is to become HAProxy. Ends it if its parent has ended already."""
+    """Starts the watch over this process, which becomes HAProxy later. Ends this process if its parent has ended."""
     parent = os.getppid()
     parent_fd, own_fd = os.pidfd_open(parent), os.pidfd_open(os.getpid())
     if os.getppid() != parent:
@@ -37,7 +37,7 @@ def start() -> None:
 
 
 def watch(parent_fd: int, haproxy_fd: int) -> None:
-    """Returns when HAProxy has ended."""
+    """Ends HAProxy once the parent has ended. Returns when HAProxy has ended."""
     if _ended([parent_fd, haproxy_fd], None) == haproxy_fd:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -50,7 +50,7 @@ def watch(parent_fd: int, haproxy_fd: int) -> None:
 
 
 def _ended(pidfds: list[int], timeout_s: float | None) -> int | None:
-    """The first of the processes that has ended; None if none has in time."""
+    """A process that has ended, HAProxy first; None if none ends within `timeout_s`."""
     ended, _, _ = select.select(pidfds, [], [], timeout_s)
     return ended[-1] if ended else None
 

@@ -1,1 +1,1 @@
-"""Faults that are planted on purpose where `debug.faults` is set. Nothing of this is loaded where it is not."""
+"""Faults that are planted on purpose if `debug.faults` is set. Otherwise nothing of this is loaded."""

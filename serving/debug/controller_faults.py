@@ -1,4 +1,4 @@
-"""Planted faults of the session log, as the cluster controller sees them. Run in the controller's own process."""
+"""Planted faults of the session log, as the cluster controller sees them. They run in the controller's process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from serving.debug.kinds import FaultKind
 
 
 class FaultyStore:
-    """The session log, in which commits are slow or fail until `until_s`. All else, and all after that, is the log's.
+    """The session log with commits that are slow or fail until `until_s`. Other calls, and later ones, go to the log.
 
-    `clock` returns monotonic seconds; `wait` holds the controller up, as a slow disk does.
+    `clock` returns monotonic seconds; `wait` blocks the controller, as a slow disk does.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FaultyStore:
 
 
 def plant_in_controller(controller: Any, kind: str | None, for_s: float, delay_s: float) -> None:
-    """Of a ClusterController. The fault takes the place of one that is there; None mends."""
+    """Plants a fault in a ClusterController, in place of an existing one; None for `kind` removes it."""
     commits = controller._cluster.commits
     store = commits._store.store if isinstance(commits._store, FaultyStore) else commits._store
     if kind is not None:

@@ -1,4 +1,4 @@
-"""Where `debug.faults` may be on: only where nobody else can call."""
+"""Allows `debug.faults` only if nobody else can call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serving.settings.strict_settings import SettingsError
 
 
 def refuse_faults_in_the_open(hosts: Mapping[str, str | None]) -> None:
-    """`hosts` are where calls are taken, by the setting that says so. Raises SettingsError unless each is loopback."""
+    """`hosts` are the addresses that take calls, by their settings. Raises SettingsError unless all are loopback."""
     for setting, host in hosts.items():
         if host is not None and not _is_loopback(host):
             raise SettingsError(
@@ -19,8 +19,8 @@ def refuse_faults_in_the_open(hosts: Mapping[str, str | None]) -> None:
 
 
 def host_of_serve() -> str | None:
-    """Where the Ray Serve that runs takes calls; None if there is none."""
-    from ray.serve.context import _get_global_client  # there is no public way to ask
+    """The host on which the running Ray Serve takes calls; None if none is running."""
+    from ray.serve.context import _get_global_client  # there is no public function for this
 
     client = _get_global_client(raise_if_no_controller_running=False)
     return None if client is None else client.http_config.host

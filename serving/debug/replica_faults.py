@@ -1,6 +1,6 @@
-"""Planted faults of one replica: in its KV books, its engine, its sessions. Each is undone in time, or by `mend`.
+"""Planted faults of one replica: in its KV books, its engine, its sessions. Each is undone after a time, or when asked.
 
-The only file that reaches into others' private parts, and it does so on purpose: a fault is what no interface allows.
+Only this file reaches into private parts of others, on purpose: a fault is something that no interface allows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Undo = Callable[[], Awaitable[None]]
 ENGINE_TIMEOUT_S = 10.0
 BY = "debug.faults"
 TWIN_KEY = -1
-"""Under which the twin of a doubly counted page is kept: the tiers' own keys begin at 1."""
+"""The key under which the twin of a doubly counted page is kept. The tiers' own keys begin at 1."""
 PLANTED = f"planted by {BY}"
 
 
 class ReplicaFaults:
-    """Used on the replica's event loop only; `engine` is a LocalEngine, `host` the SessionHost. Damage to the books is
-    done on the engine's thread, between two steps. There is one fault of a kind at a time."""
+    """Used only on the replica's event loop; `engine` is a LocalEngine, `host` the SessionHost. Damage to the books is
+    done on the engine's thread, between two steps. There is at most one fault of each kind."""
 
     def __init__(self, engine: Any, host: Any, tasks: BackgroundTasks) -> None:
         self._engine = engine
@@ -42,7 +42,7 @@ class ReplicaFaults:
         self._undo: dict[FaultKind, tuple[Undo, asyncio.TimerHandle]] = {}
 
     async def plant(self, order: PlantFault) -> dict[str, Any]:
-        """What was planted, JSON ready. Without a kind all are mended. Raises ServiceError."""
+        """Plants a fault and returns it, JSON ready. Without a kind all faults are undone. Raises ServiceError."""
         if order.kind is None:
             mended = list(self._undo)
             for kind in mended:
@@ -90,7 +90,7 @@ class ReplicaFaults:
             return await asyncio.wrap_future(self._engine._call(lambda: operation(cache)))
 
     async def _leak(self, session_id: str | None) -> tuple[Undo, dict[str, Any]]:
-        """A page is taken for a session, which never gets it: as if somebody had forgotten to hand it over."""
+        """Takes a page for a session without giving it to the session, as if the caller had lost it."""
 
         def take(cache: SessionAwareCache) -> tuple[str, Any, Owner]:
             name, kv = _idle_session(cache, session_id)
@@ -108,7 +108,7 @@ class ReplicaFaults:
         return give_back, {"session_id": name, "page": int(pages[0])}
 
     async def _count_twice(self, session_id: str | None) -> tuple[Undo, dict[str, Any]]:
-        """A page of a session is somebody else's as well."""
+        """Gives a page of a session to a second account."""
 
         def add(cache: SessionAwareCache) -> tuple[str, SequenceKV]:
             name, kv = _idle_session(cache, session_id)
@@ -132,12 +132,13 @@ class ReplicaFaults:
         return remove, {"session_id": name, "page": twin.last_page}
 
     async def _lose(self, session_id: str | None) -> tuple[Undo, dict[str, Any]]:
-        """The replica forgets a session and tells nobody; its KV stays. The session's next turn loads it again."""
+        """The replica forgets a session without telling anybody; its KV stays. The next turn loads the session
+        again."""
         name, _ = await self._on_step_thread(lambda cache: _idle_session(cache, session_id))
         epoch = self._host._sessions.epoch(name)
         if epoch is None:
             raise _refused(f"session {name} is not held here")
-        self._host._sessions._sessions.pop(name)  # as if it had never been here: nobody notes a change
+        self._host._sessions._sessions.pop(name)  # directly, so that no change is noted
 
         async def load_again() -> None:
             await self._host.hold(name, epoch)
@@ -165,7 +166,7 @@ class ReplicaFaults:
         return undo
 
     def _stall(self, for_s: float) -> Undo:
-        """One step that takes this long."""
+        """Makes one step take `for_s`."""
         over = threading.Event()
         self._engine._post(lambda: over.wait(for_s))
 
@@ -184,7 +185,7 @@ class ReplicaFaults:
 
 
 class _SlowRunner:
-    """A runner each of whose steps begins `delay_s` later."""
+    """A runner whose steps each begin `delay_s` later."""
 
     def __init__(self, runner: Any, delay_s: float) -> None:
         self.runner = runner
@@ -199,7 +200,7 @@ class _SlowRunner:
 
 
 def _idle_session(cache: SessionAwareCache, session_id: str | None) -> tuple[str, SequenceKV]:
-    """The named session, or the first that there is; its KV is on the device. Raises ServiceError."""
+    """The named session, or the first idle one; its KV is on the device. Raises ServiceError if there is none."""
     for slot in cache._slots:
         wanted = session_id is None or slot.session_id == session_id
         if wanted and slot.state is SlotState.IDLE and slot.kv is not None and slot.kv.num_pages:

@@ -1,1 +1,1 @@
-"""Spans along the steps of a turn. OpenTelemetry is imported only where `tracing.endpoint` is set."""
+"""Spans along the steps of a turn. OpenTelemetry is imported only if `tracing.endpoint` is set."""

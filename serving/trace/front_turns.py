@@ -30,7 +30,7 @@ from serving.wire.errors import SESSION_MOVED, STALE_EPOCH
 from serving.wire.turns import ServiceError, TurnCall, TurnEvent
 
 _MOVED = frozenset({SESSION_MOVED, STALE_EPOCH})
-"""Nothing is wrong but who was asked."""
+"""Errors that only mean that the wrong replica was asked."""
 _LEFT = (asyncio.CancelledError, GeneratorExit)
 
 
@@ -55,14 +55,14 @@ class FrontTurns:
         return FrontTurn(self._spans, self._spans.begin(title, name, parent, attributes=attributes))
 
     def _parsed(self, request: RequestNow) -> None:
-        """From a request's arrival to its first turn: reading, checking, recognizing."""
+        """Adds a span from a request's arrival to its first turn: reading, checking, recognizing."""
         facts = CALL_FACTS.get()
         if facts is not None and facts.turns == 1 and request.start_ns is not None:
             self._spans.was("parse", request.get_span_context(), request.start_ns, time.time_ns())
 
 
 class UnkeptTurn(Untraced):
-    """Of a trace that is not kept: replicas are told so, and do not begin one."""
+    """A turn of a trace that is not kept. Replicas are told this and do not begin a trace."""
 
     def __init__(self, name: SpanContext) -> None:
         self._name = name

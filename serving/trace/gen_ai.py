@@ -1,6 +1,6 @@
-"""A turn in the words of OpenTelemetry's semantic conventions for generative AI, and in those that vLLM adds to them.
+"""A turn's attributes under OpenTelemetry's semantic conventions for generative AI, and under vLLM's additions to them.
 
-The names are written here: the package that has them calls them incubating, and moves them.
+The names are repeated here because the package that has them marks them as incubating and moves them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IN_PREFILL = "gen_ai.latency.time_in_model_prefill"
 IN_DECODE = "gen_ai.latency.time_in_model_decode"
 FIRST_TOKEN = "gen_ai.latency.time_to_first_token"
 END_TO_END = "gen_ai.latency.e2e"
-"""Latencies, in seconds, are a replica's: vLLM's names."""
+"""A replica's latencies, in seconds, under vLLM's names."""
 
 
 def operation_of(call: TurnCall) -> str:
@@ -29,7 +29,7 @@ def operation_of(call: TurnCall) -> str:
 
 
 def request_attributes(call: TurnCall, model: str) -> dict[str, AttributeValue]:
-    """What was asked for; nothing of what was said."""
+    """What was asked for, without any content."""
     sampling = call.sampling
     found: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": operation_of(call),
@@ -55,7 +55,7 @@ def conversation_of(call: TurnCall) -> str | None:
 
 
 def usage_attributes(event: TurnEvent) -> dict[str, AttributeValue]:
-    """Of a turn's last event. Cached tokens are input, too."""
+    """Usage from a turn's last event. Cached tokens count as input, too."""
     found: dict[str, AttributeValue | None] = {
         "gen_ai.usage.input_tokens": event.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
@@ -69,7 +69,7 @@ def usage_attributes(event: TurnEvent) -> dict[str, AttributeValue]:
 
 
 def input_messages(call: TurnCall) -> str:
-    """The prompt, as JSON: for who asked that it be recorded."""
+    """The prompt as JSON, for operators who turn on recording of content."""
     match call.prompt:
         case ChatPrompt():
             told = [_message(each["role"], each.get("content")) for each in call.prompt.messages]

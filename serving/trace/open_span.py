@@ -1,4 +1,4 @@
-"""A span that has begun: plain data until it ends. The SDK's own takes a lock and checks whatever it is told."""
+"""A span that has begun, kept as plain data until it ends. The SDK's own takes a lock and checks every value."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ UNSET = Status(StatusCode.UNSET)
 
 
 class Sender(Protocol):
-    """Where spans go that have ended."""
+    """Sends spans that have ended."""
 
     def ended(self, span: OpenSpan, end_ns: int) -> None: ...
 
 
 class OpenSpan:
-    """Owned by whoever began it, on one event loop. `name` is what children and callees know it by."""
+    """Owned by whoever began it, on one event loop. Children and callees know it by `name`."""
 
     __slots__ = ("_sender", "attributes", "events", "kind", "name", "parent", "start_ns", "status", "title")
 
@@ -58,12 +58,12 @@ class OpenSpan:
         self.events.append(Event(name, attributes, time.time_ns()))
 
     def fail(self, kind: str, message: str | None = None) -> None:
-        """It is of something that went wrong."""
+        """Marks the span as one of a failed operation."""
         self.attributes[ERROR_TYPE] = kind
         self.status = Status(StatusCode.ERROR, message)
 
     def raised(self, error: Exception) -> None:
-        """What it is of ended with an exception that nobody here expected."""
+        """Records that the operation ended with an unexpected exception."""
         kind = type(error)
         named = (
             kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -84,7 +84,7 @@ class OpenSpan:
 
 
 class RequestNow(NonRecordingSpan):
-    """The current span of a request. `start_ns`: when it began; None: its trace is not kept."""
+    """The current span of a request. `start_ns` is when it began, or None if its trace is not kept."""
 
     def __init__(self, name: SpanContext, start_ns: int | None) -> None:
         super().__init__(name)
@@ -92,7 +92,7 @@ class RequestNow(NonRecordingSpan):
 
 
 class Current:
-    """A context in which the span is the parent of whatever begins a span, Ray's among them."""
+    """A context in which the span is the parent of every span that begins, including Ray's."""
 
     __slots__ = ("_span", "_token")
 
@@ -109,7 +109,7 @@ class Current:
 
 
 class Within(Current):
-    """Likewise, and the span ends with it."""
+    """The same for an open span, which ends with the context."""
 
     __slots__ = ("_open",)
 

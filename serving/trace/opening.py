@@ -1,4 +1,4 @@
-"""Turns tracing on, where the settings ask for it. Nothing of OpenTelemetry is imported elsewhere."""
+"""Turns tracing on if the settings ask for it. Other modules import nothing of OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def open_spans(args: TracingArgs, component: str, instance_id: str) -> Spans | None:
-    """None: nothing is traced. Who opens it closes it."""
+    """Returns None if nothing is traced. The caller must close the result."""
     if args.endpoint is None:
         return None
     from serving.trace.spans import Spans

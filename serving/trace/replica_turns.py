@@ -51,7 +51,7 @@ class ReplicaTurns:
 
 
 class UnkeptTurn(Untraced):
-    """Of a trace that is not kept: whatever begins a span meanwhile is told so."""
+    """A turn of a trace that is not kept. Any span that begins while it commits is told so."""
 
     def __init__(self, name: SpanContext) -> None:
         self._name = name
@@ -61,7 +61,7 @@ class UnkeptTurn(Untraced):
 
 
 class ReplicaTurn:
-    """Implements ReplicaTrace. Used on the replica's event loop, but for `on_admitted`."""
+    """Implements ReplicaTrace. Used on the replica's event loop, except `on_admitted`."""
 
     def __init__(self, spans: Spans, span: OpenSpan) -> None:
         self._spans = spans
@@ -69,7 +69,7 @@ class ReplicaTurn:
         self._began_ns = span.start_ns
         self._submitted_ns = self._first_ns = 0
         self._admitted_ns: int | None = None
-        """Set once, on the engine's thread, before the engine tells anything of the turn."""
+        """Set once, on the engine's thread, before the engine reports anything about the turn."""
 
     def __enter__(self) -> ReplicaTurn:
         return self
@@ -84,7 +84,7 @@ class ReplicaTurn:
         self._span.end()
 
     def on_admitted(self) -> None:
-        """A request that was put back, and runs again, has waited only once."""
+        """Only the first call counts: a request that was put back and runs again has waited once."""
         if self._admitted_ns is None:
             self._admitted_ns = time.time_ns()
 
@@ -94,7 +94,7 @@ class ReplicaTurn:
 
     def computed_first(self) -> None:
         self._first_ns = now_ns = time.time_ns()
-        # The engine may have let it in before its own thread had the processor again.
+        # The engine may have admitted the turn before the thread that submitted it had the processor again.
         admitted_ns = max(self._admitted_ns or now_ns, self._submitted_ns)
         self._stage("queue", self._submitted_ns, admitted_ns, IN_QUEUE)
         self._stage("prefill", admitted_ns, now_ns, IN_PREFILL)
@@ -103,7 +103,7 @@ class ReplicaTurn:
     def computed(self) -> None:
         if self._first_ns:
             self._stage("decode", self._first_ns, time.time_ns(), IN_DECODE)
-        elif self._admitted_ns is None:  # nothing came of it
+        elif self._admitted_ns is None:  # it never ran
             self._stage("queue", self._submitted_ns, time.time_ns(), IN_QUEUE)
 
     def committing(self) -> AbstractContextManager[None]:

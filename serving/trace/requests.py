@@ -1,4 +1,4 @@
-"""The span of an HTTP request at a front end, which is the parent of its turns'."""
+"""The span of an HTTP request at a front end, which is the parent of its turns' spans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STARTS = frozenset({"http.response.start", "websocket.http.response.start"})
 
 
 class RequestsTraced:
-    """ASGI middleware within RequestsKnown. Calls of `passed_over` paths, which come every second, have no span."""
+    """ASGI middleware inside RequestsKnown. Calls of `passed_over` paths, which come every second, get no span."""
 
     def __init__(self, app: ASGIApp, spans: Spans, *, passed_over: Set[str]) -> None:
         self._app = app

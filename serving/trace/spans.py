@@ -1,4 +1,4 @@
-"""Makes spans and sends them to the collector. Imported only where there is one: OpenTelemetry takes a while."""
+"""Makes spans and sends them to the collector. Imported only if there is one: importing OpenTelemetry is slow."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from serving.trace.open_span import OpenSpan
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 SEND_TIMEOUT_S = 5.0
-"""For one batch. What the collector does not take by then is tried again for as long, and dropped."""
+"""Timeout for one batch. What the collector does not take by then is retried for as long, and then dropped."""
 NO_SPAN = Context()
 _KEPT, _NOT_KEPT = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 
 
 class Spans:
-    """One process's, sent in batches on a thread of its own, apart from Ray's, if Ray traces; both are of one trace all
-    the same, since the current span is Python's own affair (contextvars). Whether a trace is kept is known at its
-    beginning: of one that is not there are names only, which its callees are told."""
+    """The spans of one process, sent in batches on its own thread, separate from Ray's spans if Ray traces. Both still
+    belong to one trace, since the current span is in Python's contextvars. Whether a trace is kept is decided when it
+    begins. A trace that is not kept has only names, which are passed on to callees."""
 
     def __init__(self, args: TracingArgs, component: str, instance_id: str) -> None:
         version = importlib.metadata.version("kedge")
@@ -49,19 +49,19 @@ class Spans:
         self._propagator = TraceContextTextMapPropagator()
 
     def parent_in(self, headers: Mapping[str, str]) -> Context:
-        """Whose child a call's span is: of the span that is current, if Ray Serve has one; else of the caller's, if it
-        names one; else of none."""
+        """The context with the parent of a call's span: the current span if Ray Serve has one; else the caller's, if
+        the headers name one; else none."""
         current = get_current()
         if get_current_span(current).get_span_context().is_valid:
             return current
         return self.context_in(headers)
 
     def context_in(self, headers: Mapping[str, str]) -> Context:
-        """In which a span is the child of the one that is named there; of none, if none is."""
+        """A context whose parent is the span named in the headers; without a parent if they name none."""
         return self._propagator.extract(headers, context=NO_SPAN) if headers.get(TRACEPARENT) else NO_SPAN
 
     def named_in(self, parent: Context) -> tuple[SpanContext, SpanContext | None]:
-        """The name of a span that begins there, and its parent's. It says whether the span is kept."""
+        """Names for a new span in this context and for its parent. The name's flags say whether the span is kept."""
         above = get_current_span(parent).get_span_context()
         if above.is_valid:
             return self.named_below(above), above
@@ -71,7 +71,7 @@ class Spans:
         return SpanContext(trace_id, self._ids.generate_span_id(), False, flags), None
 
     def named_below(self, above: SpanContext) -> SpanContext:
-        """The name of a child's span, which is kept if its parent's is."""
+        """The name of a child's span, which is kept if its parent is."""
         return SpanContext(
             above.trace_id, self._ids.generate_span_id(), False, above.trace_flags, above.trace_state
         )
@@ -85,7 +85,7 @@ class Spans:
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Mapping[str, AttributeValue] | None = None,
     ) -> OpenSpan:
-        """Of a trace that is kept."""
+        """Begins a span of a trace that is kept."""
         return OpenSpan(self, title, name, parent, kind, dict(attributes or {}))
 
     def begin_below(
@@ -99,7 +99,7 @@ class Spans:
         return self.begin(title, self.named_below(parent), parent, kind=kind, attributes=attributes)
 
     def was(self, title: str, parent: SpanContext, start_ns: int, end_ns: int) -> None:
-        """A span that is over, of which nothing else is to be told."""
+        """Sends a span that is over and has no attributes or events."""
         self._sender.on_end(
             ReadableSpan(
                 title,
@@ -113,7 +113,7 @@ class Spans:
         )
 
     def ended(self, span: OpenSpan, end_ns: int) -> None:
-        """To be sent. Nothing is added to it any more."""
+        """Queues the span to be sent. Nothing may be added to it after this."""
         self._sender.on_end(
             ReadableSpan(
                 span.title,
@@ -131,17 +131,17 @@ class Spans:
         )
 
     def flush(self) -> None:
-        """Sends what is left, within SEND_TIMEOUT_S."""
+        """Sends what remains, within SEND_TIMEOUT_S."""
         self._sender.force_flush(int(SEND_TIMEOUT_S * 1000))
 
     def close(self) -> None:
-        """Likewise, for good."""
+        """Sends what remains and shuts down."""
         self.flush()
         self._sender.shutdown()  # type: ignore[no-untyped-call]
 
 
 def headers_of(name: SpanContext) -> dict[str, str]:
-    """What makes the spans of whoever gets it the span's children."""
+    """Headers that make the receiver's spans children of this span."""
     told = {TRACEPARENT: f"00-{name.trace_id:032x}-{name.span_id:016x}-{name.trace_flags:02x}"}
     if name.trace_state:
         told[TRACESTATE] = name.trace_state.to_header()
@@ -149,10 +149,10 @@ def headers_of(name: SpanContext) -> dict[str, str]:
 
 
 def trace_id_of(name: SpanContext) -> str:
-    """As logs and other systems write it."""
+    """The trace id in the form that logs and other systems use."""
     return f"{name.trace_id:032x}"
 
 
 def is_kept(name: SpanContext) -> bool:
-    """Whether its trace is."""
+    """Whether its trace is kept."""
     return name.trace_flags.sampled

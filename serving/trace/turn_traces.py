@@ -1,6 +1,6 @@
-"""What a turn tells its trace: at a front end, and at a replica. UNTRACED is for turns that have none.
+"""What a turn reports to its trace, at a front end and at a replica. UNTRACED is for turns without a trace.
 
-Who is told this neither raises nor waits. Without tracing a turn makes no object for it.
+Implementations neither raise nor wait. Without tracing a turn makes no object for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from serving.wire.turns import TurnCall, TurnEvent
 
 
 class FrontTrace(Protocol):
-    """One turn at the front end, from its call to its end; a context, which is left with what went wrong."""
+    """One turn at the front end, from its call to its end. A context manager; an error that leaves it is recorded."""
 
     def __enter__(self) -> FrontTrace: ...
 
@@ -23,30 +23,30 @@ class FrontTrace(Protocol):
     ) -> None: ...
 
     def placing(self) -> AbstractContextManager[None]:
-        """Around the search for a replica. What is called in it has the span as its parent."""
+        """A context around the search for a replica. Spans that begin in it are children of this one."""
 
     def at(self, replica_id: str, epoch: int | None) -> AbstractContextManager[None]:
-        """Around one attempt at the turn, to its end there. It may be left in another task."""
+        """A context around one attempt at the turn, until it ends there. Another task may leave it."""
 
     def carried(self, call: TurnCall) -> TurnCall:
-        """The call of this attempt as the replica is to get it."""
+        """The call of this attempt, as the replica must receive it."""
 
     def ended_there(self, reason: str) -> None:
-        """The attempt came to nothing, by the code of an error."""
+        """The attempt failed; `reason` is the code of an error."""
 
     def failed_over(self, reason: str) -> None:
-        """So there will be another."""
+        """Therefore another attempt follows."""
 
     def taken_over(self, replica_id: str) -> None:
-        """The turn goes on at that one, in mid-stream."""
+        """The turn goes on at `replica_id`, in mid-stream."""
 
     def tell(self, event: TurnEvent) -> None:
-        """The client is told this."""
+        """The client is sent this event."""
 
 
 class ReplicaTrace(Protocol):
-    """One turn at a replica, from its call to its last event; a context as FrontTrace is. It goes from stage to stage:
-    begin, queue, prefill, decode, commit."""
+    """One turn at a replica, from its call to its last event; a context manager like FrontTrace. The stages are begin,
+    queue, prefill, decode, commit."""
 
     def __enter__(self) -> ReplicaTrace: ...
 
@@ -56,36 +56,36 @@ class ReplicaTrace(Protocol):
 
     @property
     def on_admitted(self) -> Callable[[], None] | None:
-        """For the engine's thread: it runs, and waits in the queue no more."""
+        """For the engine to call on its thread once the turn has left the queue and runs."""
 
     def submitted(self) -> None:
-        """The engine has it."""
+        """The engine has accepted the turn."""
 
     def computed_first(self) -> None:
-        """Its first token is there."""
+        """The first token has come."""
 
     def computed(self) -> None:
         """The engine has sent its last delta."""
 
     def committing(self) -> AbstractContextManager[None]:
-        """Around its way into the log. What is called in it has the span as its parent."""
+        """A context around the turn's commit to the log. Spans that begin in it are children of this one."""
 
     def ended(self, event: TurnEvent) -> None:
-        """Its last event."""
+        """The turn's last event."""
 
 
 class FrontTraces(Protocol):
     def turn(self, call: TurnCall) -> FrontTrace:
-        """Of a turn that begins."""
+        """The trace of a turn that begins."""
 
 
 class ReplicaTraces(Protocol):
     def turn(self, call: TurnCall, epoch: int | None) -> ReplicaTrace:
-        """Of a turn that has come here."""
+        """The trace of a turn that has arrived."""
 
 
 class Untraced:
-    """Is told everything, and keeps nothing."""
+    """Accepts every call and keeps nothing."""
 
     _NOTHING: AbstractContextManager[None] = nullcontext()
 

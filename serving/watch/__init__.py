@@ -1,1 +1,1 @@
-"""Metrics, gauges of Ray, audits."""
+"""Metrics, gauges in Ray's own metrics, and audits."""

@@ -1,4 +1,4 @@
-"""A deep audit of the books as JSON: what each replica's walk found, and which replica could not be asked."""
+"""A deep audit of the books as JSON: what each replica's audit found, and which replicas did not answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replica_audit(replica_id: str, report: AuditReport) -> dict[str, Any]:
 
 
 def failed_audit(replica_id: str, reason: str) -> dict[str, Any]:
-    """A replica whose books nobody has seen, which is not the same as clean."""
+    """The entry of a replica whose books could not be read, which does not count as clean."""
     return {
         "replica_id": replica_id,
         "clean": False,
@@ -42,7 +42,7 @@ def failed_audit(replica_id: str, reason: str) -> dict[str, Any]:
 def cluster_audit(
     answers: Sequence[Mapping[str, Any]], expected: Collection[str], error: str | None = None
 ) -> dict[str, Any]:
-    """All replicas' audits. `expected` are the replicas that should have answered; `error` says why nobody knows."""
+    """All replicas' audits. `expected` are the replicas that should have answered; `error` says why that is unknown."""
     answered = {answer["replica_id"] for answer in answers}
     missing = [failed_audit(name, "the replica did not answer") for name in sorted(set(expected) - answered)]
     replicas = sorted([*answers, *missing], key=lambda audit: str(audit["replica_id"]))

@@ -1,4 +1,4 @@
-"""What those who watch are told, as plain data ready for JSON: the state of all replicas, and what has happened."""
+"""What watchers of a cluster are sent, as plain data ready for JSON: the state of all replicas, and events."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ TIER_MOVES = MappingProxyType(
 )
 COUNTED = ("running", "waiting", "sessions", "generated_tokens", "prefill_tokens", "cached_tokens", "steps")
 MOST_FINDINGS = 20
-"""Of one audit that are events of their own."""
+"""Findings of one audit that become events of their own."""
 LOG = "log"
-"""The tier of a session whose tokens are kept, and no KV."""
+"""The tier of a session whose tokens are kept without KV."""
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The cluster at one moment. `replicas` are the figures of those that answered; `places` says by replica where the
-    KV of its sessions in `view` is, `rows` are these sessions as the API lists them. `trouble`: why something of it is
-    old, or not there."""
+    """The cluster at one moment. `replicas` are the figures of those that answered. `places` says by replica where the
+    KV of its sessions in `view` is; `rows` are these sessions as the API lists them. `trouble` says why part of this is
+    old or missing."""
 
     at_s: float
     view: ClusterView
@@ -46,7 +46,7 @@ class Look:
 
 
 def state_of(look: Look, model: str, limit: int) -> Json:
-    """One `state` event, with the sessions that were used last."""
+    """One `state` event, with the most recently used sessions."""
     figures = {each["replica_id"]: each for each in look.replicas}
     states = {name: state for name, state in look.view.states.items() if state != "gone"}
     names = states or dict.fromkeys(figures, "unknown")
@@ -65,7 +65,7 @@ def state_of(look: Look, model: str, limit: int) -> Json:
 
 
 def told_event(event: ClusterEvent) -> Json:
-    """One `event` of the controller's."""
+    """One `event` for an event of the controller."""
     session = event.session_id
     return happened(
         event.at_s,
@@ -100,7 +100,7 @@ def happened(
 
 
 def tier_moves(at_s: float, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Json]:
-    """What a replica's counters say of demotions and promotions since it was looked at before."""
+    """The demotions and promotions that a replica's counters show since the previous look."""
     for kind, counters in TIER_MOVES.items():
         counts = [(int(now[name]) - int(before[name]), where) for name, where in counters]
         if told := ", ".join(f"{count} {where}" for count, where in counts if count > 0):
@@ -108,13 +108,13 @@ def tier_moves(at_s: float, before: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def leaked_pages(figures: Mapping[str, Any]) -> int:
-    """Pages that no account has, or two have, as far as the books' counters show it. 0 is what is right."""
+    """Pages that no account has, or that two have, as far as the books' counters show it. It should be 0."""
     pools = (figures["pages"], figures["window_pages"])
     return sum(abs(int(pages["leaked"])) for pages in pools if pages is not None)
 
 
 def audit_findings(at_s: float, audit: Mapping[str, Any]) -> list[Json]:
-    """What one replica's audit has found, an event for each page, and for each counter that is wrong."""
+    """The findings of one replica's audit: an event for each page, and for each counter that is wrong."""
     replica = audit["replica_id"]
     found = [_finding(at_s, replica, each) for each in audit["findings"][:MOST_FINDINGS]]
     if (more := len(audit["findings"]) - len(found)) > 0:
@@ -142,7 +142,7 @@ def _finding(at_s: float, replica: str, finding: Mapping[str, Any]) -> Json:
 
 
 def _replica(name: str, state: str, figures: Mapping[str, Any] | None) -> Json:
-    """Without figures it did not answer."""
+    """A replica in the state event. Without `figures` it did not answer."""
     if figures is None:
         return {"replica": name, "state": state, "pools": {}, "answers": False}
     pools = {"full": figures["pages"], "window": figures["window_pages"]}
@@ -167,7 +167,7 @@ def _replica(name: str, state: str, figures: Mapping[str, Any] | None) -> Json:
 def _placed(
     key: str, row: Json, places: Mapping[str, Mapping[str, KVPlace]], page_sizes: Mapping[str, int]
 ) -> Json:
-    """Which tier has the session's KV, and of how many tokens and pages it is; null: not known."""
+    """Which tier has the session's KV, and for how many tokens and pages; null if not known."""
     replica = row["replica_id"]
     if replica not in places or replica not in page_sizes:
         return {"tier": None, "kv_tokens": None, "kv_pages": None}

@@ -1,10 +1,10 @@
-"""Every metric that Kedge serves: name, kind, labels, unit, help, buckets. The one place where they are said.
+"""Every metric that Kedge serves: name, kind, labels, unit, help, buckets. They are defined only here.
 
-Processes make their prometheus_client objects of it (`serving/watch/registry.py`), `docs/metrics.py` writes the page
-docs/metrics.md of it, and a test compares it with what a running cluster serves.
+Processes make their prometheus_client objects from these (`serving/watch/registry.py`), `docs/metrics.py` generates
+docs/metrics.md from them, and a test compares them with what a running cluster serves.
 
-Every label has few values: routes, states, tiers, replicas, and of tenants only those with the most KV. None is ever a
-session's id, a request's, or anything that a client makes up.
+Every label has few values: routes, states, tiers, replicas, and only the tenants with the most KV. No label contains an
+id of a session or request, or anything else that a client chooses freely.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Kind(StrEnum):
 
 
 class Source(StrEnum):
-    """Who counts it. Replicas and front ends put their name into a label of that name. PAGE is the front end that
-    gathers the page, of the page as a whole: the same whoever that is."""
+    """Who counts a metric. Replicas and front ends put their name into a label of that name. PAGE is the front end that
+    gathers the page; its figures are about the whole page and are the same on every front end."""
 
     REPLICA = "replica"
     INGRESS = "ingress"
@@ -41,7 +41,7 @@ MOVE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 3
 TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 CONSTANT_LABELS = ("cluster", "model")
-"""On every metric, so that several clusters can share one Prometheus: `metrics.cluster_name`, and the model's id."""
+"""Labels of every metric, so that clusters can share one Prometheus: `metrics.cluster_name`, and the model's id."""
 
 LABELS = MappingProxyType(
     {
@@ -71,8 +71,8 @@ LABELS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """`name` is without the `_total` that counters have in an exposition. `labels` are without the constant ones; who
-    counts is the first. `unit` is what is counted, in base units."""
+    """`name` is without the `_total` that counters have in an exposition. `labels` are without the constant ones; the
+    label of the source comes first. `unit` is the base unit of what is counted."""
 
     name: str
     kind: Kind
@@ -84,7 +84,7 @@ class Definition:
 
     @property
     def shown(self) -> str:
-        """Its name in an exposition, less the suffixes of a histogram's series."""
+        """Its name in an exposition, without the suffixes of a histogram's series."""
         return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
 
 

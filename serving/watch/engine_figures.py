@@ -1,4 +1,4 @@
-"""What the engine's snapshot says, as figures, read when they are asked for: they cannot drift from the books."""
+"""Figures from the engine's snapshot. They are read when asked for, so they cannot drift from the books."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine_figures(stats: EngineStats) -> Iterator[Figure]:
 
 
 def pages_by_account(pages: PageAccounts) -> dict[str, int]:
-    """The books of one pool as label → pages; all of them together make the pool."""
+    """The books of one pool as label → pages; together they add up to the pool."""
     return {account: getattr(pages, account) for account in PAGE_ACCOUNTS}
 
 

@@ -1,4 +1,4 @@
-"""What a replica and a front end count. Used on their event loops only; names are those of definitions.py."""
+"""What a replica and a front end count. Used only on their event loops; names are those of definitions.py."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CONVERSATION_KINDS = ("unnamed", "named")
 
 
 class EndedTurn(NamedTuple):
-    """What a turn that the engine has ended took. Times in seconds: `queue_s` until its first step, `prefill_s` from
-    there to its first token, `decode_s` from there to its last. None: it has no token, or began elsewhere."""
+    """How long a turn that the engine has ended took. Times in seconds: `queue_s` until its first step, `prefill_s`
+    from there to its first token, `decode_s` from there to its last. None: it has no token, or began elsewhere."""
 
     reason: str
     prompt_tokens: int
@@ -43,7 +43,7 @@ class EndedTurn(NamedTuple):
 
 
 class ReplicaMetrics:
-    """`constant` are the labels that all metrics of the cluster have."""
+    """What one replica counts. `constant` are the labels that all metrics of the cluster have."""
 
     def __init__(
         self, replica_id: str, stats: Callable[[], EngineStats], constant: Mapping[str, str] = NO_LABELS
@@ -80,15 +80,15 @@ class ReplicaMetrics:
         self._audited_at = made.gauge("kedge_audit_timestamp_seconds")
 
     def read(self, figures: ReadFigures) -> None:
-        """Others' figures that are read when the text is rendered."""
+        """Adds figures of other parts, which are read when the text is rendered."""
         self._set.read(figures)
 
     def tell_ended(self, told: Callable[[EndedTurn], None]) -> None:
-        """`told` hears of each turn that ends."""
+        """Has `told` called with each turn that ends."""
         self._told.append(told)
 
     def commit_pending(self) -> AbstractContextManager[None]:
-        """Around what commits a turn, from the first try to the last."""
+        """A context around the commit of a turn, from the first try to the last."""
         return self._commits_pending.track_inprogress()
 
     def commit_retried(self) -> None:
@@ -105,18 +105,19 @@ class ReplicaMetrics:
         self._turns[outcome,].inc()
 
     def first_token(self, after_s: float, *, queue_s: float = 0.0, prefill_s: float | None = None) -> None:
-        """`after_s` its arrival at the replica, `queue_s` of them in the engine's queue, `prefill_s` computing."""
+        """`after_s` is counted from the turn's arrival at the replica. `queue_s` of it was spent in the engine's queue,
+        and `prefill_s` in computing."""
         self._ttft.observe(after_s)
         self._queue.observe(queue_s)
         self._prefill.observe(after_s - queue_s if prefill_s is None else prefill_s)
 
     def next_tokens(self, count: int, after_s: float) -> None:
-        """`count` tokens that arrived together, `after_s` after the ones before."""
+        """`count` tokens that arrived together, `after_s` after the previous ones."""
         for _ in range(count):
             self._inter_token.observe(after_s / count)
 
     def computed(self, turn: EndedTurn) -> None:
-        """The engine has ended a turn."""
+        """Counts a turn that the engine has ended."""
         self._finished[turn.reason,].inc()
         self._turn.observe(turn.turn_s)
         self._prompt_tokens.observe(turn.prompt_tokens)
@@ -127,13 +128,13 @@ class ReplicaMetrics:
             told(turn)
 
     def conversation(self, kind: str, turn: EndedTurn, *, recognized: bool) -> None:
-        """A turn whose client sent all that was said."""
+        """Counts a turn whose client sent the whole history."""
         self._conversations[kind, "recognized" if recognized else "new"].inc()
         self._conversation_prompts[kind,].inc(turn.prompt_tokens)
         self._conversation_cached[kind,].inc(turn.cached_tokens)
 
     def audited(self, report: AuditReport | None, unix_s: float) -> None:
-        """None: the engine did not answer."""
+        """Counts an audit; `report` is None if the engine did not answer."""
         if report is None:
             self._audits["failed",].inc()
             return
@@ -142,7 +143,7 @@ class ReplicaMetrics:
         self._audited_at.set(unix_s)
 
     def tenant_kv(self, num_bytes: Mapping[tuple[str, str], int], orphans: int) -> None:
-        """KV by tenant and tier, of few tenants; and how many sessions' nobody knows."""
+        """Sets KV bytes by tenant and tier, for few tenants, and the number of sessions with KV that nobody knows."""
         self._tenant_kv = num_bytes
         self._orphans.set(orphans)
 
@@ -172,7 +173,7 @@ class IngressMetrics:
         self._ttft = made.histograms("kedge_http_ttft_seconds")
 
     def read(self, figures: ReadFigures) -> None:
-        """Others' figures that are read when the text is rendered."""
+        """Adds figures of other parts, which are read when the text is rendered."""
         self._set.read(figures)
 
     def failed_over(self) -> None:
@@ -193,7 +194,7 @@ class IngressMetrics:
         self._resolves.inc()
 
     def request_begins(self) -> None:
-        """It is under way until `request_ended`."""
+        """Counts a request as in flight until `request_ended`."""
         self._in_flight.inc()
 
     def request_ended(self, route: str, method: str, status: str) -> None:
@@ -210,7 +211,7 @@ class IngressMetrics:
         return self._set.render()
 
     def render_others(self, figures: Sequence[Figure]) -> str:
-        """What others count who render nothing, with the labels of the cluster."""
+        """The text of figures from parts that render none themselves, with the labels of the cluster."""
         others = MetricSet("", self._constant)
         others.read(lambda: figures)
         return others.render()

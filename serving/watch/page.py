@@ -1,8 +1,8 @@
-"""The page of a whole cluster, out of the texts of its processes.
+"""Makes the metrics page of a whole cluster from the texts of its processes.
 
-Lines are put together by family, and are not read: each is whole, and all were written by prometheus_client, which
-escapes line ends. Its parser and writer in place of this took 290 to 530 ms for 16 replicas (15,000 lines, 740 kB) on
-a busy machine where this takes 20 to 30 ms, in which no stream gets a token.
+Lines are grouped by family without being parsed. prometheus_client wrote them all and escapes line ends, so each line
+is complete. With its parser and writer instead, 16 replicas (15,000 lines, 740 kB) took 290 to 530 ms on a busy machine
+where this takes 20 to 30 ms. No stream gets a token meanwhile.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def cluster_page(
     present: int,
     expected: int,
 ) -> str:
-    """Of the front end with these metrics: texts of `replicas` that answered, of all that are `present`; texts of other
-    front ends by their ids; the controller's `measures`, None if it did not answer."""
+    """The page of the front end with metrics `own`. It has the texts of the `replicas` that answered (`present` are
+    running), the texts of other front ends by id, and the controller's `measures` (None if it did not answer)."""
     figures = [
         Figure("kedge_replicas_expected", expected),
         Figure("kedge_scrape_missing_replicas", max(0, present - len(replicas))),
         Figure("kedge_controller_up", measures is not None),
         *controller_figures(measures or ()),
     ]
-    # One that runs shows at least its own.
+    # A front end always shows at least its own figures.
     by_ingress = dict(ingresses) | {own.ingress_id: own.render()}
     return merge_expositions([*replicas, own.render_others(figures), *by_ingress.values()])
 
 
 def merge_expositions(texts: Iterable[str]) -> str:
-    """One exposition out of several: every family once, with the samples of all."""
+    """Merges several expositions into one: every family once, with the samples of all."""
     headers: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for text in texts:
@@ -56,7 +56,7 @@ def merge_expositions(texts: Iterable[str]) -> str:
 
 
 def controller_figures(measures: Iterable[Measure]) -> Iterator[Figure]:
-    """Those that this version knows: the controller may be of a later one."""
+    """The measures that this version knows: the controller may be of a later version."""
     for measure in measures:
         name = f"kedge_{measure.name}"
         known = DEFINITIONS.get(name)

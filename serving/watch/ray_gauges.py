@@ -1,6 +1,6 @@
 """The replica's main gauges in Ray's own metrics, so that they show in Ray's dashboard.
 
-Ray forgets a gauge that is not set for about 20 s: publish every 5 s. Ray Serve adds the tag "replica" by itself.
+Ray forgets a gauge that is not set for about 20 s, so publish every 5 s. Ray Serve adds the tag "replica" itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from serving.watch.engine_figures import engine_figures
 
 
 class RayGauges:
-    """To be created inside a replica."""
+    """Create it inside a replica."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, Gauge] = {}

@@ -1,8 +1,8 @@
-"""A replica's figures in Ray's metrics under the names that vLLM and SGLang have there.
+"""A replica's figures in Ray's metrics, under the names that vLLM and SGLang use there.
 
-Ray's own Grafana boards for LLMs read `ray_vllm_*` or `ray_sglang_*` (Ray puts `ray_` before each name). Here is which
-of those Kedge can truly tell, and from what; and which it cannot, and why. Nothing is told that stands for something
-else. Ray adds the labels `deployment`, `replica`, `application` and `WorkerId`.
+Ray's own Grafana boards for LLMs read `ray_vllm_*` or `ray_sglang_*` (Ray puts `ray_` before each name). This file says
+which of these Kedge reports, and from what, and which it cannot report, and why. No figure stands in for another. Ray
+adds the labels `deployment`, `replica`, `application` and `WorkerId`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LLMNames = Literal["vllm", "sglang"]
 
 MODEL = "model_name"
 SERVE_REQUESTS = "serve_deployment_request_counter"
-"""Serve's count of a deployment's requests, which does not see turns: they come by links of Kedge's own. Ray's boards
-take from it which deployments there are, that for vLLM also which replica a process is."""
+"""Serve's count of a deployment's requests. It does not see turns, which come over Kedge's own links. Ray's boards take
+the list of deployments from it, and the board for vLLM also which process is which replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFigure:
-    """One figure of each turn that ends: counted up, or observed where there are `buckets`. `of` is None for a turn
-    that has none. `source` says what it is."""
+    """One figure of each turn that ends: counted up, or observed if there are `buckets`. `of` returns None for a turn
+    without it. `source` says what the figure is."""
 
     name: str
     source: str
@@ -45,7 +45,7 @@ class TurnFigure:
 
 @dataclass(frozen=True, slots=True)
 class NowFigure:
-    """A gauge, of the engine's snapshot, and of the one that was published before."""
+    """A gauge computed from the engine's snapshot and from the previously published one."""
 
     name: str
     source: str
@@ -59,13 +59,13 @@ def _time_per_token(turn: EndedTurn) -> float | None:
 
 
 def _used_share(stats: EngineStats, _before: EngineStats) -> float:
-    """Cached pages give way at once, and count as free."""
+    """Cached pages can be evicted at once, so they count as free."""
     pages = stats.pages
     return 1.0 - (pages.free + pages.cached) / pages.total if pages.total else 0.0
 
 
 def _cache_hit_rate(stats: EngineStats, before: EngineStats) -> float | None:
-    """None where there was no input meanwhile: what it was stays."""
+    """None if there was no input since then: the gauge keeps its value."""
     cached = stats.cached_tokens - before.cached_tokens
     wanted = cached + stats.prefill_tokens - before.prefill_tokens
     return cached / wanted if wanted else None
@@ -200,11 +200,11 @@ NOT_TOLD: Mapping[str, str] = MappingProxyType(
         "sglang_num_paused_reqs": "Kedge pauses no requests for new weights",
     }
 )
-"""By the beginning of the names, what Ray's boards ask for and Kedge does not have."""
+"""What Ray's boards ask for and Kedge does not have, by the beginning of the name, and why."""
 
 
 class RayLLM:
-    """To be created inside a replica. `model` is the label `model_name`."""
+    """Create it inside a replica. `model` is the value of the label `model_name`."""
 
     def __init__(self, names: LLMNames, model: str) -> None:
         self._names: LLMNames = names
@@ -229,7 +229,7 @@ class RayLLM:
             self._finished = _counter(FINISHED, "Turns by why they ended.", model, "finished_reason")
 
     def ended(self, turn: EndedTurn) -> None:
-        """A turn of this replica has ended."""
+        """Counts a turn of this replica that has ended."""
         for figure in TURN_FIGURES[self._names]:
             value = figure.of(turn)
             if value is None:
@@ -243,7 +243,7 @@ class RayLLM:
             self._finished.inc(1, {"finished_reason": turn.reason})
 
     def publish(self, stats: EngineStats) -> None:
-        """To be called every few seconds, see RayGauges."""
+        """Call it every few seconds, see RayGauges."""
         before, self._before = self._before or stats, stats
         for now in NOW_FIGURES[self._names]:
             value = now.of(stats, before)

@@ -1,7 +1,7 @@
-"""prometheus_client's objects, made of the definitions, and the text that they come to.
+"""Makes prometheus_client's objects from the definitions, and the text of the metrics.
 
-The labels `cluster` and `model` are put in where a process renders its text: each knows both, no counter has to be told
-of them, and whoever gathers texts only puts lines together.
+A process adds the labels `cluster` and `model` when it renders its text. Each process knows both, so no counter needs
+them, and whoever gathers texts only concatenates lines.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class Figure(NamedTuple):
-    """What a metric is now, by the values of its labels, less its owner's. Of a histogram `value` is the sum of what
-    was observed, and `counts` are those of its buckets, the last of which has no bound."""
+    """The current value of a metric, for these values of its labels without the owner's. For a histogram `value` is the
+    sum of the observations, and `counts` are those of its buckets, the last of which has no bound."""
 
     name: str
     value: float
@@ -38,8 +38,8 @@ ReadFigures = Callable[[], Iterable[Figure]]
 
 
 class MetricSet:
-    """The metrics of one process. `owner` is the value of the label that says who counts, "" if there is none;
-    `constant` are labels that all have."""
+    """The metrics of one process. `owner` is the value of the label that says who counts, or "" if there is none;
+    `constant` are labels that all metrics have."""
 
     def __init__(self, owner: str, constant: Mapping[str, str] = NO_LABELS) -> None:
         self._own = (owner,) if owner else ()
@@ -47,16 +47,16 @@ class MetricSet:
         self._registry = CollectorRegistry(auto_describe=False)
 
     def counter(self, name: str, *labels: str) -> Counter:
-        """To be counted up. `labels` are values of those behind the owner's; without them, of none."""
+        """A counter. `labels` are values of the labels after the owner's, if it has any."""
         return self.counters(name, [labels])[labels]
 
     def counters(self, name: str, values: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], Counter]:
-        """One for each of `values`. All are served from the start, so that the first increase is one."""
+        """A counter for each of `values`. All are served as 0 from the start, so that the first increase is visible."""
         made = self.labelled(name)
         return {labels: made.labels(*self._own, *labels) for labels in values}
 
     def labelled(self, name: str) -> Counter:
-        """Whose labels' values, the owner's first, are known only when it is counted."""
+        """A counter whose label values, the owner's first, are known only when it is counted up."""
         known = _of(name, Kind.COUNTER)
         return Counter(known.name, known.help, known.labels, registry=self._registry)
 
@@ -69,12 +69,12 @@ class MetricSet:
         return self.histograms(name).labels(*self._own)
 
     def histograms(self, name: str) -> Histogram:
-        """As `labelled`."""
+        """A histogram whose label values are given when it is observed, as for `labelled`."""
         known = _of(name, Kind.HISTOGRAM)
         return Histogram(known.name, known.help, known.labels, buckets=known.buckets, registry=self._registry)
 
     def read(self, figures: ReadFigures) -> None:
-        """These are read each time that the text is rendered."""
+        """Adds figures that are read each time the text is rendered."""
         self._registry.register(_Figures(figures, self._own))
 
     def render(self) -> str:
@@ -102,7 +102,7 @@ class _Figures(Collector):
 
 
 class _Labelled(Collector):
-    """Without the times at which counters were made, which nobody reads."""
+    """Adds the constant labels, and leaves out the creation times of counters, which nobody reads."""
 
     def __init__(self, registry: CollectorRegistry, constant: Mapping[str, str]) -> None:
         self._registry = registry
@@ -135,7 +135,7 @@ def _family(known: Definition) -> CounterMetricFamily | GaugeMetricFamily | Hist
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Cumulative, as they are told."""
+    """Cumulative counts, as an exposition has them."""
     told, total = [], 0
     for bound, count in zip((*map(float, bounds), float("inf")), counts, strict=True):
         total += count

@@ -32,7 +32,7 @@ class TurnTiming:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Output rate after the first token; None where there is nothing to divide."""
+        """Output rate after the first token; None if no time passed after it."""
         span_s = self.last_token_s - self.first_token_s
         return (self.usage.completion_tokens - 1) / span_s if span_s > 0 else None
 
@@ -115,7 +115,7 @@ class Conversation:
         self._started = False
 
     def turn(self, text: str) -> TurnStream:
-        """Sends the user's words. Call `commit` after the stream has ended well."""
+        """Sends the user's words. Call `commit` after the stream has ended without an error."""
         messages = [{"role": "user", "content": text}]
         if self._system and not self._started:
             messages.insert(0, {"role": "system", "content": self._system})
@@ -135,7 +135,7 @@ class Conversation:
         self._started = True
 
     def fork(self, *, at: int | None = None, new_session_id: str | None = None) -> Conversation:
-        """Another conversation that begins as this one: with all of its committed tokens, or with the first `at`."""
+        """A new session that starts with this one's committed tokens: all of them, or the first `at`."""
         forked = fork_session(self._client, self.session_id, at=at, new_session_id=new_session_id)
         copy = Conversation(self._client, forked["session_id"], self._model, self._system, self._sampling)
         copy._started = forked["tokens"] > 0

@@ -14,7 +14,7 @@ TENANT_HEADER = "x-tenant-id"
 
 
 class ServerError(Exception):
-    """The server is out of reach (`status` None) or answered with an error. The message is for the user."""
+    """The server cannot be reached (`status` is None) or answered with an error. The message is for the user."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -22,14 +22,14 @@ class ServerError(Exception):
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header with the key, if there is one."""
+    """The header with the key; empty if there is no key."""
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
 def server_at(
     url: str, api_key: str | None = None, *, timeout: httpx.Timeout | float, tenant: str | None = None
 ) -> httpx.Client:
-    """For calls on one server; `timeout` in seconds. `tenant`: whose sessions are meant, where the key is nobody's."""
+    """A client for one server; `timeout` in seconds. `tenant`: whose sessions are meant if the key has no tenant."""
     headers = authorization(api_key) | ({} if tenant is None else {TENANT_HEADER: tenant})
     try:
         return httpx.Client(base_url=url, headers=headers, timeout=timeout)
@@ -38,13 +38,13 @@ def server_at(
 
 
 def unreachable(url: str, error: Exception) -> ServerError:
-    """Says that `url` does not answer, and why."""
+    """An error that says that `url` does not answer, and why."""
     reason = str(error) or type(error).__name__
     return ServerError(f"no server at {url} ({reason}). Is it running? Start one with `make serve`.")
 
 
 def refused(response: httpx.Response) -> ServerError:
-    """Says what an error reply (already read) says."""
+    """An error with the message of an error reply, which must have been read."""
     try:
         message = error_message(response.json())
     except ValueError:
@@ -53,7 +53,7 @@ def refused(response: httpx.Response) -> ServerError:
 
 
 def request_json(client: httpx.Client, method: str, path: str, body: object = None) -> Any:
-    """The decoded reply. Raises ServerError if there is none, or an error, or it is not JSON."""
+    """The decoded reply. Raises ServerError if there is no reply, an error reply, or one that is not JSON."""
     try:
         response = client.request(method, path, json=body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -1,4 +1,4 @@
-"""What a server says of itself, gathered from several calls: for `kedge info`, and for the line of `kedge serve`."""
+"""Facts about a server, gathered with several calls: for `kedge info` and the ready line of `kedge serve`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LIMITS = {
     "tenant_max_turns_in_flight": ("tenants", "max_turns_in_flight"),
     "tenant_max_queued_tokens": ("tenants", "max_queued_tokens"),
 }
-"""By name: where the settings have them."""
+"""For each limit, the section and key of the settings that have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """`info` is the reply of /get_server_info; None where the key is no operator's, and `refusal` says so."""
+    """`info` is the reply of /get_server_info. It is None if the key is not an operator's; `refusal` then says so."""
 
     url: str
     version: str
@@ -50,12 +50,12 @@ class ServerFacts:
 
     @property
     def proxy(self) -> str | None:
-        """What takes HTTP calls before the front ends; None where they do not say."""
+        """What takes HTTP calls in front of the front ends; None if they do not say."""
         return next((each["proxy"] for each in self.ingresses if "proxy" in each), None)
 
     @property
     def limits(self) -> dict[str, Any]:
-        """None: no such limit. Without settings there are none to tell."""
+        """The limits by name; None means no such limit. Empty values if the settings are not known."""
         settings = self.settings
         limits = {name: (settings.get(section) or {}).get(key) for name, (section, key) in LIMITS.items()}
         if self.models:
@@ -63,7 +63,7 @@ class ServerFacts:
         return limits
 
     def document(self) -> dict[str, Any]:
-        """For programs."""
+        """The facts as JSON, for programs."""
         return {
             "url": self.url,
             "version": self.version,
@@ -78,7 +78,7 @@ class ServerFacts:
 
 
 def gather_facts(client: httpx.Client) -> ServerFacts:
-    """Raises ServerError if there is no server, or it is not Kedge's."""
+    """Raises ServerError if no server answers or if it is not Kedge."""
     version = str(request_json(client, "GET", "/version")["version"])
     info, refusal = None, None
     try:
@@ -98,7 +98,7 @@ def gather_facts(client: httpx.Client) -> ServerFacts:
 
 
 def pools_of(replica: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Its KV pools by name, as pages by account, with the bytes of a page."""
+    """The replica's KV pools by name, as pages by account, with the bytes of a page."""
     pools = {"full": replica["pages"] | {"page_bytes": replica["page_size_bytes"]}}
     if replica.get("window_pages"):
         pools["window"] = replica["window_pages"] | {"page_bytes": replica["window_page_size_bytes"]}
@@ -110,7 +110,7 @@ def state_of(replica: dict[str, Any]) -> str:
 
 
 def _is_healthy(client: httpx.Client) -> bool:
-    """A cluster that cannot answer says so, with an error status."""
+    """A cluster that cannot answer says so with an error status. Raises ServerError if there is no reply."""
     try:
         request_json(client, "GET", "/health")
     except ServerError as error:

@@ -1,4 +1,4 @@
-"""Kedge's own calls on sessions, as a client makes them. Each raises ServerError."""
+"""Calls of Kedge's own API on sessions, from the client's side. Each raises ServerError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def path_of(session_id: str, action: str = "") -> str:
 
 
 def all_sessions(client: httpx.Client) -> list[dict[str, Any]]:
-    """What the ledger has of each session, page by page."""
+    """The ledger's entry of each session, read page by page."""
     rows: list[dict[str, Any]] = []
     path = SESSIONS_PATH
     while True:
@@ -29,7 +29,7 @@ def all_sessions(client: httpx.Client) -> list[dict[str, Any]]:
 
 
 def read_session(client: httpx.Client, session_id: str) -> dict[str, Any]:
-    """What the ledger has of one, with its `messages` and `checkpoints`."""
+    """The ledger's entry of one session, with its `messages` and `checkpoints`."""
     found: dict[str, Any] = request_json(client, "GET", path_of(session_id, "?messages=true"))
     return found
 
@@ -42,9 +42,10 @@ def fork_session(
     turn: int | None = None,
     new_session_id: str | None = None,
 ) -> dict[str, Any]:
-    """Starts a session at the first `at` committed tokens of another, or at the end of its `turn` (both None: at all).
+    """Starts a session with the first `at` committed tokens of another, or with those up to the end of its `turn`. If
+    both are None, with all of them.
 
-    Gives its `session_id`, its `tokens`, and the `cached_tokens` whose KV it shares.
+    Returns its `session_id`, its `tokens`, and the `cached_tokens` whose KV it shares.
     """
     body = {"length": at, "turn": turn, "new_session_id": new_session_id}
     forked: dict[str, Any] = request_json(client, "POST", path_of(session_id, "/fork"), _given(body))
@@ -54,14 +55,14 @@ def fork_session(
 def rewind_session(
     client: httpx.Client, session_id: str, *, to: int | None = None, turn: int | None = None
 ) -> dict[str, Any]:
-    """Keeps the first `to` committed tokens, or those up to the end of `turn`. Gives `session_id` and `tokens`."""
+    """Keeps the first `to` committed tokens, or those up to the end of `turn`. Returns `session_id` and `tokens`."""
     body = _given({"length": to, "turn": turn})
     kept: dict[str, Any] = request_json(client, "POST", path_of(session_id, "/rewind"), body)
     return kept
 
 
 def move_session(client: httpx.Client, session_id: str, to: str | None) -> dict[str, Any]:
-    """Gives it to the replica `to`; None: to another one. Gives `session_id`, `from`, `to`, `epoch` and `moved`."""
+    """Moves it to replica `to`; None: any other. Returns `session_id`, `from`, `to`, `epoch` and `moved`."""
     moved: dict[str, Any] = request_json(client, "POST", path_of(session_id, "/move"), {"to": to})
     return moved
 

@@ -1,6 +1,6 @@
 """Reads a streamed OpenAI completion: bytes → event payloads → chunks.
 
-Knows what other servers send too (vLLM, SGLang, llama.cpp): `kedge bench` measures them with the same code.
+It also understands other servers (vLLM, SGLang, llama.cpp): `kedge bench` measures them with the same code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One streamed event. `carries_token` is False for the opening role, the closing usage and the like."""
+    """One streamed event. `carries_token` is False for events such as the opening role and the closing usage."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ def _parse_choice(choice: dict[str, Any], usage: Usage | None) -> Chunk:
 
 
 def parse_usage(usage: dict[str, Any] | None) -> Usage | None:
-    """Token counts; `cached_tokens` is None where the server does not report it."""
+    """Token counts; `cached_tokens` is None if the server does not report it."""
     if not usage:
         return None
     details = usage.get("prompt_tokens_details") or {}
@@ -94,7 +94,7 @@ def parse_usage(usage: dict[str, Any] | None) -> Usage | None:
 
 
 def error_message(body: object) -> str:
-    """The human part of an error body, whichever of the usual shapes it has."""
+    """The readable message of an error body, in any of the usual shapes."""
     if isinstance(body, dict):
         inner = body.get("error", body.get("detail", body.get("message", body)))
         if isinstance(inner, dict):

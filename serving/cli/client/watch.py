@@ -1,4 +1,4 @@
-"""The stream of GET /v1/kedge/watch: what the cluster is like, every so often, and what happens in between."""
+"""The stream of GET /v1/kedge/watch: the state of the cluster at every interval, and events in between."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WATCH_PATH = "/v1/kedge/watch"
 STATE = "state"
 HAPPENED = "event"
 FAILED = "error"
-"""The end of a stream that was to go on, in the shape of an error reply."""
+"""The event with which a broken stream ends, in the shape of an error reply."""
 CONNECT_TIMEOUT_S = 5.0
 PATIENCE_S = 10.0
-"""A stream that says nothing for so long, besides its interval, is taken for broken."""
+"""A stream that sends nothing for this long, plus its interval, counts as broken."""
 NOT_FOUND = 404
 TOO_OLD = (
     "this server cannot be watched: it is of a version before `kedge top`. `kedge info`, `kedge sessions` and"
@@ -29,14 +29,14 @@ TOO_OLD = (
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """`name` is STATE or HAPPENED; others may come, and are to be passed over."""
+    """`name` is STATE or HAPPENED; other names may come and must be ignored."""
 
     name: str
     data: dict[str, Any]
 
 
 def watch(client: httpx.Client, interval_s: float) -> Iterator[WatchEvent]:
-    """Events as they come, without end. Raises ServerError if the stream breaks off, or is refused."""
+    """Events as they come, without end. Raises ServerError if the stream is refused or breaks off."""
     timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=PATIENCE_S + interval_s)
     try:
         with client.stream(
@@ -59,7 +59,7 @@ def watch(client: httpx.Client, interval_s: float) -> Iterator[WatchEvent]:
 
 
 def events_in(lines: Iterable[str]) -> Iterator[WatchEvent]:
-    """Server-sent events: an event's lines, up to an empty one. Raises ValueError."""
+    """The server-sent events in `lines`; an empty line ends an event. Raises ValueError if one is not a JSON object."""
     name, data = "", []
     for line in lines:
         field, _, value = line.partition(":")

@@ -41,7 +41,7 @@ def audit(
 
 
 def _table(replicas: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)  # ten columns are to fit into 80 characters
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)  # ten columns must fit into 80 characters
     table.add_column("replica", overflow="fold")
     table.add_column("pool", overflow="fold")
     for account in ACCOUNTS:

@@ -22,7 +22,7 @@ from serving.cli.load.settings import Endpoint, LoadError, LoadSettings, Mode, P
 from serving.cli.load.summary import Limits, summarize
 
 EXIT_REJECTED = 3
-"""Exit status of a run that went through but is not to be trusted."""
+"""Exit status of a run that completed but cannot be trusted."""
 
 SilenceTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds without a byte before a turn fails.")]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Sessions at a time; all if left out.")]
@@ -93,7 +93,7 @@ def bench(
 
 
 def _check_writable(path: Path | None) -> None:
-    """Before the measurement, which would be lost."""
+    """Checks the path before the measurement, whose result would be lost otherwise."""
     try:
         if path is not None:
             path.open("a").close()
@@ -109,7 +109,7 @@ def _ask_model(url: str, api_key: str | None) -> str:
 def _run(
     console: Console, settings: LoadSettings, api_key: str | None, server_pid: list[int] | None
 ) -> LoadResult:
-    """Runs the load under a progress bar that redraws seldom: drawing takes time from the client."""
+    """Runs the load under a progress bar that redraws rarely, since drawing takes CPU time from the client."""
     from serving.cli.load.runner import (
         LoadRun,  # here, because importing aiohttp would slow the other commands
     )

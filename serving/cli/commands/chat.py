@@ -1,4 +1,4 @@
-"""`kedge chat`: a conversation in a terminal, one session on the server."""
+"""`kedge chat`: a conversation in a terminal, as one session on the server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chat(
 
     Exit status: 1 if a turn failed.
     """
-    # With --json only the turns are on standard output.
+    # With --json, standard output has only the turns.
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     run_turn = _print_turn_as_json if as_json else _print_turn
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
@@ -72,7 +72,7 @@ def _talk(
     run_turn: RunTurn,
     session_id: str | None,
 ) -> bool:
-    """False if a turn failed."""
+    """Returns False if a turn failed."""
     conversation, ours = start(session_id), session_id is None
     all_well = True
     for line in _lines(console):
@@ -92,7 +92,7 @@ def _talk(
 
 
 def _leave(console: Console, conversation: Conversation, ours: bool) -> None:
-    """Closes the session if this chat started it. Whoever named another's may be in the middle of it elsewhere."""
+    """Closes the session if this chat started it. A session that the user named may be in use elsewhere."""
     if ours:
         conversation.close()
     else:
@@ -100,7 +100,7 @@ def _leave(console: Console, conversation: Conversation, ours: bool) -> None:
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """The user's lines until end of input. In a terminal with a prompt; Ctrl-C there clears the line."""
+    """The user's lines until end of input. A terminal gets a prompt; Ctrl-C there clears the line."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.strip()
@@ -118,7 +118,7 @@ def _lines(console: Console) -> Iterator[str]:
 
 
 def _run_turn(console: Console, conversation: Conversation, text: str, run_turn: RunTurn) -> bool:
-    """A turn that fails (False) is reported on standard error, and the conversation goes on."""
+    """Runs a turn. If it fails, reports it on standard error and returns False; the conversation goes on."""
     try:
         run_turn(console, conversation, text)
         conversation.commit()
@@ -133,7 +133,7 @@ def _run_turn(console: Console, conversation: Conversation, text: str, run_turn:
 
 
 def _print_turn(console: Console, conversation: Conversation, text: str) -> None:
-    """As it comes, and then what it took. A terminal gets nothing of the model's that it would obey."""
+    """Prints the answer as it comes, then its timing. Control characters of the model do not reach a terminal."""
     with conversation.turn(text) as stream:
         for piece in stream:
             console.print(printable(piece) if console.is_terminal else piece, end="", markup=False)
@@ -143,7 +143,7 @@ def _print_turn(console: Console, conversation: Conversation, text: str) -> None
 
 
 def _print_turn_as_json(_console: Console, conversation: Conversation, text: str) -> None:
-    """Once it has ended; what the server or the turn does not tell is null."""
+    """Prints the turn once it has ended; what neither server nor turn tells is null."""
     with conversation.turn(text) as stream:
         said = "".join(stream)
     timing = stream.timing

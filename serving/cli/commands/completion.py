@@ -1,6 +1,6 @@
-"""What the shell offers for an id: the sessions or replicas of the server that the command line names.
+"""Shell completion of ids: the sessions or replicas of the server that the command line names.
 
-A server that does not answer in PATIENCE_S offers nothing; nor does one that refuses. Nothing is ever printed.
+It offers nothing if the server refuses or does not answer within PATIENCE_S. It never prints anything.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import typer
 from serving.cli.client.server import ServerError, request_json, server_at
 
 PATIENCE_S = 1.0
-"""For all of it: a person waits with a finger on the key."""
+"""For the whole completion: the user is waiting."""
 MOST_OFFERED = 200
-"""Sessions: more than that nobody reads."""
+"""Sessions to offer; nobody reads a longer list."""
 
 
 def session_ids(context: typer.Context, incomplete: str) -> list[str]:
@@ -34,7 +34,7 @@ def replica_ids(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _asked(context: typer.Context, path: str) -> Any:
-    """None if there is no good answer in time, whatever takes so long: a name that is looked up has no timeout."""
+    """The reply; None if there is no good one in time. It runs in a thread, since a DNS lookup has no timeout."""
     url = _option(context, "url", "KEDGE_URL") or "http://127.0.0.1:8000"
     key, tenant = _option(context, "api_key", "KEDGE_API_KEY"), _option(context, "tenant", "KEDGE_TENANT")
     answers: list[Any] = []
@@ -50,7 +50,7 @@ def _asked(context: typer.Context, path: str) -> Any:
 
 
 def _option(context: typer.Context, name: str, variable: str) -> str | None:
-    """As the line so far says it, for this command or one above it; else the environment."""
+    """The option's value on this command's line or a parent's; otherwise that of the environment variable."""
     level: Any = context
     while level is not None:
         if value := level.params.get(name):

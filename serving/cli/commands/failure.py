@@ -1,4 +1,4 @@
-"""How a command fails: one line on standard error, exit status 1; 2 if it was called wrongly."""
+"""How a command fails: one line on standard error and exit status 1, or 2 if it was called wrongly."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def one_line_errors(command: str) -> Iterator[None]:
 
 
 def usage_error(message: str) -> typer.BadParameter:
-    """Options that do not go together; typer prints it with the command's usage and exits with 2."""
+    """For options that do not go together. Typer prints it with the command's usage and exits with 2."""
     return typer.BadParameter(message)

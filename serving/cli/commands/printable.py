@@ -1,4 +1,4 @@
-"""Words of others, such as a model's, as they may be sent to a terminal."""
+"""Makes text from others, such as a model, safe to send to a terminal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ _SHOWN = MappingProxyType(
 
 
 def printable(words: str) -> str:
-    """Without what a terminal would obey: of control characters only line ends, as \\n alone, and tabs stay. Half a
-    surrogate pair cannot be written at all."""
+    """Replaces control characters, which a terminal would obey. Only tabs and line ends, as \\n alone, stay. Half of a
+    surrogate pair is replaced too, since it cannot be written."""
     return words.translate(_SHOWN)

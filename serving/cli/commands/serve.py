@@ -1,4 +1,4 @@
-"""`kedge serve`: Ray Serve's `serve run` on a config file, once its settings and the Ray cluster are fit."""
+"""`kedge serve`: runs Ray Serve's `serve run` on a config file, after checking its settings and the Ray cluster."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def serve(
 
 def _checked(config: Path, began_s: float, *, as_json: bool) -> Expected:
     """Checks the settings as `python -m serving.settings.config` does. Raises StartError."""
-    import yaml  # these here, because every command would start more slowly
+    import yaml  # imported here, so that other commands start fast
 
     from serving.settings.config import check_file
     from serving.settings.strict_settings import SettingsError
@@ -81,7 +81,7 @@ def _say_when_ready(expected: Expected, environment: dict[str, str]) -> None:
 def _become_serve_run(
     config: Path, address: str | None, executables: Path, environment: dict[str, str]
 ) -> None:
-    """Does not return: the process is `serve run` from here on. Raises StartError if there is none."""
+    """Replaces this process by `serve run` and does not return. Raises StartError if there is no `serve`."""
     serve_run = executables / "serve"
     arguments = ["run", *([] if address is None else ["--address", address]), str(config)]
     try:

@@ -1,4 +1,4 @@
-"""A session's history as `kedge sessions show` prints it: turn by turn, and where each has its checkpoint."""
+"""A session's history as `kedge sessions show` prints it: turn by turn, each with its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from serving.cli.commands.printable import printable
 from serving.cli.commands.wording import counted, duration
 
 OTHER_COLUMNS = 38
-"""Cells of the table beside the text."""
+"""Width in cells of the table's other columns, without the text."""
 MIN_TEXT_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ShownTurn:
-    """`number` is None for a turn of the session that this is a fork of. `tokens` are those that it added, `end` how
-    many there were when it had ended: its checkpoint."""
+    """`number` is None for a turn of the session that this one was forked from. `tokens` are those that the turn added.
+    `end` is its checkpoint: how many tokens there were when it had ended."""
 
     number: int | None
     messages: Sequence[Mapping[str, Any]]
@@ -45,7 +45,7 @@ def print_session(console: Console, found: Mapping[str, Any], *, full: bool) -> 
 def turns_of(
     messages: Sequence[Mapping[str, Any]], checkpoints: Sequence[Mapping[str, Any]]
 ) -> Iterator[ShownTurn]:
-    """A turn that was told anew, or taken back, has no messages of its own."""
+    """The turns. A turn whose history was sent again differently, or taken back, has no messages of its own."""
     begun = end = 0
     for checkpoint in checkpoints:
         count, tokens = int(checkpoint["messages"]), int(checkpoint["tokens"])
@@ -54,7 +54,7 @@ def turns_of(
 
 
 def said(message: Mapping[str, Any]) -> str:
-    """The words of a message, and what it has beside them."""
+    """The words of a message, and whatever else it contains."""
     content, parts = message.get("content"), []
     if isinstance(content, str):
         parts.append(content)
@@ -81,7 +81,7 @@ def _about(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _table(turns: Sequence[ShownTurn], text_width: int | None) -> Table:
-    """`text_width`: cells that a message may take; None: as many as it has."""
+    """`text_width`: the most cells that a message may take; None: no limit."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("turn", justify="right")
     table.add_column("role")
@@ -94,11 +94,11 @@ def _table(turns: Sequence[ShownTurn], text_width: int | None) -> Table:
 
 
 def _add_turn(table: Table, turn: ShownTurn, text_width: int | None) -> None:
-    """Its number stands at its first message, its tokens at its last."""
+    """The number is in the row of its first message, the tokens in the row of its last."""
     number = "-" if turn.number is None else str(turn.number)
     figures = (f"{turn.tokens:+,}", f"{turn.end:,}")
     if not turn.messages:
-        # A prompt of token ids says nothing that could be read.
+        # A prompt of token ids has no readable text.
         table.add_row(number, "", Text("no words", style="dim"), *figures)
     for index, message in enumerate(turn.messages):
         words = Text(printable(said(message)))

@@ -1,4 +1,4 @@
-"""`kedge sessions`: what the ownership ledger knows of every session, and what can be done with one of them."""
+"""`kedge sessions`: lists the ownership ledger's sessions; its subcommands show or change one of them."""
 
 from __future__ import annotations
 
@@ -189,15 +189,15 @@ def move(
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Those used last come first."""
+    """The most recently used sessions come first."""
     title = counted(len(rows), "session")
-    # Without lines a generated id fits into 80 characters beside the rest.
+    # Without lines, a generated id and the other columns fit into 80 characters.
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("session", overflow="fold")
     table.add_column("owner", overflow="fold")
     for name in ("epoch", "tokens", "KV", "turns", "idle"):
         table.add_column(name, justify="right")
-    # Few have a tenant, or requests of trees.
+    # Few sessions have a tenant, or a `rid` (their requests form a tree).
     others = [name for name in ("rid", "tenant") if any(row.get(name) for row in rows)]
     for name in others:
         table.add_column(name, overflow="fold")
@@ -216,7 +216,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _server(context: typer.Context, url: str | None, api_key: str | None, tenant: str | None) -> httpx.Client:
-    """The one that the command line names; what a command below was not told, `kedge sessions` was."""
+    """A client for the server that the command line names. Options left out have the value of `kedge sessions`."""
     above = {} if context.parent is None else context.parent.params
     return server_at(
         url or above.get("url") or DEFAULT_URL,
@@ -231,7 +231,7 @@ def _wants_json(context: typer.Context, as_json: bool) -> bool:
 
 
 def _print(context: typer.Context, as_json: bool, reply: Mapping[str, Any], lines: Sequence[str]) -> None:
-    """What was done: as the server says it, or in words."""
+    """Prints what was done: as the server says it, or in words."""
     if _wants_json(context, as_json):
         typer.echo(json.dumps(reply))
         return

@@ -1,4 +1,4 @@
-"""`kedge top`: a cluster as it lives, in a terminal."""
+"""`kedge top`: shows a running cluster in a terminal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _print_once(client: httpx.Client, url: str, interval_s: float) -> None:
 
 
 def _show(client: httpx.Client, url: str, interval_s: float) -> None:
-    """Until Ctrl-C. Raises ServerError if there was nothing to see at all."""
+    """Runs until Ctrl-C. Raises ServerError if no state came at all."""
     console, picture = Console(highlight=False), Picture()
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         while True:

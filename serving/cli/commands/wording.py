@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
 
 
 def mebibytes(used_bytes: int, budget_bytes: int) -> str:
-    """Of a tier; one without a budget is off."""
+    """A tier's memory as text; a tier without a budget is off."""
     if not budget_bytes:
         return "off"
     return f"{used_bytes / 2**20:,.1f} of {budget_bytes / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""One session of the load: what each turn sends, and what it takes over from the answer."""
+"""One session of the load: what each turn sends, and what it adds to the history from the answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Dialogue:
         self._prompt_tokens = 0
 
     def request(self, turn: int) -> TurnRequest:
-        """The request of turn `turn` (from 1), holding only its own part or the whole history."""
+        """The request of turn `turn` (from 1): only its own part, or the whole history."""
         settings = self._settings
         body: dict[str, Any] = {
             "model": settings.model,
@@ -41,7 +41,7 @@ class Dialogue:
         if settings.ignore_eos:
             body["ignore_eos"] = True
         if settings.mode is Mode.SESSION or settings.prompt is PromptKind.IDS:
-            # In resend mode with text it is left out: vLLM would send the ids of the whole history back.
+            # Left out in resend mode with text: vLLM would send back the ids of the whole history.
             body["return_token_ids"] = True
         headers = (
             {SESSION_HEADER: self.session_id, MODE_HEADER: "append"} if settings.mode is Mode.SESSION else {}
@@ -49,7 +49,7 @@ class Dialogue:
         return TurnRequest(self.number, turn, settings.url + settings.endpoint.path, body, headers)
 
     def _prompt(self, turn: int) -> dict[str, Any]:
-        """Adds the turn's input to what is kept, and returns what is to be sent of it."""
+        """Adds the turn's input to the kept history, and returns what to send."""
         settings = self._settings
         if settings.mode is Mode.SESSION:
             self._messages, self._text, self._token_ids = [], "", []
@@ -64,7 +64,7 @@ class Dialogue:
         return {"prompt": self._text}
 
     def absorb(self, sample: TurnSample) -> None:
-        """Takes the answer into the history. Raises LoadError if the server cannot carry this load."""
+        """Adds the answer to the history. Raises LoadError if the server cannot run this load."""
         settings = self._settings
         if settings.mode is Mode.SESSION:
             self._check_session_grew(sample)

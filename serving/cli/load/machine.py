@@ -1,4 +1,4 @@
-"""Who used the processors during a run, and what machine it was. Linux only; None elsewhere."""
+"""Who used the processors during a run, and what machine it ran on. Linux only; None elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class CpuShares:
-    """Mean number of cores in use. `other` is all − client − server, known only if the server's pid is."""
+    """Mean number of cores in use. `other` is all − client − server; it is known only if the server's pid is."""
 
     all_cores: float
     client_cores: float
@@ -22,7 +22,7 @@ class CpuShares:
 
 
 class CpuMeter:
-    """Measures CPU use from its creation to `read`. The server is `server_pids` and all they started."""
+    """Measures CPU use from its creation to `read`. The server is `server_pids` and all their descendants."""
 
     def __init__(self, server_pids: tuple[int, ...] = ()) -> None:
         self._server_pids = server_pids
@@ -44,7 +44,7 @@ class CpuMeter:
         return CpuShares(all_cores, client_cores, server_cores, other_cores)
 
     def _snapshot(self) -> tuple[float, float, dict[int, float]] | None:
-        """CPU seconds so far: of the machine, of this process, of each server process."""
+        """CPU seconds so far: of the machine, of this process, and of each server process."""
         try:
             ticks_per_s = os.sysconf("SC_CLK_TCK")
             fields = [int(field) for field in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
@@ -82,7 +82,7 @@ def _tree_cpu_s(roots: tuple[int, ...], ticks_per_s: int) -> dict[int, float]:
 
 
 def describe_machine() -> dict[str, object]:
-    """Facts that a reader of the figures needs. No names of hosts or users."""
+    """Facts that a reader of the figures needs, without names of hosts or users."""
     return {
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "platform": platform.platform(),

@@ -1,4 +1,4 @@
-"""Prompts that depend on nothing but the seed, the session's number and the turn's."""
+"""Prompts that depend only on the seed and on the numbers of session and turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORDS = tuple(_COMMON.split())
 
 
 class PromptSource:
-    """Makes the user's part of every turn. Distinct turns share no prefix beyond chance."""
+    """Makes the user's part of every turn. Different turns share a prefix only by chance."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed

@@ -1,4 +1,4 @@
-"""Was the client on time? A starved client reads late and sees bursts that the server never sent."""
+"""Measures whether the client was on time. A starved client reads late and sees bursts that the server never sent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PERIOD_S = 0.005
 
 
 class Punctuality:
-    """While its block runs, wakes up every few milliseconds and notes by how much too late it was.
+    """While its block runs, wakes every few milliseconds and notes how late it was.
 
-    Waking up alone may take a millisecond: event loops round timers up.
+    A wake-up alone may be a millisecond late, since event loops round timers up.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ _WARMUP_NUMBER = 1_000_000
 
 
 class LoadRun:
-    """One run against one server. `on_turn` is told of every measured turn."""
+    """One run against one server. `on_turn` is called with every measured turn."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LoadRun:
         self._words_per_turn = settings.input_tokens
 
     async def run(self) -> LoadResult:
-        """Errors of turns are in the samples. Raises LoadError if the server cannot carry this load."""
+        """Errors of turns are in the samples. Raises LoadError if the server cannot run this load."""
         settings = self._settings
         kept = {"keepalive_timeout": 60.0} if settings.keep_alive else {"force_close": True}
         async with aiohttp.ClientSession(
@@ -79,7 +79,7 @@ class LoadRun:
             self._words_per_turn = max(1, round(self._settings.input_tokens / tokens_per_word))
 
     async def _warm_up(self, client: aiohttp.ClientSession) -> None:
-        """Whole sessions, as many at a time as when measuring, so that replicas and connections are warm."""
+        """Runs whole sessions, as many at a time as in the measurement, so that replicas and connections are warm."""
         if self._settings.warmup == 0:
             return
         samples: list[TurnSample] = []
@@ -142,7 +142,7 @@ class LoadRun:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection in the client would be read as the server's pause."""
+    """Turns garbage collection off: a pause of the client would look like a pause of the server."""
     gc.collect()
     gc.disable()
     try:

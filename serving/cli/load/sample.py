@@ -1,4 +1,4 @@
-"""What was seen of one turn, and of a whole run."""
+"""The measurements of one turn, and of a whole run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TurnSample:
 
     @property
     def output_tokens(self) -> int:
-        """As the server counts; chunks are counted where it does not say."""
+        """The server's count; the number of chunks if the server does not report it."""
         return self.usage.completion_tokens if self.usage is not None else len(self.token_times_s)
 
     @property
@@ -52,9 +52,9 @@ class TurnSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Every measured turn and who used the processors.
+    """Every measured turn, and who used the processors.
 
-    `wall_s`: first request to last answer. `lateness_s`: by how much the client's own timers were late.
+    `wall_s`: from the first request to the last answer. `lateness_s`: how late the client's own timers were.
     """
 
     samples: tuple[TurnSample, ...]

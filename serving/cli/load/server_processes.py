@@ -1,4 +1,4 @@
-"""Finds the processes of a Kedge server on this machine, so that their CPU use is told from that of others."""
+"""Finds the processes of a Kedge server on this machine, to separate their CPU use from that of others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def find_server_pids(url: str, api_key: str | None = None) -> tuple[int, ...]:
-    """The raylets whose workers serve `url`; empty for other servers and other machines."""
+    """The raylets whose workers serve `url`; empty for other servers and for servers on other machines."""
     if urlsplit(url).hostname not in _LOOPBACK:
         return ()
     try:
@@ -25,7 +25,7 @@ def find_server_pids(url: str, api_key: str | None = None) -> tuple[int, ...]:
 
 
 def _raylet_of(pid: int) -> int | None:
-    """The parent of a Ray worker, if that is a raylet here."""
+    """The parent of a Ray worker, if it is a raylet on this machine."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
         name = Path(f"/proc/{parent}/comm").read_text().strip()

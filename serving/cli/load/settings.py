@@ -7,11 +7,11 @@ from enum import StrEnum
 
 
 class LoadError(Exception):
-    """The load cannot be run as asked. The message is for the user."""
+    """The load cannot be run as requested. The message is for the user."""
 
 
 class Mode(StrEnum):
-    """How history reaches the server: it keeps it (session), or every turn sends all of it (resend)."""
+    """How history reaches the server: it keeps the history (session), or every turn sends all of it (resend)."""
 
     SESSION = "session"
     RESEND = "resend"
@@ -35,8 +35,8 @@ class PromptKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """One run. Token counts are per turn; `concurrency` sessions run at a time, each turn after turn. Without
-    `keep_alive` each turn has a connection of its own: some servers promise to keep one, and close it."""
+    """One run. Token counts are per turn; `concurrency` sessions run at a time, each with one turn after another.
+    Without `keep_alive` each turn has a connection of its own: some servers promise to keep one open, but close it."""
 
     url: str
     model: str

@@ -1,4 +1,4 @@
-"""From samples to figures."""
+"""Computes a run's figures from its samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serving.cli.load.sample import LoadResult, TurnSample
 from serving.cli.load.settings import LoadSettings
 
 BURST_S = 50e-6
-"""Chunks closer than this were not made one after the other: the client, or a proxy, read late."""
+"""Chunks closer together were not generated one after the other: the client, or a proxy, read late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may show before its figures are not to be trusted.
+    """Limits beyond which a run's figures cannot be trusted.
 
-    Bursts count against a run if the client was late (99th percentile); otherwise they are the server's doing, and
-    what its users see.
+    Bursts count against a run if the client was late (99th percentile). Otherwise the server causes them, and its users
+    see them too.
     """
 
     burst_share: float = 0.02
@@ -65,7 +65,7 @@ class Summary:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Percentiles with linear interpolation (as numpy's default); None of nothing."""
+    """Percentiles with linear interpolation (numpy's default); None if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -76,7 +76,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def summarize(settings: LoadSettings, result: LoadResult, limits: Limits | None = None) -> Summary:
-    """Figures of the turns that went well; the others are counted."""
+    """Figures of the turns without an error; the others are only counted."""
     limits = limits or Limits()
     good = [sample for sample in result.samples if sample.error is None]
     failed = [sample for sample in result.samples if sample.error is not None]
@@ -135,7 +135,7 @@ def _ttft_by_bucket(good: Sequence[TurnSample], turns: int) -> dict[str, Spread]
 
 
 def _cached_share(good: Sequence[TurnSample]) -> float | None:
-    """Cached part of all prompt tokens, over the turns whose server says so."""
+    """The cached part of all prompt tokens, over the turns for which the server reports it."""
     known = [
         (sample.usage.cached_tokens, sample.usage.prompt_tokens)
         for sample in good
@@ -146,7 +146,7 @@ def _cached_share(good: Sequence[TurnSample]) -> float | None:
 
 
 def _sent_tokens_per_turn(good: Sequence[TurnSample]) -> float | None:
-    """Mean growth of the prompt by a turn's input: what --input-tokens came to, template included."""
+    """Mean growth of the prompt by a turn's input: the actual length for --input-tokens, template included."""
     by_session: dict[int, int] = {}
     growth = []
     for sample in sorted(good, key=lambda sample: (sample.session, sample.turn)):
@@ -160,7 +160,7 @@ def _sent_tokens_per_turn(good: Sequence[TurnSample]) -> float | None:
 def _notes(
     settings: LoadSettings, good: Sequence[TurnSample], output_tokens: int, chunks: int
 ) -> tuple[str, ...]:
-    """What a reader must know to read the figures rightly."""
+    """What a reader must know to interpret the figures."""
     notes = []
     if any(sample.usage is None for sample in good):
         notes.append("the server reports no usage: tokens are counted as chunks")
@@ -180,7 +180,7 @@ def _notes(
 def _judge_bursts(
     bursts: int, burst_share: float, client_late: Spread | None, limits: Limits
 ) -> tuple[list[str], list[str]]:
-    """Many bursts are a note if the client was on time, a reason for rejection if it was late or nobody knows."""
+    """Many bursts are only noted if the client was on time; they reject the run if it was late or nobody knows."""
     if burst_share <= limits.burst_share:
         return [], []
     found = f"{bursts} bursts ({burst_share:.1%} of gaps are under {BURST_S * 1e6:.0f} µs)"

@@ -24,7 +24,7 @@ class TurnRequest:
 
 
 async def run_turn(client: aiohttp.ClientSession, turn: TurnRequest) -> TurnSample:
-    """Streams the turn to its end. What the server does wrong becomes the sample's error."""
+    """Streams the turn to its end. An error of the server becomes the sample's error."""
     body = json.dumps(turn.body).encode()
     headers = {"content-type": "application/json", **turn.headers}
     arrivals: list[tuple[float, bytes]] = []

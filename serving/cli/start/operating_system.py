@@ -1,4 +1,4 @@
-"""Which operating systems Kedge runs on: docs/platforms.md."""
+"""Refuses operating systems on which Kedge does not run: docs/platforms.md."""
 
 from __future__ import annotations
 

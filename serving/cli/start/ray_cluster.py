@@ -1,8 +1,8 @@
-"""Which Ray cluster `serve run` would use, and whether it runs code of everybody who reaches it.
+"""Finds the Ray cluster that `serve run` would use, and checks whether it runs code of everybody who reaches it.
 
-Ray's processes on a machine with a network listen on every interface, and run what they are sent. With tokens
-(RAY_AUTH_MODE=token) they ask everybody who calls for the cluster's token first. Whether they do is asked of the
-cluster itself: the environment of this process says nothing about one that was started elsewhere.
+Ray's processes on a machine with a network listen on every interface and run the code that they are sent. With tokens
+(RAY_AUTH_MODE=token) they first ask every caller for the cluster's token. The check asks the cluster itself: the
+environment of this process says nothing about a cluster that was started elsewhere.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from serving.cli.start.errors import StartError
 
 PATIENCE_S = 5.0
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""A call that needs nothing but a token, where there is one: an empty request is a good one."""
+"""A call that needs nothing but the token, if tokens are on; an empty request is valid."""
 
 FOUND = " The address is RAY_ADDRESS, or was left by the last `ray start` here (`ray stop` takes it back)."
 
 
 def check_cluster(address: str | None, environ: Mapping[str, str], *, allow_open: bool = False) -> None:
-    """Raises StartError where `serve run --address ADDRESS` (None: without `--address`) would not get to a cluster, or,
-    unless `allow_open`, to one that asks for no token and that other machines reach."""
+    """Raises StartError if `serve run --address ADDRESS` (None: without `--address`) would not reach a cluster, or,
+    unless `allow_open`, if that cluster asks for no token and other machines reach it."""
     if environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return  # every caller needs a certificate then
     cluster = _cluster_at(address)
@@ -44,9 +44,9 @@ def check_cluster(address: str | None, environ: Mapping[str, str], *, allow_open
 
 
 def answers(address: str, token: str | None = None) -> bool:
-    """Whether the GCS at host:port answers a call with this token, or without one; if not it asks for one. Raises
-    StartError if there is no GCS."""
-    import grpc  # here, like Ray below: every command would start more slowly
+    """Whether the GCS at host:port answers a call with this token, or without one. False means that it asks for a
+    token. Raises StartError if there is no GCS."""
+    import grpc  # imported here, like Ray below, so that other commands start fast
 
     metadata = None if token is None else [("authorization", f"Bearer {token}")]
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -61,8 +61,8 @@ def answers(address: str, token: str | None = None) -> bool:
 
 
 def _cluster_at(address: str | None) -> str | None:
-    """host:port of the GCS that `serve run` would connect to, as Ray itself finds it: at `address`, else at
-    RAY_ADDRESS, else that of the last `ray start` on this machine. None where a cluster is to be started."""
+    """host:port of the GCS that `serve run` would connect to, found as Ray finds it: at `address`, else at RAY_ADDRESS,
+    else at the address of the last `ray start` on this machine. None if `serve run` would start a cluster."""
     from ray._private import services
 
     try:
@@ -85,7 +85,8 @@ def _refuse_to_start_open(environ: Mapping[str, str]) -> None:
 
 
 def _check_own_token(cluster: str, address: str | None, environ: Mapping[str, str]) -> None:
-    """Raises StartError unless Ray would show the cluster its token: a named one only with RAY_AUTH_MODE=token."""
+    """Raises StartError unless Ray would send the cluster its token. For a named cluster it does so only with
+    RAY_AUTH_MODE=token."""
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # it is compiled
 
     found = (address or environ.get("RAY_ADDRESS") or "auto") == "auto"
@@ -100,8 +101,8 @@ def _check_own_token(cluster: str, address: str | None, environ: Mapping[str, st
 
 
 def _others_reach(address: str) -> bool:
-    """Whether the GCS without tokens at host:port listens on more than the loopback. One that answers there may answer
-    at the machine's own address, too."""
+    """Whether the GCS without tokens at host:port listens on more than the loopback interface. A GCS that answers there
+    may also answer at the machine's own address."""
     from ray._private import services
 
     host, port = services.parse_address(address)
@@ -117,12 +118,12 @@ def _others_reach(address: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether every address of that name is one of the loopback's."""
+    """Whether every address of that name is a loopback address."""
     return all(_address(str(found[4][0])).is_loopback for found in socket.getaddrinfo(host, None))
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An IPv4 address that is written as one of IPv6 (::ffff:127.0.0.1) as what it is."""
+    """The address; an IPv4 address in IPv6 form (::ffff:127.0.0.1) is returned as IPv4."""
     address = ipaddress.ip_address(text.split("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address

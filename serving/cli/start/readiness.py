@@ -1,4 +1,4 @@
-"""What `kedge serve` is to be when it is ready, and the process beside it that says so (ready_line.py)."""
+"""What `kedge serve` should reach when it is ready, and the process beside it that reports this (ready_line.py)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FORK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`operators_url` is where figures are told. `replicas`: how many are asked for, at first. `began_s` is monotonic
-    time, which is one for all processes of a machine."""
+    """`operators_url` is where operators' calls go. `replicas` is how many are asked for at first. `began_s` is
+    monotonic time, which is the same for all processes of a machine."""
 
     url: str
     operators_url: str
@@ -34,7 +34,7 @@ class Expected:
 
 
 def expected_of(document: Mapping[str, Any], args: Any, began_s: float, *, as_json: bool) -> Expected:
-    """Of a config file, with the settings of its first application. Raises StartError."""
+    """Reads it from a config file and the settings of its first application. Raises StartError."""
     http = document.get("http_options") or {}
     port = http.get("port", DEFAULT_PORT) if isinstance(http, Mapping) else None
     if not isinstance(port, int):
@@ -55,13 +55,13 @@ def expected_of(document: Mapping[str, Any], args: Any, began_s: float, *, as_js
 
 
 def answers_already(expected: Expected) -> bool:
-    """Whether somebody is there before anything was started: a deployment that is to be replaced, or another server."""
+    """Whether a server answers before anything was started: a deployment to be replaced, or another server."""
     return ready_line.answer(f"{expected.url}/health", PROBE_TIMEOUT_S) is not None
 
 
 def say_when_ready(expected: Expected, environment: Mapping[str, str]) -> None:
-    """Starts the process that waits. This one, which is to become `serve run`, keeps an end of a pipe, by which its own
-    end is noticed. Without that process everything works but the line."""
+    """Starts the process that waits. This process, which becomes `serve run`, keeps one end of a pipe, by which the
+    other notices its end. Without that process only the line is missing."""
     noticed, kept = os.pipe()
     os.set_inheritable(kept, True)
     what = json.dumps(asdict(expected) | {"serve_run_fd": noticed})

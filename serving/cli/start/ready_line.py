@@ -1,8 +1,8 @@
-"""Says in one line when a server answers: `ready_line.py WHAT`, beside `serve run`, which `kedge serve` becomes.
+"""Prints one line when a server answers: `ready_line.py WHAT`, beside `serve run`, which `kedge serve` becomes.
 
-WHAT is JSON, see readiness.Expected. The process belongs to nobody: whoever started it becomes another program, and
-would never look at its end. It ends with the line, with `serve run` (whose end of the pipe is closed then), or after
-LONGEST_S. It uses the standard library only, since it starts with `python -I -S`.
+WHAT is JSON, see readiness.Expected. The process detaches from its parent, which becomes another program and would
+never wait for it. It ends after the line, when `serve run` ends (which closes its end of the pipe), or after LONGEST_S.
+It uses the standard library only, since it starts with `python -I -S`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 LOOK_EVERY_S = 0.25
 CALL_TIMEOUT_S = 5.0
 REPLICAS_PATIENCE_S = 10.0
-"""So long the line waits for replicas that are still to come, once one answers."""
+"""Once a replica answers, the line waits this long for the others."""
 LONGEST_S = 3600.0
 
 
 def answer(url: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-    """The JSON that is there; None if there is none, or an error. No proxy is asked: the server is this machine's."""
+    """The JSON at `url`; None if there is none or an error. It uses no proxy: the server is on this machine."""
     request = urllib.request.Request(url)
     if key := os.environ.get("KEDGE_API_KEY"):
         request.add_header("authorization", f"Bearer {key}")
@@ -40,7 +40,7 @@ def answer(url: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
 
 
 def line(expected: dict[str, Any], replicas: int | None, took_s: float) -> str:
-    """For people, or as JSON. `replicas`: how many answer; None: not told to who has no operator's key."""
+    """The line, as text or as JSON. `replicas`: how many answer; None if only an operator's key may know."""
     asked = expected["replicas"]
     if expected["as_json"]:
         told = {"event": "ready", "url": expected["url"], "model": expected["model"]}
@@ -72,7 +72,7 @@ def wait(expected: dict[str, Any], serve_run_fd: int) -> str | None:
 
 
 def main() -> None:
-    """Its standard output is that of `serve run`."""
+    """Prints to the standard output of `serve run`."""
     expected = json.loads(sys.argv[1])
     if os.fork():
         os._exit(0)

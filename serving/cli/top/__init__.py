@@ -1,1 +1,1 @@
-"""What `kedge top` shows, apart from where it comes from."""
+"""The display of `kedge top`, without the reading of the stream."""

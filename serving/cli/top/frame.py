@@ -1,4 +1,4 @@
-"""One frame of `kedge top`: the replicas with their pages, the sessions used last, and what happened last."""
+"""One frame of `kedge top`: the replicas with their pages, the most recently used sessions, and the last events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serving.cli.top.picture import Picture, Rates
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """How pages of an account are drawn. The characters differ, so that no colours are needed."""
+    """How an account's pages are drawn. The characters differ, so that colours are not needed."""
 
     character: str
     style: str
@@ -37,7 +37,7 @@ ACCOUNTS: Mapping[str, Account] = MappingProxyType(
 )
 BAR_WIDTH = 24
 OTHER_LINES = 5
-"""Of a frame besides the rows of its three tables: the heading, the legend, and lines between."""
+"""Lines of a frame besides the rows of its three tables: the heading, the legend, and empty lines between."""
 MOST_EVENTS = 12
 EVENT_STYLES = MappingProxyType(
     {"audit": "bold red", "replica_down": "red", "taken_over": "yellow", "demoted": "dim", "promoted": "dim"}
@@ -45,7 +45,7 @@ EVENT_STYLES = MappingProxyType(
 
 
 def frame(picture: Picture, url: str, height: int | None = None, trouble: str | None = None) -> Group:
-    """`height`: lines that there are; None: as many as it takes. `trouble`: why nothing new comes."""
+    """`height`: how many lines the terminal has; None: no limit. `trouble`: why nothing new comes."""
     parts: list[RenderableType] = [_heading(picture, url)]
     if trouble is None and picture.state is not None:
         trouble = picture.state.get("trouble")
@@ -104,7 +104,7 @@ def _replica_table(rows: Sequence[Sequence[RenderableType]]) -> Table:
 
 
 def _replica_rows(replica: Mapping[str, Any], rates: Rates | None) -> list[list[RenderableType]]:
-    """One for each of its pools; one that does not answer has a state and nothing else."""
+    """A row for each of its pools. A replica that does not answer has a row with its state only."""
     state = str(replica["state"])
     names: list[RenderableType] = [
         str(replica["replica"]),
@@ -121,7 +121,7 @@ def _replica_rows(replica: Mapping[str, Any], rates: Rates | None) -> list[list[
     ]
     rows: list[list[RenderableType]] = []
     for pages in replica["pools"].values():
-        used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # what is cached gives way
+        used = 1 - (pages["free"] + pages["cached"]) / max(pages["total"], 1)  # cached: evictable
         rows.append([*names, bar(pages), f"{used:.0%}", *figures])
         names, figures = ["", ""], [""] * len(figures)
     return rows or [[*names, Text("does not answer", style="red"), "?", *figures]]
@@ -132,7 +132,7 @@ def _count(replica: Mapping[str, Any], name: str) -> str:
 
 
 def bar(pages: Mapping[str, int], width: int = BAR_WIDTH) -> Text:
-    """Pages by account, as shares of the pool. What is there at all is to be seen, above all a leak."""
+    """Pages by account, as shares of the pool. An account with any pages is visible, above all a leak."""
     counts = {name: abs(int(pages.get(name, 0))) for name in ACCOUNTS if name != "free"}
     total = max(int(pages["total"]), 1)
     cells = {name: max(1, round(count * width / total)) if count else 0 for name, count in counts.items()}
@@ -159,7 +159,7 @@ def _session_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
     table.add_column("owner", no_wrap=True)
     for name in ("epoch", "tokens", "KV", "turns", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
-    # Few have a tenant, and older servers do not tell in which tier the KV is.
+    # Few sessions have a tenant, and older servers do not say which tier has the KV.
     others = [name for name in ("tier", "tenant") if any(row.get(name) for row in rows)]
     for name in others:
         table.add_column(name, no_wrap=True, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""What was seen of a cluster so far: its last state, the one before, for rates, and what happened."""
+"""What is known of a cluster so far: its last state, the previous one for rates, and the events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVENTS_KEPT = 200
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second of one replica since the state before."""
+    """Tokens per second of one replica since the previous state."""
 
     generated: float
     prefill: float
@@ -22,7 +22,7 @@ class Rates:
 
 
 class Picture:
-    """One owner: the loop that reads the stream. `state` is None until the first one has come."""
+    """Owned by the loop that reads the stream. `state` is None until the first one has come."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] | None = None
@@ -38,12 +38,12 @@ class Picture:
             self.events.append(event.data)
 
     def begin_again(self) -> None:
-        """The stream broke off: who connects again is told the last events again."""
+        """To be called when the stream breaks off: a new connection sends the last events again."""
         self.events.clear()
         self._before = None
 
     def rates(self, replica: Mapping[str, Any]) -> Rates | None:
-        """None while there is nothing to compare with: a replica that is new, or a stream that has begun."""
+        """None if there is no earlier state to compare with: for a new replica or a new stream."""
         if self._before is None or self.state is None:
             return None
         name = replica["replica"]
