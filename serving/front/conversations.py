@@ -23,7 +23,7 @@ from serving.wire.turns import ChatPrompt, Said, TextPrompt, TokenPrompt, TurnCa
 
 DIGEST_BYTES = 16
 MOST_SAID = 256
-"""How many of a conversation's newest places are kept, beside its first two. A call that goes back further begins anew."""
+"""How many of a conversation's newest places are kept, beside its first two. Calls that go back further begin anew."""
 TEXT_PIECE_BYTES = 512
 TOKEN_PIECE_BYTES = 128 * 8
 """A prompt without messages has a place after every so many bytes."""

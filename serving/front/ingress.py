@@ -1,5 +1,4 @@
-"""The HTTP front end as a Ray Serve deployment. There may be many ingresses, each with its own clients' turns and counts.
-"""
+"""The HTTP front end as a Ray Serve deployment: any number of ingresses, each with its clients' turns and its counts."""
 
 from __future__ import annotations
 
@@ -182,8 +181,8 @@ class Ingress:
         await asyncio.to_thread(self._keys.reload)
 
     async def describe(self) -> dict[str, Any]:
-        """Figures for /get_server_info, ready for JSON. `tasks`: how many the event loop has. `proxy`: what accepts HTTP
-        calls in front of this ingress, HAProxy or Ray Serve's own proxy."""
+        """Figures for /get_server_info, ready for JSON. `tasks`: how many the event loop has. `proxy`: what accepts
+        HTTP calls in front of this ingress, HAProxy or Ray Serve's own proxy."""
         return {
             "ingress_id": self._metrics.ingress_id,
             "pid": os.getpid(),

@@ -51,7 +51,7 @@ GONE = unavailable("the session's replica is gone and no other could take over i
 LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
-"""A turn is given up after it has lost this many replicas in mid-stream and one more: the turn itself may kill them."""
+"""How many losses of a replica in mid-stream a turn survives. Limited because the turn itself may kill its replicas."""
 RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, "engine_stopped"})
 LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
 """Errors of a replica that no longer has the session. The first time, the call may just have gone to the wrong one."""

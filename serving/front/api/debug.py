@@ -1,4 +1,4 @@
-"""Faults, planted by operators where `debug.faults` is set. Elsewhere there are no such paths."""
+"""Calls by which operators plant faults. The paths exist only if `debug.faults` is set."""
 
 from __future__ import annotations
 

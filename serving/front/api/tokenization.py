@@ -1,4 +1,4 @@
-"""Texts to token ids and back, as vLLM's and SGLang's clients ask for it: /tokenize and /detokenize."""
+"""Texts to token ids and back, in the form of vLLM's and SGLang's clients: /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def routes() -> APIRouter:
 
 
 async def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
-    """For several texts `tokens`, `count` and `token_strs` are lists of what one text has."""
+    """For several texts, `tokens`, `count` and `token_strs` are lists with one entry for each text."""
     check_model_name(body.model, service.model)
     found = [
         await service.tokenize(
