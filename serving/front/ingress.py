@@ -1,4 +1,4 @@
-"""The HTTP front end as a Ray Serve deployment: any number of ingresses, each with its clients' turns and its counts."""
+"""The HTTP front end as a Ray Serve deployment: any number of ingresses, each with its own clients' turns and metrics."""
 
 from __future__ import annotations
 
