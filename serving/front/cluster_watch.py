@@ -52,8 +52,7 @@ class Source(Protocol):
 
 
 class Watcher:
-    """One watcher. Iterate over it for what is new, some items at a time. Waiting for the next items may be cancelled.
-    """
+    """One watcher. Iterate over it for what is new, some items at a time. Waiting for items may be cancelled."""
 
     def __init__(self, interval_s: float, limit: int, clock: Callable[[], float]) -> None:
         self.interval_s = interval_s

@@ -1,4 +1,4 @@
-"""The HTTP front end as a Ray Serve deployment: any number of ingresses, each with its own clients' turns and metrics."""
+"""The HTTP front end as a Ray Serve deployment: any number of ingresses. Each has its clients' turns and its counts."""
 
 from __future__ import annotations
 
@@ -222,8 +222,7 @@ class Ingress:
         return app
 
     async def __del__(self) -> None:
-        """Stops everything. Serve also calls this after `__init__` has raised; then that error must stay the one seen.
-        """
+        """Stops everything. Serve also calls this after `__init__` has raised; that error must stay the one seen."""
         replicas: ReplicaCalls | None = getattr(self, "_replicas", None)
         if replicas is None:
             return

@@ -206,8 +206,7 @@ class ReplicaCalls:
         self._tasks.start(self._look_for_death(self._links[replica_id], address))
 
     async def _look_for_death(self, link: ReplicaLink, address: ReplicaAddress) -> None:
-        """While the connection is broken, checks whether the replica's process has ended: then it will not come back.
-        """
+        """While the connection is broken, checks whether the replica's process has ended: it would not come back."""
         while link.broken and not link.lost:
             if await self._has_died(address):
                 link.lose(ReplicaGone(link.replica_id, Loss.DIED))

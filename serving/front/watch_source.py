@@ -65,8 +65,7 @@ class ClusterSource:
         return view, None
 
     async def _places(self, view: ClusterView, answering: set[str]) -> dict[str, Mapping[str, KVPlace]]:
-        """Where sessions' KV is, by replica. Leaves out replicas that do not answer, or are too old to know the call.
-        """
+        """Where sessions' KV is, by replica. Leaves out replicas that do not answer, or do not know the call yet."""
         held: dict[str, list[str]] = {}
         for entry in view.recent:
             if entry.replica_id in answering:

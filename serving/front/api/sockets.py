@@ -87,8 +87,7 @@ class Socket:
 
     @property
     def is_old(self) -> bool:
-        """Whether its lifetime is over. Then it ends as soon as it is idle, and new messages must not begin anything.
-        """
+        """Whether its lifetime is over. Then it ends as soon as it is idle, and new messages begin nothing."""
         return self._loop.time() - self._opened_s >= LIFETIME_S
 
     async def next(self) -> Received:

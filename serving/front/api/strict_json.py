@@ -173,8 +173,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _check_integers(body: Any) -> None:
-    """Raises InvalidBody for an integer that is too large to be sent to a replica; for one in a list it names the list.
-    """
+    """Raises InvalidBody for an integer that is too large to be sent to a replica. In a list, it names the list."""
     left: list[tuple[tuple[str | int, ...], Any]] = [(("body",), body)]
     while left:
         at, value = left.pop()

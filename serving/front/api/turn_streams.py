@@ -1,5 +1,4 @@
-"""Runs the turns of one HTTP request: one or several at once, streamed or collected, and only while the client listens.
-"""
+"""Runs the turns of one HTTP request: one or several at once, streamed or collected, and only while a client listens."""
 
 from __future__ import annotations
 

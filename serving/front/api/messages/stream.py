@@ -83,8 +83,8 @@ class _Open:
 
 
 class BlockEvents:
-    """The block events of one answer. One block is open at a time; a piece of another kind, or of another call, ends it.
-    """
+    """The block events of one answer. One block is open at a time. A piece of another kind, or of another call, ends
+    it."""
 
     def __init__(self) -> None:
         self._open: _Open | None = None

@@ -98,8 +98,8 @@ class Message(StrictBody):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text parts are joined, one per line. A null content becomes an empty text, or the
-        assistant's refusal."""
+        """As chat templates expect it: text parts are joined, one per line. A null content becomes an empty text, or
+        the assistant's refusal."""
         in_its_place = self.refusal if self.role == "assistant" else None
         parts = in_its_place or [] if self.content is None else self.content
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
