@@ -48,7 +48,7 @@ class Source(Protocol):
         not answer, and does not wait for long."""
 
     async def audit_of(self, replica_id: str) -> Mapping[str, Any] | None:
-        """The deep audit of one replica, as its audit reply has it; None if it does not answer."""
+        """The audit of one replica, in the form of its audit reply; None if it does not answer."""
 
 
 class Watcher:

@@ -130,7 +130,7 @@ class Conversations:
 
 
 def said_in(prompt: ChatPrompt, tenant: str) -> tuple[Said, ...]:
-    """The places before each answer and at the end. If there is a system message or a tool, the first place is behind
+    """The places before each answer and at the end. If there is a system message or a tool, the first place is after
     these. Reads each message once."""
     messages = prompt.messages
     spoken = blake2b(_canonical((tenant, prompt.tools, prompt.template_kwargs)), digest_size=DIGEST_BYTES)

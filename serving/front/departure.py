@@ -8,7 +8,7 @@ LOOK_INTERVAL_S = 5.0
 
 
 class Listing(Protocol):
-    """Implemented by Siblings."""
+    """The list of running front ends. Implemented by Siblings."""
 
     async def running(self) -> set[str] | None: ...
 

@@ -49,7 +49,7 @@ class FaultCalls:
         return await self._in_replica(last, order)
 
     async def mend(self) -> dict[str, Any]:
-        """All faults, everywhere."""
+        """Ends all faults, in the controller and in all replicas."""
         await self._in_controller(None, 0.0, 0.0)
         return {"replicas": await self._replicas.broadcast(PlantFault())}
 

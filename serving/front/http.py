@@ -68,8 +68,8 @@ def create_http_app(
     """The HTTP application.
 
     `service_provider` is called for each request: the service may start after the application. If there are `keys`,
-    each call must send one of them. A stream is silent for at most `keep_alive_s`. Without `operators`, calls that are
-    for operators are refused. `ignore_unknown_fields`: a body may have unknown fields. `request_chat_template`: it may
+    calls need one of them. A stream is silent for at most `keep_alive_s`. Without `operators`, calls that are for
+    operators are refused. `ignore_unknown_fields`: a body may have unknown fields. `request_chat_template`: it may
     bring its own chat template. `request_priority`: it may set a priority. `background`: the responses that run
     after their requests have returned; the caller stops them. With None there are no other front ends, and these
     responses end with the process. `metrics` counts the requests; `recorder` logs and traces them.

@@ -32,7 +32,7 @@ class _Known:
     """Turns of other front ends at the replica, estimated: those in its last report, less the most that this front end
     had there since the report before."""
     most_own: int = 0
-    """The most that this front end has had there since the last report."""
+    """The most turns that this front end has had there at once since the last report."""
 
 
 class Membership:

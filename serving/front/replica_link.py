@@ -167,8 +167,8 @@ class ReplicaLink:
             self.lose(ReplicaGone(self.replica_id))
 
     def _take(self, replies: Replies) -> None:
-        """Hands out only in a later turn of the event loop. By then everything that the connection has is here, and a
-        turn gets the events of several steps together."""
+        """Hands nothing out before other tasks have had the event loop. By then everything that the connection has is
+        here, and a turn gets the events of several steps together."""
         if replies and not self._replies:
             self._loop.call_soon(self._hand_out)
         for number, item in replies:

@@ -21,7 +21,7 @@ class SharedAnswer(Generic[T]):
         self._asking: asyncio.Task[T] | None = None
 
     async def get(self) -> T:
-        """Raises what `ask` raises."""
+        """The answer. Raises what `ask` raises."""
         if self._asking is None or self._asking.done():
             self._asking = self._tasks.start(self._ask())
         return await self._tasks.outcome(self._asking)

@@ -212,7 +212,7 @@ class TurnDispatcher:
         return attempt
 
     async def _find_taker(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt:
-        """Tries until a replica answers; `stack` then holds the stream. Raises ServiceError."""
+        """Tries replicas until one answers; then `stack` holds its stream. Raises ServiceError."""
         deadline_s = _now_s() + self._failover_timeout_s
         failed, asked_anew = call.resumed is not None, False
         moved_s: float | None = None

@@ -43,7 +43,7 @@ class BodyLimits:
         return cls(by_context if size_bytes is None else size_bytes, MOST_STRINGS + 2 * context_len)
 
     def check_size(self, size_bytes: int) -> None:
-        """Raises HTTPException."""
+        """Raises HTTPException if a body of this size is too large."""
         if size_bytes > self.size_bytes:
             raise HTTPException(413, f"The body is larger than {self.size_bytes} bytes.")
 

@@ -51,7 +51,7 @@ class SessionError(BaseModel):
 
 
 class ErrorShape(Enum):
-    """One for each protocol; its value is the model of the body."""
+    """The shape of each protocol's errors. The value is the model of the body."""
 
     OPENAI = OpenAiError
     MESSAGES = MessagesError

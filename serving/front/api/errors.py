@@ -61,7 +61,7 @@ def openai_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def session_error(info: ErrorInfo) -> dict[str, Any]:
-    """The body of a session protocol error; `code` and `param` are ours, clients read `message`."""
+    """The body of a session protocol error. `code` and `param` are Kedge's additions; clients read `message`."""
     return {"error": {"message": info.message, "code": info.code, "param": info.param}}
 
 

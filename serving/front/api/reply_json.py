@@ -40,7 +40,7 @@ async def list_items(entries: Sequence[T], shape: Callable[[T], Any]) -> bytes:
     """JSON of the shaped entries, with commas between them and no brackets. Other tasks run meanwhile."""
     texts: list[bytes] = []
     for start in range(0, len(entries), ENTRIES_AT_ONCE):
-        await asyncio.sleep(0)  # first, too: an answer may have many short lists
+        await asyncio.sleep(0)  # before the first entries, too: an answer may have many short lists
         some = [shape(entry) for entry in entries[start : start + ENTRIES_AT_ONCE]]
         texts.append(_ENCODER.encode(some)[1:-1])
     return joined_items(texts)

@@ -75,8 +75,9 @@ class InvalidBody(HTTPException):
 class StrictJsonRequest(Request):
     """Reads its body up to the application's limits, with pydantic's parser, which is stricter than Python's.
 
-    `json()` is what FastAPI makes a `model` of. A large body is made one here, on a thread, and FastAPI takes it as it
-    is: streams go on meanwhile. So is one whose unknown fields are `ignored`; None refuses them.
+    FastAPI validates what `json()` returns as `model`. A large body is validated here instead, on a thread, so that
+    streams go on meanwhile; FastAPI takes the model as it is. So is every body if unknown fields are `ignored` (None:
+    they are refused).
     """
 
     model: type[BaseModel] | None = None
@@ -121,7 +122,7 @@ class StrictJsonRequest(Request):
 
 
 class StrictJsonRoute(APIRoute):
-    """Gives its handler a StrictJsonRequest, and is documented with its protocol's errors."""
+    """A route whose handler gets a StrictJsonRequest, and which is documented with its protocol's errors."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
         settings["responses"] = documented_errors(path) | (settings.get("responses") or {})

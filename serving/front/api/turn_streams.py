@@ -1,4 +1,4 @@
-"""Runs the turns of one HTTP request: one or several at once, streamed or collected, and only while a client listens."""
+"""Runs the turns of one HTTP request: one or several at once, streamed or collected, while its client listens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def beside_streams(make: Callable[[], T], num_messages: int) -> T:
 
 @dataclass(slots=True)
 class TurnResult:
-    """A whole turn. Token counts are those of its last event; `elapsed_s` counts from its submission."""
+    """A whole turn. Token counts are those of its last event; `elapsed_s`: since its submission."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class TurnResult:
     elapsed_s: float = 0.0
 
     def add(self, event: TurnEvent) -> None:
-        """Takes in the next event."""
+        """Adds the turn's next event."""
         self.text += event.text
         self.token_ids.extend(event.token_ids)
         self.logprobs.extend(event.logprobs)
@@ -144,7 +144,7 @@ async def open_turns(service: RunsTurns, plan: TurnPlan) -> AsyncIterator[AsyncI
 
 
 async def collect(service: RunsTurns, plan: TurnPlan) -> list[TurnResult]:
-    """The whole turns, in the order of the plan's calls."""
+    """Runs the plan's calls to their ends. Returns the whole turns, in the order of the calls."""
     results = [TurnResult() for _ in plan.calls]
     async with open_turns(service, plan) as events:
         async for index, event in events:

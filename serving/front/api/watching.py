@@ -1,4 +1,4 @@
-"""GET /v1/kedge/watch: the cluster's state and what happens in it, as server-sent events."""
+"""GET /v1/kedge/watch: the cluster's state and its events, as server-sent events."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def reads_thoughts(model: ModelInfo, constraint: OutputConstraint | None) -> Rea
 
 
 def constraint_of(held: HeldAnswer | None, tools: ToolUse | None) -> OutputConstraint | None:
-    """Raises ServiceError, which names the field."""
+    """What the answer is held to. Raises ServiceError, which names the field."""
     if tools is not None:
         return tools.constraint(held)
     return None if held is None else held.constraint

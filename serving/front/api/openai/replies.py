@@ -19,7 +19,7 @@ from serving.front.api.turn_streams import TurnResult
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnEvent, TurnFinish
 
 _LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity."""
+"""Stands for minus infinity, which JSON does not have."""
 
 
 class CachedTokens(Reply, kw_only=True):
@@ -50,7 +50,7 @@ class StopDetails(Reply, kw_only=True):
 
 
 class UsageCounter:
-    """Tokens of a request with several choices: a prompt counts once, however often it is continued."""
+    """Counts the tokens of a request with several choices. A prompt counts once, however often it is continued."""
 
     def __init__(self, choices_per_prompt: int) -> None:
         self._choices_per_prompt = choices_per_prompt

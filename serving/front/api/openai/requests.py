@@ -79,7 +79,7 @@ class SharedFields(StrictBody):
 
 
 def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
-    """What these protocols call the fields that the engine and the replica name in their errors."""
+    """The names that these protocols have for the fields that the engine and the replica name in their errors."""
     return {
         "prompt": prompt_field,
         "input_ids": prompt_field,

@@ -48,7 +48,7 @@ class Function(StrictBody):
 
     @property
     def arguments_schema(self) -> JsonSchema:
-        """OpenAI's rule: without parameters there are no arguments."""
+        """The schema of the arguments. OpenAI's rule: a function without parameters takes no arguments."""
         if self.parameters is None:
             return {"type": "object", "additionalProperties": False}
         return {"type": "object", **self.parameters}

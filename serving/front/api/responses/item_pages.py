@@ -1,4 +1,4 @@
-"""Lists of items, a page at a time, as OpenAI's calls answer them."""
+"""Lists of items, a page at a time, in the form of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Memory:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._newest: dict[str | None, Said] = {}
-        """By lane, the newest last."""
+        """By lane, the most recently noted last."""
 
     def find(self, response_id: str | None) -> Said | None:
         return next((said for said in self._newest.values() if said.response_id == response_id), None)

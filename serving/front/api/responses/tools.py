@@ -186,7 +186,7 @@ class OfferedTools:
 def offered_tools(
     tools: Sequence[Any] | None, choice: Any, parallel: bool | None, model: ModelInfo
 ) -> OfferedTools:
-    """Raises ServiceError, which names the field."""
+    """The tools of a request. Raises ServiceError, which names the field."""
     offered: dict[str, OfferedTool] = {}
     for tool in _each(tools or ()):
         shown = tool.function.name

@@ -143,7 +143,7 @@ class Lanes:
         return value
 
     def _queue_of(self, stream_id: Any) -> _Queue:
-        """Raises ServiceError."""
+        """The queue of the lane that a message names. Raises ServiceError."""
         if stream_id is None:
             return self._default
         if not isinstance(stream_id, str) or not _STREAM_ID.fullmatch(stream_id):

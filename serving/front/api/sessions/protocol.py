@@ -271,7 +271,7 @@ def _logprobs(body: GenerateBody) -> LogprobParams | None:
 
 
 def _field_names(prompt_field: str) -> dict[str, str]:
-    """What this protocol calls the fields that the service names in its errors."""
+    """The names that this protocol has for the fields that the service names in its errors."""
     sampling = {name: f"sampling_params.{name}" for name in SamplingParams.__dataclass_fields__}
     return {
         **sampling,

@@ -1,4 +1,4 @@
-"""Kedge's own calls on sessions: listed, opened, read back, forked, rewound, closed."""
+"""Kedge's own calls on sessions: list, open, read back, fork, rewind, move, close."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ LogprobEntry = tuple[float | None, int, str | None]
 class MetaInfo(Reply, kw_only=True):
     """`e2e_latency` in seconds; token counts as the protocol defines them.
 
-    The `spec_` fields are there if tokens were proposed ahead of the model; the rate is accepted by proposed.
+    The `spec_` fields are set if there were drafts; the rate is accepted drafts divided by all drafts.
     """
 
     id: str
