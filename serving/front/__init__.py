@@ -1,1 +1,1 @@
-"""The HTTP front end: its deployment, the protocols, and the way of a turn to its owner."""
+"""The HTTP front end: its deployment, the protocols, and how a turn reaches its session's owner."""

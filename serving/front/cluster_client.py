@@ -1,7 +1,7 @@
 """The cluster as the protocols see it (TurnService): finds a session's owner, pins the call there, and fails over.
 
-Ownership is the controller's; this end only remembers it. A call is repeated under one idempotency key, so that a turn
-that did commit is answered, not run again.
+The controller decides ownership; the front end only remembers it. A call is repeated under the same idempotency key: a
+turn that was committed is answered, not run again.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ from serving.wire.turns import (
 )
 
 NEWCOMER_GRACE_S = 5.0
-"""A replica makes itself known to the controller a moment before this ingress's router hears of it."""
+"""A replica registers with the controller a moment before this ingress knows it."""
 REPLICAS_ASKED = 3
 FIGURES_TIMEOUT_S = 3.0
-"""For figures and the health check: those who ask wait no longer than some seconds for all of them."""
+"""For figures and the health check: their callers wait at most some seconds for everything."""
 
 
 class ClusterClient:
     """Implements TurnService (serving/wire/turns.py). One per ingress process; used on its event loop.
 
-    A replica that has made itself known to the controller is given `newcomer_grace_s` to appear here, too.
+    A replica that has registered with the controller has `newcomer_grace_s` to become known here, too.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class ClusterClient:
         self._settings = settings
         self._replicas_expected = replicas_expected
         self._newcomer_grace_s = newcomer_grace_s
-        # Both need no key, and each asks every process: once at a time, however many want to know. Nothing is kept:
-        # another ingress may have told newer figures, and counters must not go back.
+        # Both need no key, and each asks every process: so each runs once at a time, for all who ask. The answer is not
+        # kept: another ingress may have given newer figures, and counters must not go back.
         self._metrics_page = SharedAnswer(self._gather_metrics, tasks)
         self._health = SharedAnswer(self._look_for_health, tasks)
         source = ClusterSource(
@@ -167,7 +167,7 @@ class ClusterClient:
 
     async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
         key = session_key(tenant, session_id)
-        self._dispatcher.forget(key)  # whoever is remembered may not own it any more
+        self._dispatcher.forget(key)  # the remembered owner may no longer own it
         try:
             before = await self._dispatcher.once_log_answers(partial(self._dispatcher.owner_of, key))
         except ControllerError as error:
@@ -195,7 +195,7 @@ class ClusterClient:
         if not all_requests and request_id is None:
             return
         named = None if all_requests else request_id
-        # A turn that no replica has is its ingress's, and so is one on its way to a replica: first these.
+        # First the ingresses: a turn that no replica has, or that is on its way to one, is known to its ingress only.
         self._dispatcher.abort(named, tenant)
         await self._siblings.ask("abort", named, tenant)
         await self._replicas.broadcast(Abort(named, tenant))
@@ -244,7 +244,7 @@ class ClusterClient:
     async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
         notes: list[TurnNote] = []
         with told_to_clients():
-            # A session of another cluster, or whose owner is gone, comes to be ours first.
+            # If the session is another cluster's, or its owner is gone, this makes it ours first.
             await self._controller.resolve(session_id, False, tenant)
             after = None
             while page := await self._controller.notes(session_id, tenant, after):
@@ -279,7 +279,7 @@ class ClusterClient:
         return self._watch.is_reading
 
     def end_watching(self) -> None:
-        """This ingress is to go: whoever watches here goes to another."""
+        """Ends all watches, because this ingress is about to stop: its watchers connect to another one."""
         self._watch.end()
 
     async def server_info(self) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class ClusterClient:
         return await self._health.get()
 
     async def _ask_any(self, call: Tokenize | Detokenize) -> Any:
-        """What any replica answers; the next one, where one is gone."""
+        """The answer of any replica. If the replica is gone, another one is asked."""
         for _ in range(REPLICAS_ASKED):
             with suppress(ReplicaGone):
                 return await self._replicas.call(ANY_REPLICA, call)
@@ -322,7 +322,7 @@ class ClusterClient:
         return await self._replicas.any_answers(FIGURES_TIMEOUT_S)
 
     async def _audit_of(self, replica_id: str) -> dict[str, Any] | None:
-        """None if it does not answer in time, or is still unknown here once newcomers are known."""
+        """The replica's audit; None if the replica does not answer, or is still unknown here, after the grace time."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._newcomer_grace_s
         while True:
@@ -336,7 +336,7 @@ class ClusterClient:
                 return answer
 
     async def _controller_measures(self) -> list[Measure] | None:
-        """None if it does not answer."""
+        """The controller's measures; None if it does not answer."""
         try:
             async with asyncio.timeout(FIGURES_TIMEOUT_S):
                 return await self._controller.measures()
@@ -351,8 +351,8 @@ class ClusterClient:
             return {}
 
     async def _close(self, key: str) -> bool:
-        """The owner closes, so that nothing of the session outlives it there and its turn comes to its end; without an
-        owner, the controller."""
+        """Closes the session at its owner: then nothing of the session is left there, and its turn ends. If there is no
+        owner, the controller closes it. False if there is no such session."""
         owner = None
         try:
             remembered = await self._dispatcher.owner_of(key)
@@ -372,8 +372,8 @@ class ClusterClient:
         return await self._controller.close_session(key, None, None, opened)
 
     async def _close_at(self, owner: Owner, key: str) -> bool:
-        """False if it does not hold the session at that epoch, or does not own it any more. Raises StoreError if the
-        log could not be told: only the owner knows whether a turn is in flight, so it is to be asked again."""
+        """False if the replica does not have the session at that epoch, or no longer owns it. Raises StoreError if the
+        session log could not be written: then ask again, since only the owner knows whether a turn is in flight."""
         self._dispatcher.forget(key)
         try:
             return bool(await self._replicas.call(owner.replica_id, CloseSession(key, owner.epoch)))

@@ -1,7 +1,7 @@
 """ClusterWatch: many watchers of one front end, and one reader for all of them, which runs only while somebody watches.
 
-Every watcher hears the state as often as it asked for, and each event once. None holds up another: of states that it
-has not read it gets the last, and who leaves too many events unread is dropped.
+Every watcher gets the state as often as it asked for, and each event once. No watcher delays another: a slow one gets
+only the newest state that it has not read, and is dropped if it leaves too many events unread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from serving.wire.turns import ErrorInfo, ModelInfo, ServiceError, WatchedItem
 
 MOST_WATCHERS = 32
 MOST_TOLD_FIRST = 200
-"""Events that are kept for whoever comes next."""
+"""How many events are kept for the next new watcher."""
 MOST_UNREAD = 1000
-"""Events. A watcher that has as many is dropped."""
+"""A watcher that has more unread events is dropped."""
 LOOK_INTERVAL_S = 1.0
-"""Whoever wants to see the state more rarely hears of events as soon."""
+"""The longest time between looks: a watcher that wants the state less often still gets events this soon."""
 _EARLY_S = 0.05
-"""A look that is so much too early for a watcher counts for it: else it would wait for the next."""
+"""A watcher gets the state of a look that is at most this much too early. Otherwise it would wait for the next look."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ class Source(Protocol):
     """Where looks come from."""
 
     async def look(self, cursor: str | None, limit: int) -> Look:
-        """The cluster now, with `limit` sessions at most and the events behind the cursor. Never raises for somebody
-        who does not answer, and does not wait for long."""
+        """The cluster now, with at most `limit` sessions and the events after the cursor. Does not raise if a part does
+        not answer, and does not wait for long."""
 
     async def audit_of(self, replica_id: str) -> Mapping[str, Any] | None:
-        """The deep audit of one replica, as its audit reply has it; None if it does not answer."""
+        """The audit of one replica, in the form of its audit reply; None if it does not answer."""
 
 
 class Watcher:
-    """One of those who watch. Iterate for what is new, some items at a time; waiting for it may be cancelled."""
+    """One watcher. Iterate over it for what is new, some items at a time. Waiting for items may be cancelled."""
 
     def __init__(self, interval_s: float, limit: int, clock: Callable[[], float]) -> None:
         self.interval_s = interval_s
@@ -88,7 +88,7 @@ class Watcher:
         return self
 
     async def __anext__(self) -> list[WatchedItem]:
-        """Raises ServiceError for one that is dropped."""
+        """Raises ServiceError if this watcher is dropped."""
         while self._state is None and not self._events and self._ended is None:
             self._arrived.clear()
             await self._arrived.wait()
@@ -103,7 +103,8 @@ class Watcher:
 
 
 class ClusterWatch:
-    """Used on the front end's event loop only. `unix_clock` returns Unix time in seconds."""
+    """Reads the cluster from `source` for all watchers. Used on the front end's event loop only. `unix_clock` returns
+    Unix time in seconds."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class ClusterWatch:
         self._known_findings: dict[str, None] = {}
         self._figures: dict[str, Mapping[str, Any]] = {}
         self._audited: dict[str, int] = {}
-        """By replica, how many leaked pages it had when its books were last walked over."""
+        """How many leaked pages each replica had when it was last audited."""
 
     @property
     def is_reading(self) -> bool:
@@ -136,7 +137,7 @@ class ClusterWatch:
 
     @asynccontextmanager
     async def watch(self, interval_s: float, limit: int) -> AsyncIterator[Watcher]:
-        """Raises ServiceError if there are as many as there may be."""
+        """Adds a watcher while the context lasts. Raises ServiceError if there are too many."""
         if len(self._watchers) >= self._most_watchers:
             raise ServiceError(TOO_MANY)
         watcher = Watcher(interval_s, limit, asyncio.get_running_loop().time)
@@ -151,15 +152,15 @@ class ClusterWatch:
             if not self._watchers and self._reading is not None:
                 self._reading.cancel()
                 self._reading = None
-                self._figures.clear()  # what is counted until somebody watches again is not news then
+                self._figures.clear()  # changes until somebody watches again are not news then
 
     def end(self) -> None:
-        """The front end is to go: nobody who watches is to hold it up."""
+        """Ends all watches, because the front end is about to stop and watchers must not delay it."""
         for watcher in self._watchers:
             watcher.end(GOES)
 
     def audited(self, audit: Mapping[str, Any]) -> None:
-        """Somebody had a replica's books walked over: what that has found is told to whoever watches."""
+        """Tells watchers the findings of a replica's audit, which somebody asked for."""
         for event in audit_findings(self._unix_clock(), audit):
             known = f"{event['replica']} {event['detail']}"
             if known not in self._known_findings:
@@ -179,7 +180,7 @@ class ClusterWatch:
                 limit = max(each.limit for each in self._watchers)
                 look = await self._source.look(self._cursor, limit)
                 self._take(look)
-            except Exception:  # whoever watches goes on watching: the next look may be better
+            except Exception:  # watching goes on: the next look may succeed
                 logger.exception("a look at the cluster failed")
             try:
                 async with asyncio.timeout_at(next_s):
@@ -214,7 +215,7 @@ class ClusterWatch:
         return news
 
     def _look_for_leaks(self, replica_id: str, leaked: int) -> None:
-        """The counters say that pages are missing: a walk over the books says which."""
+        """Starts an audit if the counters say that pages are missing: the audit says which."""
         if leaked and self._audited.get(replica_id) != leaked:
             self._tasks.start(self._audit(replica_id))
         if leaked:

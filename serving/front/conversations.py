@@ -1,6 +1,9 @@
-"""What whole conversations are recognized by, and which replicas have them: one front end's memory of its own turns.
+"""How whole conversations are recognized, and which replicas have them. A front end remembers its own turns only.
 
-A wrong or missing entry costs computing, never an answer: a replica compares what it has with what it is sent.
+A wrong or missing entry costs computation but never changes an answer: a replica compares what it has with what it is
+sent.
+
+A *place* is a point in a prompt, identified by a hash of everything up to it.
 """
 
 from __future__ import annotations
@@ -20,16 +23,17 @@ from serving.wire.turns import ChatPrompt, Said, TextPrompt, TokenPrompt, TurnCa
 
 DIGEST_BYTES = 16
 MOST_SAID = 256
-"""Places in a conversation, the newest: who goes back further begins anew."""
+"""How many of a conversation's newest places are kept, beside its first two. Calls that go back further begin anew."""
 TEXT_PIECE_BYTES = 512
 TOKEN_PIECE_BYTES = 128 * 8
-"""Of prompts without messages a place is behind each so many bytes."""
+"""A prompt without messages has a place after every so many bytes."""
 ASSISTANT = "assistant"
 
 
 class Affinity(NamedTuple):
-    """Which replica a call had better go to: `holder` has some of what was said. Where it is not known, or not there,
-    each front end that knows the call's `home` chooses the same one. `goes_on`: there is an answer to go on from."""
+    """Which replica a call should preferably go to. `holder` has some of the conversation. If it is None or gone,
+    `home` decides: all front ends choose the same replica for the same `home`. `goes_on`: the conversation already has
+    an answer."""
 
     holder: str | None = None
     home: bytes | None = None
@@ -41,16 +45,16 @@ NOWHERE = Affinity()
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """A replica; places that had it look for another once it is gone."""
+    """A replica. Once it is `gone`, its places count as unknown."""
 
     replica_id: str
     gone: bool = False
 
 
 class Conversations:
-    """Replicas by what was said, of the `capacity` places that were used last. `unnamed`: those without a session are
-    recognized, too. `shared`: other front ends get turns of the same conversations. Used on the front end's event loop
-    only."""
+    """Which replica has which place, for the `capacity` places used last. `unnamed`: conversations without a session
+    are recognized, too. `shared`: other front ends get turns of the same conversations. Used on the front end's event
+    loop only."""
 
     def __init__(self, capacity: int, *, unnamed: bool = True, shared: bool = False) -> None:
         self._capacity = capacity
@@ -63,7 +67,7 @@ class Conversations:
         return len(self._places)
 
     def recognized(self, call: TurnCall) -> TurnCall:
-        """The call with what its replica is to look for, if it may be a whole conversation."""
+        """The call, with the places that its replica looks for if the call may be a whole conversation."""
         session = call.session
         wanted = self._unnamed if session is None else session.mode != "append"
         if not wanted or not isinstance(call.prompt, ChatPrompt) or not call.may_go_on:
@@ -71,7 +75,7 @@ class Conversations:
         return replace(call, prompt=replace(call.prompt, said=said_in(call.prompt, call.tenant)))
 
     def affinity(self, call: TurnCall) -> Affinity:
-        """Where the call would find the most of what was said."""
+        """Where a call without a session finds most of its conversation."""
         prompt = call.prompt
         if call.session is not None:
             return NOWHERE
@@ -81,20 +85,21 @@ class Conversations:
             return Affinity(home=_home_of(call))
         said = _said_behind_head(prompt)
         home = _home_of(call) or (said[0].digest if self._shared else None)
-        # Who has but the system message and the tools is not where others look for this conversation.
+        # If there is a home, a replica that has only the system message and the tools does not count as the holder:
+        # other front ends would not look there.
         holder = self._known([each.digest for each in (prompt.said if home is None else said)])
         goes_on = any(message["role"] == ASSISTANT for message in prompt.messages)
         return Affinity(holder, home, goes_on=goes_on)
 
     def holder(self, call: TurnCall) -> str | None:
-        """Who has some of what a new session begins with; None if that is not known."""
+        """The replica that has some of what a new session begins with; None if there is none or it is not known."""
         session, prompt = call.session, call.prompt
         if session is None or not session.create or not isinstance(prompt, ChatPrompt):
             return None
         return self._known([each.digest for each in prompt.said])
 
     def _of_text(self, call: TurnCall) -> Affinity:
-        """Plain text goes where the longest beginning of it was last."""
+        """Plain text or tokens: the replica that last had the longest beginning of it."""
         places, home = _places(call) if self._unnamed else [], _home_of(call)
         if home is None and places and self._shared:
             home = places[0]
@@ -105,7 +110,7 @@ class Conversations:
         return next((each.replica_id for each in found if each is not None and not each.gone), None)
 
     def note(self, call: TurnCall, replica_id: str) -> None:
-        """The replica answers the call, and has then all of it."""
+        """Records that the replica answers the call, and so has all of it."""
         places = _places(call)
         if not places:
             return
@@ -117,15 +122,16 @@ class Conversations:
             self._places.popitem(last=False)
 
     def forget_replica(self, replica_id: str) -> None:
-        """It is gone. Its places stay until there are newer ones: to look through all of them would hold the loop."""
+        """The replica is gone. Its places stay until newer ones push them out: a search through all of them would block
+        the event loop."""
         holder = self._holders.pop(replica_id, None)
         if holder is not None:
             holder.gone = True
 
 
 def said_in(prompt: ChatPrompt, tenant: str) -> tuple[Said, ...]:
-    """What was said before each answer, and in all; first what a conversation begins with, where there is a system
-    message or a tool. Reads each message once."""
+    """The places before each answer and at the end. If there is a system message or a tool, the first place is after
+    these. Reads each message once."""
     messages = prompt.messages
     spoken = blake2b(_canonical((tenant, prompt.tools, prompt.template_kwargs)), digest_size=DIGEST_BYTES)
     num_head = head_len(messages)
@@ -145,7 +151,8 @@ def _home_of(call: TurnCall) -> bytes | None:
 
 
 def _said_behind_head(prompt: ChatPrompt) -> tuple[Said, ...]:
-    """The first of them is what was said before the first answer: the same in all turns of a conversation."""
+    """The places after system message and tools. The first is the place before the first answer: it is the same in all
+    turns of a conversation."""
     begins_with_head = len(prompt.said) > 1 and prompt.said[0].num_messages <= head_len(prompt.messages)
     return prompt.said[1:] if begins_with_head else prompt.said
 
@@ -159,7 +166,7 @@ def _places(call: TurnCall) -> list[bytes]:
 
 
 def _beginnings(tenant: str, prompt: TextPrompt | TokenPrompt) -> list[bytes]:
-    """Of a prompt of no messages: hashes of its first pieces, the first alone and each with all before it."""
+    """The places of a prompt without messages: after each whole piece, a hash of everything up to there."""
     if isinstance(prompt, TextPrompt):
         kind, size, whole = "text", TEXT_PIECE_BYTES, prompt.text.encode("utf-8", "surrogatepass")
     else:

@@ -1,4 +1,4 @@
-"""Whether this front end is to go. Ray Serve tells the user's part of the process only once all calls have ended."""
+"""Whether this front end is about to be stopped. Ray Serve tells the application only once all calls have ended."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ LOOK_INTERVAL_S = 5.0
 
 
 class Listing(Protocol):
-    """Implemented by Siblings."""
+    """The list of running front ends. Implemented by Siblings."""
 
     async def running(self) -> set[str] | None: ...
 
 
 class Departure:
-    """One that Serve takes away leaves the list of those that calls are sent to, and its own copy of the list, too."""
+    """Notices that Serve is taking this front end away: its id is no longer in the list of running front ends, not even
+    in its own copy of the list."""
 
     def __init__(self, listing: Listing, ingress_id: str) -> None:
         self._listing = listing
         self._ingress_id = ingress_id
         self.was_listed = False
-        """One that has never been listed is on its way in."""
+        """A front end that has never been listed is still starting."""
 
     async def is_near(self) -> bool:
         running = await self._listing.running()

@@ -1,4 +1,4 @@
-"""A turn as its ingress holds it for the client: wherever the turn is at the moment, here an abort finds it."""
+"""A turn as its ingress holds it for the client: an abort finds it here, whichever replica has it, or none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from serving.trace.turn_traces import FrontTrace
 from serving.wire.turns import TurnCall
 
 ABORT_TIMEOUT_S = 2.0
-"""So long may a turn that is aborted look for a replica. One that has it tells how it ended; it may have committed."""
+"""How long an aborted turn goes on searching for a replica: the turn may have committed, and that replica tells how it
+ended."""
 
 
 class TurnAborted(Exception):
@@ -20,9 +21,9 @@ class TurnAborted(Exception):
 
 
 class DispatchedTurn:
-    """Owned by its dispatch, from the client's call to the last event. Used on the ingress's event loop only.
+    """One turn, from the client's call to the last event. Owned by its dispatch; used on the ingress's event loop only.
 
-    `progress` is what of it the client has been sent, `trace` and `facts` are told what becomes of it.
+    `progress` is what the client has been sent of the turn. `trace` and `facts` record what happens to it.
     """
 
     def __init__(self, call: TurnCall, trace: FrontTrace, facts: CallFacts) -> None:
@@ -42,7 +43,7 @@ class DispatchedTurn:
 
     @asynccontextmanager
     async def search(self) -> AsyncIterator[None]:
-        """Around a search for a replica that answers. Raises TurnAborted in place of going on for long."""
+        """Enclose each search for a replica with it. Raises TurnAborted if an aborted turn searches for too long."""
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S if self.aborted else None) as self._search:
                 yield

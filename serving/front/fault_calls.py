@@ -1,4 +1,4 @@
-"""From a front end to where a fault is to be planted: a replica, by its link, or the cluster controller."""
+"""Plants faults from a front end: in a replica, over its link, or in the cluster controller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fault_routes(replicas: ReplicaCalls, controller: str) -> APIRouter:
 
 
 class FaultCalls:
-    """Made only where `debug.faults` is set."""
+    """Plants and mends faults. Exists only if `debug.faults` is set."""
 
     def __init__(self, replicas: ReplicaCalls, controller: str) -> None:
         self._replicas = replicas
@@ -44,12 +44,12 @@ class FaultCalls:
             [body.replica_id] if body.replica_id else await self._replicas.present() or [ANY_REPLICA]
         )
         for replica_id in others:
-            with suppress(ServiceError):  # it has nothing to damage: another may
+            with suppress(ServiceError):  # this replica has nothing to damage; another may have
                 return await self._in_replica(replica_id, order)
         return await self._in_replica(last, order)
 
     async def mend(self) -> dict[str, Any]:
-        """All faults, everywhere."""
+        """Ends all faults, in the controller and in all replicas."""
         await self._in_controller(None, 0.0, 0.0)
         return {"replicas": await self._replicas.broadcast(PlantFault())}
 

@@ -1,4 +1,4 @@
-"""The HTTP application: every protocol on the same sessions."""
+"""The HTTP application: all protocols, working on the same sessions."""
 
 from __future__ import annotations
 
@@ -65,12 +65,15 @@ def create_http_app(
     metrics: RequestMetrics | None = None,
     recorder: Recorder = NO_RECORDER,
 ) -> FastAPI:
-    """`service_provider` is called for each request, so that the service may come up after the application. With
-    `keys` calls need one of them. A stream is silent for `keep_alive_s` at most. Without `operators` what is for them
-    is refused to everybody. With `ignore_unknown_fields` a body may have fields that nobody here knows,
-    with `request_chat_template` a chat template of its own, with `request_priority` a priority. `background`: the
-    responses that run behind their requests, for whoever stops them; None: there are no other front ends, and they end
-    with the process. `metrics`: who counts the requests, `recorder`: what is logged and traced of them."""
+    """The HTTP application.
+
+    `service_provider` is called for each request: the service may start after the application. If there are `keys`,
+    calls need one of them. A stream is silent for at most `keep_alive_s`. Without `operators`, calls that are for
+    operators are refused. `ignore_unknown_fields`: a body may have unknown fields. `request_chat_template`: it may
+    bring its own chat template. `request_priority`: it may set a priority. `background`: the responses that run
+    after their requests have returned; the caller stops them. With None there are no other front ends, and these
+    responses end with the process. `metrics` counts the requests; `recorder` logs and traces them.
+    """
     app = FastAPI(title="Kedge", summary="Session-native serving of large language models")
     app.state.service_provider = service_provider
     app.state.body_limits = body_limits
@@ -95,7 +98,7 @@ def create_http_app(
 def _add_outer_middleware(
     app: FastAPI, browser_rules: BrowserRules, *, keyless: bool, metrics: RequestMetrics | None
 ) -> None:
-    """Each is outside of those before. What is refused counts, too."""
+    """Each layer wraps those added before it. Refused requests are counted, too."""
     app.add_middleware(BrowserCallsChecked, rules=browser_rules, keyless=keyless)
     if browser_rules.origins:
         app.add_middleware(

@@ -1,4 +1,4 @@
-"""The HTTP front end as a Ray Serve deployment: any number of them, each with its clients' turns and its own counts."""
+"""The HTTP front end as a Ray Serve deployment: any number of ingresses. Each has its clients' turns and its counts."""
 
 from __future__ import annotations
 
@@ -50,25 +50,24 @@ from serving.wire.turns import ModelInfo, TurnService
 logger = logging.getLogger(__name__)
 
 REOPEN_SHARE = 0.1
-"""Of the time that a turn may look for another replica. So long its connection may be opened again first, if that
-broke."""
+"""The share of `failover_timeout_s` for which a broken connection may be reopened before its replica counts as lost."""
 
 CALL_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 900.0
 EXPIRE_INTERVAL_S = 15.0
 CACHED_OWNERS = 100_000
 CACHED_CONVERSATIONS = 200_000
-"""Places in them, two of each: some 50 MB."""
+"""Places in conversations, two of each conversation: some 50 MB."""
 STOP_TIMEOUT_S = 5.0
-"""So long responses that are broken off may take to have their ends in the log."""
+"""How long responses that are broken off may take to write their ends to the session log."""
 RELOAD_KEYS_INTERVAL_S = 2.0
 RELOAD_KEYS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class IngressPlace:
-    """What an ingress is given where it runs. `ingresses` is the handle of its own deployment; `settle` is called once
-    everything is loaded."""
+    """What an ingress gets from the process that it runs in. `ingresses` is the handle of its own deployment; `settle`
+    is called once everything is loaded."""
 
     ingress_id: str
     controller: ControllerCalls
@@ -82,7 +81,7 @@ class IngressPlace:
 class Ingress:
     """Wires the HTTP application to the cluster. Ready once a replica has answered.
 
-    `place_of` finds the place in the process that the ingress starts in.
+    `place_of` makes the IngressPlace, in the ingress's own process.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -149,7 +148,7 @@ class Ingress:
             self._service.end_watching()
 
     def _expire_idle_sessions(self, controller: ControllerCalls) -> None:
-        """Owners end their own; this ends those without an owner. Doing it twice does no harm."""
+        """Ends idle sessions that have no owner; owners end their own. It is harmless to do this twice."""
 
         async def expire_idle() -> None:
             await controller.expire_idle()
@@ -165,25 +164,25 @@ class Ingress:
 
     @property
     def service(self) -> TurnService:
-        """What the protocols speak to."""
+        """The service that the protocols use."""
         return self._service
 
     async def abort(self, request_id: str | None, tenant: str) -> None:
-        """Of turns whose clients are here, see TurnDispatcher.abort."""
+        """Aborts turns of this ingress's clients, see TurnDispatcher.abort."""
         self._dispatcher.abort(request_id, tenant)
 
     async def background_response(
         self, response_id: str, tenant: str, num_seen: int, cancel: bool
     ) -> tuple[str, str, bool] | None:
-        """Of one that runs here, see BackgroundResponses.here."""
+        """The state of a background response that runs here, see BackgroundResponses.here."""
         return await self._background.here(response_id, tenant, num_seen, cancel=cancel)
 
     async def _reload_keys(self) -> None:
         await asyncio.to_thread(self._keys.reload)
 
     async def describe(self) -> dict[str, Any]:
-        """Figures for /get_server_info, JSON ready. `tasks` are those of the event loop. `proxy`: what takes HTTP calls
-        before it, HAProxy or Ray Serve's own."""
+        """Figures for /get_server_info, ready for JSON. `tasks`: how many the event loop has. `proxy`: what accepts
+        HTTP calls in front of this ingress, HAProxy or Ray Serve's own proxy."""
         return {
             "ingress_id": self._metrics.ingress_id,
             "pid": os.getpid(),
@@ -217,13 +216,13 @@ class Ingress:
             recorder=Recorder(self._args.logs, self._spans, tells_id),
         )
         if self._args.debug.faults:
-            from serving.front.fault_calls import fault_routes  # it is loaded nowhere else
+            from serving.front.fault_calls import fault_routes  # loaded only here
 
             app.include_router(fault_routes(self._replicas, self._args.controller.name))
         return app
 
     async def __del__(self) -> None:
-        """Serve calls it also where `__init__` raised, whose error is the one to be seen."""
+        """Stops everything. Serve also calls this after `__init__` has raised; that error must stay the one seen."""
         replicas: ReplicaCalls | None = getattr(self, "_replicas", None)
         if replicas is None:
             return
@@ -239,7 +238,7 @@ class Ingress:
 
 
 async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> IngressPlace:
-    """That of a replica of Ray Serve."""
+    """The place of an ingress that runs as a replica of Ray Serve."""
     log_with_serve(args.logs)
     itself = serve.get_replica_context()
     controller = connect_controller(args.controller.name, deployment)
@@ -269,7 +268,7 @@ def _forgets(owners: OwnershipCache, conversations: Conversations) -> Callable[[
 
 
 async def actor_has_died(address: ReplicaAddress) -> bool:
-    """Ray frees the name of an actor once its process has ended."""
+    """Whether the actor's process has ended: Ray frees the actor's name then."""
     try:
         await asyncio.to_thread(ray.get_actor, address.actor, namespace=address.namespace)
     except ValueError:
@@ -278,7 +277,7 @@ async def actor_has_died(address: ReplicaAddress) -> bool:
 
 
 async def _model_info(calls: ReplicaCalls) -> ModelInfo:
-    """Asks until a replica answers: models may take minutes to load."""
+    """The served model. Asks until a replica answers: models may take minutes to load."""
     waits = False
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:

@@ -1,4 +1,4 @@
-"""The replicas that there are, as the controller, which alone decides it, has told this front end last."""
+"""The replicas that exist, as the controller last told this front end. The controller alone decides."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.5
 HOLDERS_LOAD = 8
-"""Turns that a replica may have more than another, and still get what it has the beginning of: computing that again
-takes longer than to wait for so many."""
+"""A call goes to the replica that has its beginning while that replica has at most this many turns more than the least
+loaded one. Computing the beginning again takes longer than waiting for this many turns."""
 NEWCOMERS_LOAD = 2
-"""The same, for a conversation of which no replica has anything yet."""
+"""The same, for a conversation of which no replica has anything yet: for the replica that its home chooses."""
 
 
 @dataclass(slots=True)
 class _Known:
     status: ReplicaStatus
     others: int = 0
-    """Turns in its last report that are not this front end's, as far as that can be told: those beside the most that
-    this one had there since the report before."""
+    """Turns of other front ends at the replica, estimated: those in its last report, less the most that this front end
+    had there since the report before."""
     most_own: int = 0
-    """The most that this front end has had there since the last report."""
+    """The most turns that this front end has had there at once since the last report."""
 
 
 class Membership:
-    """Used on the front end's event loop only. `look` is to be called every LOOK_INTERVAL_S. `on_gone` is called for
-    each replica that is listed no more.
+    """The replicas that this front end knows. Call `look` every LOOK_INTERVAL_S. `on_gone` is called for each replica
+    that is no longer listed. Used on the front end's event loop only.
 
-    While the controller is away what it said last counts.
+    While the controller does not answer, its last answer counts.
     """
 
     def __init__(self, controller: ControllerCalls, on_gone: Callable[[str], None], random: Random) -> None:
@@ -48,11 +48,11 @@ class Membership:
         self._on_gone = on_gone
         self._known: dict[str, _Known] = {}
         self._own: Counter[str] = Counter()
-        """Turns of this front end by replica."""
+        """How many turns this front end has at each replica."""
 
     @property
     def present(self) -> tuple[str, ...]:
-        """Those that may answer, those that are about to stop among them."""
+        """The replicas that may answer, including those about to stop."""
         return tuple(self._known)
 
     def status(self, replica_id: str) -> ReplicaStatus | None:
@@ -60,7 +60,7 @@ class Membership:
         return None if known is None else known.status
 
     async def look(self) -> None:
-        """Asks the controller. Raises ControllerError."""
+        """Asks the controller for the replicas. Raises ControllerError."""
         statuses = {status.replica_id: status for status in await self._controller.replicas()}
         gone = [name for name in self._known if name not in statuses]
         self._known = {name: self._reported(status) for name, status in statuses.items()}
@@ -69,7 +69,7 @@ class Membership:
             self._on_gone(name)
 
     async def find(self, replica_id: str) -> ReplicaStatus | None:
-        """Of a replica that may have come since the last look, too."""
+        """The status of a replica. If it is unknown it may be new: the controller is asked again first."""
         if replica_id not in self._known:
             try:
                 await self.look()
@@ -78,9 +78,10 @@ class Membership:
         return self.status(replica_id)
 
     def pick(self, affinity: Affinity = NOWHERE) -> str | None:
-        """A replica for a call that any may take: none that is to go, while there is another. None if there is nobody.
+        """A replica for a call that any replica may take; None if there is none. A draining replica is chosen only if
+        all drain.
 
-        The less loaded of two; but one that has something which the call needs, unless it is much more loaded.
+        The replica that `affinity` prefers, unless it is much more loaded; else the less loaded of two random ones.
         """
         staying = [name for name, known in self._known.items() if not known.status.draining]
         names = staying or list(self._known)
@@ -93,7 +94,7 @@ class Membership:
 
     @contextmanager
     def turn_at(self, replica_id: str) -> Iterator[None]:
-        """While it lasts a turn of this front end is at the replica."""
+        """Counts a turn of this front end at the replica while the context lasts."""
         self._own[replica_id] += 1
         if (known := self._known.get(replica_id)) is not None:
             known.most_own = max(known.most_own, self._own[replica_id])
@@ -105,8 +106,8 @@ class Membership:
                 del self._own[replica_id]
 
     def _preferred(self, names: list[str], affinity: Affinity) -> str | None:
-        """Rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018): whoever knows the
-        same replicas has the same order of them, and who comes or goes moves no other conversation."""
+        """Rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018). Front ends that
+        know the same replicas rank them alike. A replica that comes or goes moves only its own conversations."""
         least = min(map(self._load, names))
         if affinity.holder in names and self._load(affinity.holder) <= least + HOLDERS_LOAD:
             return affinity.holder
@@ -125,7 +126,8 @@ class Membership:
         return _Known(status, max(0, status.running + status.waiting - most_own), own)
 
     def _load(self, replica_id: str) -> int:
-        """Turns under way there. Reports are a second old: those of this front end are counted, others' guessed."""
+        """Turns in flight at the replica. Reports are up to a second old: this front end's own turns are counted, those
+        of others estimated."""
         return self._known[replica_id].others + self._own[replica_id]
 
 

@@ -1,4 +1,4 @@
-"""A port of its own for operators: their calls are taken there and nowhere else."""
+"""A separate port for operators: their calls are accepted there and nowhere else."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STOP_TIMEOUT_S = 5
 
 
 class OperatorPort:
-    """Serves `app` at `address` (host, port) on the event loop, once it has started. All front ends of a machine share
-    the port: a connection is one of theirs. Raises SettingsError where it cannot be had."""
+    """Serves `app` at `address` (host, port) on the running event loop. All front ends of a machine share the port, and
+    each connection goes to one of them. Raises SettingsError if it cannot listen there."""
 
     def __init__(self, app: ASGIApp, address: tuple[str, int]) -> None:
         host, port = address
@@ -30,7 +30,7 @@ class OperatorPort:
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
 
     async def stop(self) -> None:
-        """Calls that run have STOP_TIMEOUT_S to end."""
+        """Stops serving. Calls in progress have STOP_TIMEOUT_S to end."""
         self._server.should_exit = True
         await asyncio.wait([self._serving])
         self._socket.close()
@@ -39,7 +39,7 @@ class OperatorPort:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for the process that this is part of."""
+        """Leaves signals to the process that this server runs in."""
         yield
 
 

@@ -1,4 +1,5 @@
-"""What an ingress remembers of who owns which session. Only a hint: owners check the epoch, the controller decides."""
+"""Which replica owns which session, as an ingress remembers it. Only a hint: owners check the epoch, and the controller
+decides."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A session's owner as last heard. `open_key` as in Assignment."""
+    """A session's owner, as last heard. `open_key`: see Assignment."""
 
     replica_id: str
     epoch: int
@@ -16,8 +17,8 @@ class Owner:
 
 
 class OwnershipCache:
-    """Owners by session key, of the `capacity` sessions used last. A wrong entry costs one extra round, never a wrong
-    answer."""
+    """Owners by session key, for the `capacity` sessions used last. A wrong entry costs one extra round trip, but never
+    causes a wrong answer."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -1,7 +1,8 @@
 """Headers that Ray Serve reads before Kedge does, in its proxy and in the process of an ingress.
 
-Ray decodes some headers as UTF-8 and answers other bytes with a plain 500. Others are orders to Ray Serve: a time after
-which a call ends in a plain 408, or that a turn runs on though its client has left. Nobody orders that of Kedge.
+Ray decodes some headers as UTF-8; if their bytes are not UTF-8, it answers with a plain 500. Other headers give orders
+to Ray Serve: to end a call after some time with a plain 408, or to let a turn run on after its client has left. Kedge
+takes no such orders.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ ORDERS_TO_RAY = frozenset(
         b"x-request-timeout-seconds",
     }
 )
-"""Ray takes some with _ in place of - as well."""
+"""Ray also takes some of them with _ in place of -."""
 
 
 def middlewares() -> list[Middleware]:
-    """Ray Serve calls it where it starts to listen."""
+    """The middleware. Ray Serve calls this function when it starts to listen."""
     return [Middleware(RayHeadersChecked)]
 
 
 class RayHeadersChecked:
-    """ASGI middleware around Ray Serve's own: drops what orders something of Ray, refuses what Ray cannot read."""
+    """ASGI middleware around Ray Serve's own: drops headers that give orders to Ray, refuses what Ray cannot read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

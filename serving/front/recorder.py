@@ -20,15 +20,15 @@ NOTHING_LOGGED = LogsArgs()
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """`spans` None: nothing is traced. `tells_id`: replies are to have the request's id, which Ray Serve gives those
-    that it answers."""
+    """`spans` None: nothing is traced. `tells_id`: Kedge adds the request's id to replies. On Ray Serve's port, Serve
+    does that."""
 
     logs: LogsArgs = NOTHING_LOGGED
     spans: Spans | None = None
     tells_id: bool = True
 
     def install(self, app: FastAPI) -> None:
-        """Around all other middleware."""
+        """Adds the recording middleware around all other middleware."""
         if self.spans is not None:
             from serving.trace.requests import RequestsTraced
 

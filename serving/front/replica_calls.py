@@ -1,7 +1,7 @@
 """Calls from a front end to replicas: turns, pinned calls, broadcasts. Every wait is bounded.
 
-A replica that cannot be reached, before or during a call, is `ReplicaGone`; whether anything was delivered is for the
-caller to know.
+If a replica cannot be reached, before or during a call, `ReplicaGone` is raised. It does not say whether anything was
+delivered: that is for the caller to find out.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ logger = logging.getLogger(__name__)
 
 ANY_REPLICA = ""
 DEATH_CHECK_S = 0.1
-"""How often it is asked whether a replica's process has ended, while its connection is broken."""
+"""How often a replica whose connection is broken is checked: has its process ended?"""
 
 OpenConnection = Callable[[ReplicaAddress, ConnectionEvents], Connection]
 HasDied = Callable[[ReplicaAddress], Awaitable[bool]]
-"""Whether the process of a replica has ended for certain."""
+"""Whether the process of a replica has certainly ended."""
 
 
 class ReplicaCalls:
-    """One link to each replica that was called. Used on the front end's event loop only.
+    """Keeps one link to each replica that was called. Used on the front end's event loop only.
 
-    `on_broken` is called each time a connection breaks under calls that wait.
+    `on_broken` is called each time a connection breaks while calls wait on it, `on_gone` for each replica that the
+    controller no longer lists.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class ReplicaCalls:
                 link.end(number, answered=events.ended)
 
     async def call(self, replica_id: str, call: AnyCall, timeout_s: float | None = None) -> Any:
-        """One pinned call. Raises ServiceError for an error that it is answered with, and ReplicaGone if the replica
-        does not answer in time (None: as set for all calls)."""
+        """One pinned call. Raises ServiceError if the replica answers with an error, and ReplicaGone if it does not
+        answer within `timeout_s` (None: the timeout of all calls)."""
         arrived: asyncio.Future[Answer | TurnEvent | ReplicaGone] = asyncio.get_running_loop().create_future()
 
         def deliver(item: Answer | TurnEvent | ReplicaGone) -> None:
@@ -111,18 +112,19 @@ class ReplicaCalls:
             raise ReplicaGone(replica_id) from error
 
     async def present(self) -> tuple[str, ...]:
-        """The replicas that may answer, those that are about to stop among them."""
+        """The replicas that may answer, including those about to stop."""
         if not self._membership.present:
             with suppress(ControllerError):
                 await self._membership.look()
         return self._membership.present
 
     async def look(self) -> None:
-        """Asks the controller who is there. To be called every membership.LOOK_INTERVAL_S. Raises ControllerError."""
+        """Asks the controller for the replicas. To be called every membership.LOOK_INTERVAL_S. Raises
+        ControllerError."""
         await self._membership.look()
 
     async def broadcast(self, call: AnyCall, timeout_s: float | None = None) -> list[Any]:
-        """The answers of all replicas that answer in time, in the order of `present`."""
+        """Calls all replicas; returns the answers of those that answer in time, in the order of `present`."""
         names = await self.present()
         calls = (self.call(name, call, timeout_s) for name in names)
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -132,7 +134,7 @@ class ReplicaCalls:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def any_answers(self, timeout_s: float) -> bool:
-        """Whether one replica does, whatever the others do."""
+        """Whether at least one replica answers."""
         names = await self.present()
         calls = [asyncio.create_task(self.call(name, Describe(), timeout_s)) for name in names]
         try:
@@ -147,7 +149,7 @@ class ReplicaCalls:
             await asyncio.gather(*calls, return_exceptions=True)
 
     def figures(self) -> Iterator[Figure]:
-        """Of the links, for metrics."""
+        """Figures of the links, for metrics."""
         links = list(self._links.values())
         broken = sum(link.broken for link in links)
         yield Figure("kedge_links", len(links) - broken, ("up",))
@@ -156,17 +158,17 @@ class ReplicaCalls:
         yield Figure("kedge_link_unread_bytes", sum(link.unread_bytes for link in links))
 
     def stop(self) -> None:
-        """To calls that still wait their replica is lost."""
+        """Ends all links: calls that still wait get ReplicaGone."""
         for name, link in list(self._links.items()):
             link.lose(ReplicaGone(name))
 
     async def pick(self, affinity: Affinity) -> str:
-        """A replica for a call that any may take, see Membership.pick; ANY_REPLICA if there is none."""
+        """A replica for a call that any replica may take (see Membership.pick); ANY_REPLICA if there is none."""
         await self.present()
         return self._membership.pick(affinity) or ANY_REPLICA
 
     async def _link(self, replica_id: str) -> ReplicaLink:
-        """Raises ReplicaGone for a replica that is not there."""
+        """The link to the replica, opened if there is none. Raises ReplicaGone if there is no such replica."""
         if replica_id == ANY_REPLICA:
             await self.present()
             replica_id = self._membership.pick() or ANY_REPLICA
@@ -178,7 +180,7 @@ class ReplicaCalls:
             raise ReplicaGone(replica_id, Loss.UNKNOWN)
         link = self._links.get(replica_id)  # another call may have opened it meanwhile
         if link is None:
-            # Not in the context of the call that happens to be the first: it outlives that.
+            # In an empty context: the link outlives the call that happens to open it.
             link = self._links[replica_id] = Context().run(
                 ReplicaLink,
                 replica_id,
@@ -190,7 +192,7 @@ class ReplicaCalls:
         return link
 
     def _gone(self, replica_id: str) -> None:
-        """The controller lists it no more. It may fall silent without breaking off."""
+        """The controller no longer lists the replica. Its connection may fall silent without breaking."""
         if (link := self._links.get(replica_id)) is not None:
             link.lose(ReplicaGone(replica_id))
         self._on_gone(replica_id)
@@ -204,7 +206,7 @@ class ReplicaCalls:
         self._tasks.start(self._look_for_death(self._links[replica_id], address))
 
     async def _look_for_death(self, link: ReplicaLink, address: ReplicaAddress) -> None:
-        """While the connection is broken: a process that has ended does not come back."""
+        """While the connection is broken, checks whether the replica's process has ended: it would not come back."""
         while link.broken and not link.lost:
             if await self._has_died(address):
                 link.lose(ReplicaGone(link.replica_id, Loss.DIED))
@@ -213,22 +215,22 @@ class ReplicaCalls:
 
 
 class TurnEvents:
-    """What has come of one turn and was not read yet. One reader. If it has not read the last events yet, it reads
-    them together."""
+    """Events of one turn that have arrived and were not read yet. Has one reader, which gets all unread events merged
+    into one."""
 
     def __init__(self) -> None:
         self._unread: list[TurnEvent] = []
         self._gone: ReplicaGone | None = None
         self._arrived = asyncio.Event()
         self.ended = False
-        """Whether its last event is here, or can come no more."""
+        """Whether the last event has arrived, or can no longer arrive."""
 
     def deliver(self, item: Answer | TurnEvent | ReplicaGone) -> None:
         if isinstance(item, ReplicaGone):
             self._gone = item
             self.ended = True
         else:
-            if isinstance(item, Answer):  # to a call that the replica does not know
+            if isinstance(item, Answer):  # the replica does not know this call
                 item = TurnEvent(error=item.error)
             self._unread.append(item)
             self.ended = item.finish is not None or item.error is not None
@@ -238,7 +240,7 @@ class TurnEvents:
         return self
 
     async def __anext__(self) -> TurnEvent:
-        """The next events, as one. Raises ReplicaGone in place of what will not come."""
+        """The next events, merged into one. Raises ReplicaGone if no more will come."""
         while not self._unread:
             if self._gone is not None:
                 raise self._gone

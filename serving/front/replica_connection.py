@@ -1,4 +1,4 @@
-"""A front end's connection to a replica, over ZeroMQ: through a file on one node, encrypted between nodes."""
+"""A front end's connection to a replica, over ZeroMQ: over a socket file on the same node, encrypted between nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_RECONNECT_MS = 500
 
 
 class ConnectionFactory:
-    """Opens connections of the front ends of one node. Used on one event loop."""
+    """Opens connections for a front end on node `node_id`. Used on one event loop."""
 
     def __init__(self, node_id: str, keys: CurveKeys) -> None:
         self._node_id = node_id
@@ -33,12 +33,12 @@ class ConnectionFactory:
         )
 
     def close(self) -> None:
-        """Once all of its connections are closed."""
+        """To be called once all of its connections are closed."""
         self._context.destroy(linger=0)
 
 
 class ZmqConnection:
-    """Implements Connection. ZeroMQ connects again by itself; `events` hears of each connection, and of its end."""
+    """Implements Connection. ZeroMQ reconnects by itself; `events` is told of each connection and of its end."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ZmqConnection:
 
     def _open(self) -> None:
         socket = self._socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.ROUTING_ID, b"\x01" + self._name)  # one that begins with a zero is ZeroMQ's own
+        socket.set(zmq.ROUTING_ID, b"\x01" + self._name)  # ids that begin with a zero byte are ZeroMQ's own
         socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.set(zmq.RECONNECT_IVL_MAX, LONGEST_RECONNECT_MS)
         socket.set_hwm(0)

@@ -15,7 +15,7 @@ class Loss(Enum):
 
 
 class ReplicaGone(Exception):
-    """The replica was not reached, or not any more; whether anything was delivered is for the caller to know."""
+    """The replica was not reached, or is no longer reached. Whether anything was delivered is not known here."""
 
     def __init__(self, replica_id: str, loss: Loss = Loss.UNREACHABLE) -> None:
         super().__init__(replica_id, loss)

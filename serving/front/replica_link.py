@@ -1,8 +1,8 @@
-"""A front end's calls to one replica, over one channel: answers and events find the call that waits for them.
+"""A front end's calls to one replica, over one channel. Answers and events are handed to the calls that wait for them.
 
-The connection under the channel is opened again by itself where it breaks, and what it lost is sent again
-(serving/wire/channel.py). Where that takes too long, or the replica does not know the channel any more, the replica is
-lost to every call that waits. What that says of the replica is for the controller to decide.
+If the connection under the channel breaks, it is reopened automatically and what it lost is sent again
+(serving/wire/channel.py). If that takes too long, or the replica no longer knows the channel, the replica is lost to
+every call that waits. What that means for the replica, the controller decides.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from serving.wire.turns import TurnEvent
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[Answer | TurnEvent | ReplicaGone], None]
-"""Takes what comes of a call. A ReplicaGone is the last: nothing more will come."""
+"""Receives the results of a call. Nothing more comes after a ReplicaGone."""
 
 CALLS_AT_ONCE = 16
-"""So many get what has come for them before others have the event loop again: one step may bring events of hundreds of
-turns."""
+"""How many calls get their results before the event loop is left to other tasks: one step of an engine may bring events
+of hundreds of turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """In seconds. A link tells that it lives every `sign_of_life_s`. One that has heard nothing for `silence_s` is
-    opened anew, and one that breaks may take `reopen_s` until it is heard again."""
+    """Times of a link, in seconds. A link sends a sign of life every `sign_of_life_s`. If it has received nothing for
+    `silence_s`, it is reopened. After a break it is lost unless something arrives within `reopen_s`."""
 
     sign_of_life_s: float = 2.0
     silence_s: float = 20.0
@@ -48,18 +48,18 @@ class LinkTimes:
 
 
 class Connection(Protocol):
-    """To one replica, opened again by itself. Frames keep their order as long as it does not break."""
+    """A connection to one replica, which reopens automatically. Frames keep their order while it does not break."""
 
     def send(self, header: bytes, body: bytes) -> None: ...
 
     def renew(self) -> None:
-        """Opens another one in its place: this one is silent."""
+        """Replaces a silent connection by a new one."""
 
     def close(self) -> None: ...
 
 
 class ConnectionEvents(Protocol):
-    """Who has a connection is told of it, on the event loop."""
+    """What the owner of a connection is told, on the event loop."""
 
     def frame_came(self, header: bytes, body: bytes) -> None: ...
 
@@ -72,8 +72,8 @@ OpenConnection = Callable[[ConnectionEvents], Connection]
 
 
 class ReplicaLink:
-    """Used on the front end's event loop only. `on_broken` is called each time a connection breaks under calls that
-    wait; `on_lost` once, when the link is of no more use."""
+    """A front end's calls to one replica. `on_broken` is called each time a connection breaks while calls wait on it;
+    `on_lost` once, when the link can no longer be used. Used on the front end's event loop only."""
 
     def __init__(
         self,
@@ -92,10 +92,11 @@ class ReplicaLink:
         self._numbers = itertools.count()
         self._waiting: dict[int, Deliver] = {}
         self._replies: dict[int, list[Answer | TurnEvent]] = {}
-        """What has come and was not handed out, by call: those whose first came first are the first."""
+        """What has arrived and was not handed out yet, by call, in the order in which the calls' first items arrived.
+        """
         self._heard_s = self._sent_s = self._loop.time()
         self._broken_s: float | None = self._loop.time()
-        """Since when it is to be opened; None while it is."""
+        """Since when the connection is not open; None while it is open."""
         self._lost: ReplicaGone | None = None
         self._channel = Channel(self._transmit)
         self._connection = open_connection(self)
@@ -111,16 +112,16 @@ class ReplicaLink:
 
     @property
     def calls(self) -> int:
-        """How many wait."""
+        """How many calls wait."""
         return len(self._waiting)
 
     @property
     def unread_bytes(self) -> int:
-        """Sent, and not known to have arrived."""
+        """Bytes that were sent and are not known to have arrived."""
         return self._channel.unread_bytes
 
     def begin(self, call: AnyCall, deliver: Deliver) -> int:
-        """Sends a call; returns its number. Whoever begins a call ends it."""
+        """Sends a call; returns its number. The caller must `end` the call."""
         number = next(self._numbers)
         self._waiting[number] = deliver
         if self._lost is not None:
@@ -130,12 +131,12 @@ class ReplicaLink:
         return number
 
     def end(self, number: int, *, answered: bool) -> None:
-        """Nobody waits for the call any more; if it has no answer, the replica is to give it up."""
+        """Ends the call: nobody waits for it any more. If it is not `answered`, the replica is told to give it up."""
         if self._waiting.pop(number, None) is not None and not answered and self._lost is None:
             self._channel.send(encode_request(Request(number)))
 
     def lose(self, gone: ReplicaGone) -> None:
-        """The replica is gone: whoever waits is told at once."""
+        """Gives the replica up as gone: all calls that wait are told at once."""
         if self._lost is not None:
             return
         self._lost = gone
@@ -166,8 +167,8 @@ class ReplicaLink:
             self.lose(ReplicaGone(self.replica_id))
 
     def _take(self, replies: Replies) -> None:
-        """Nothing is handed out before the event loop has been free: by then all that the connection has is here, and
-        a turn that several steps have told of gets their events at once."""
+        """Hands nothing out before other tasks have had the event loop. By then everything that the connection has is
+        here, and a turn gets the events of several steps together."""
         if replies and not self._replies:
             self._loop.call_soon(self._hand_out)
         for number, item in replies:
@@ -178,7 +179,7 @@ class ReplicaLink:
                 arrived.append(item)
 
     def _hand_out(self) -> None:
-        """To some calls, in order; to the rest once others have had the event loop."""
+        """Hands out to some calls, in order; to the rest after other tasks have had the event loop."""
         for number in list(itertools.islice(self._replies, CALLS_AT_ONCE)):
             for item in self._replies.pop(number):
                 self._deliver(number, item)

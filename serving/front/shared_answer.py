@@ -1,4 +1,4 @@
-"""One answer for many: who asks while it is being found waits for the same."""
+"""One answer for many callers: whoever asks while the answer is being computed waits for the same one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 class SharedAnswer(Generic[T]):
-    """What `ask` comes to, asked once at a time. It is not kept: who asks later gets a newer one. Whoever stops waiting
-    takes it from nobody else."""
+    """The result of `ask`, which runs once at a time. The result is not kept: a later caller gets a newer one. A caller
+    that stops waiting does not cancel it for the others."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], tasks: BackgroundTasks) -> None:
         self._ask = ask
@@ -21,7 +21,7 @@ class SharedAnswer(Generic[T]):
         self._asking: asyncio.Task[T] | None = None
 
     async def get(self) -> T:
-        """Raises what `ask` raises."""
+        """The answer. Raises what `ask` raises."""
         if self._asking is None or self._asking.done():
             self._asking = self._tasks.start(self._ask())
         return await self._tasks.outcome(self._asking)

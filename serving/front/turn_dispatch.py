@@ -1,7 +1,7 @@
-"""Gets a call to the replica that owns its session, and to the next one when that is lost, also in mid-stream.
+"""Sends a call to the replica that owns its session. If it is lost, also in mid-stream, another replica takes over.
 
-An attempt that the client has heard nothing of is repeated. Behind one that it has heard of the next goes on with the
-very tokens that were told, so that nobody has to hope that two replicas round alike.
+If the client has received nothing of an attempt, the turn is repeated from its start. Otherwise the next replica goes
+on from the exact tokens that the client has received: two replicas need not round alike.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ T = TypeVar("T")
 
 RETRY_PAUSE_S = 0.05
 LOG_PAUSE_S = 0.25
-"""While the session log is away, or the controller: everybody waits for the same."""
+"""Between tries while the session log or the controller does not answer."""
 GONE = unavailable("the session's replica is gone and no other could take over in time")
 LOST = unavailable("the replica was lost during the answer", REPLICA_LOST)
 BROKEN_OFF = ErrorInfo(500, "internal_error", "the answer broke off")
 MOST_TAKEOVERS = 3
-"""Replicas that one turn may lose in mid-stream and go on: it may be what kills them."""
+"""How many losses of a replica in mid-stream a turn survives. Limited because the turn itself may kill its replicas."""
 RETRIED_CODES = frozenset({STALE_EPOCH, SESSION_MOVED, "engine_stopped"})
 LET_GO = frozenset({STALE_EPOCH, SESSION_MOVED, SESSION_NOT_FOUND})
-"""A replica that had the session says so: the first time nothing is wrong but who was asked."""
+"""Errors of a replica that no longer has the session. The first time, the call may just have gone to the wrong one."""
 LOG_AWAY = frozenset({StoreError.code, NoAnswer.code})
-"""Nothing was begun, or nobody knows: a call that bears repetition waits until somebody does."""
+"""Nothing was begun, or it is not known whether it was: a call that can be repeated is retried until this is known."""
 RETRIED_AFTER_FAILURE = frozenset({TURN_IN_FLIGHT, SESSION_NOT_FOUND})
 CLIENTS_FAULTS = frozenset({400, 413})
 
 
 @dataclass(slots=True)
 class Attempt:
-    """A call at a replica that has begun to answer it."""
+    """A call that a replica has begun to answer."""
 
     replica_id: str
     first: TurnEvent
@@ -71,7 +71,7 @@ class Attempt:
 
 
 class TurnDispatcher:
-    """`failover_timeout_s` bounds how long a call looks for a replica that takes it."""
+    """Brings turns to replicas, and fails over. A call searches for a replica for at most `failover_timeout_s`."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class TurnDispatcher:
 
     @asynccontextmanager
     async def dispatch(self, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-        """The turn's events; the first is there. `call` names its session by the key. Raises ServiceError if the turn
-        was refused."""
+        """The turn's events; the first has already arrived. `call` names its session by its key. Raises ServiceError if
+        the turn was refused."""
         facts = CALL_FACTS.get() or CallFacts()
         facts.begin(call)
         if facts.request_id:
@@ -113,8 +113,9 @@ class TurnDispatcher:
                 self._turns.remove(turn)
 
     def abort(self, request_id: str | None, tenant: str) -> None:
-        """Aborts the tenant's turns of that name, or all of them, that no replica has. The replicas are to be told
-        afterwards: whoever answers a turn from now on is told again."""
+        """Aborts the tenant's turn `request_id` (None: all the tenant's turns) while no replica has it. The caller
+        tells the replicas afterwards. If a replica answers such a turn later, the dispatcher tells the replicas again.
+        """
         for turn in self._turns:
             if turn.call.named(request_id, tenant):
                 turn.abort()
@@ -128,8 +129,8 @@ class TurnDispatcher:
         *,
         tree: bool = False,
     ) -> str:
-        """Registers and places a session; returns its key. `tree`: of requests, not of turns. Waits while there is no
-        replica, and for a log that is away. Raises ServiceError."""
+        """Registers and places a session; returns its key. `tree`: it is a tree of requests and takes no turns. Waits
+        while there is no replica or the session log does not answer. Raises ServiceError."""
         open_key = (TREE_KEY if tree else "") + uuid.uuid4().hex
         deadline_s = _now_s() + self._failover_timeout_s
         while True:
@@ -147,8 +148,8 @@ class TurnDispatcher:
                 return assignment.session_id
 
     async def ask_owner(self, key: str, call_at: Callable[[int], AnyCall]) -> Any:
-        """What the session's owner, wherever that is by then, answers to the call at its epoch, which must bear
-        repetition. Raises ServiceError."""
+        """Makes the call `call_at(epoch)` at the session's owner and returns the answer. If the owner changes
+        meanwhile, the new owner is asked, so the call must be repeatable. Raises ServiceError."""
         deadline_s = _now_s() + self._failover_timeout_s
         failed = asked_anew = False
         while True:
@@ -174,8 +175,8 @@ class TurnDispatcher:
             await self._pause(deadline_s, refusal)
 
     async def once_log_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` comes to, which must bear repetition: while the log is away it is asked again, for as long as a
-        call may wait. Raises what it raises."""
+        """The result of `ask`, which must be repeatable. While the session log does not answer, `ask` is called again,
+        for at most `failover_timeout_s`. Raises what `ask` raises."""
         deadline_s = _now_s() + self._failover_timeout_s
         while True:
             try:
@@ -184,8 +185,8 @@ class TurnDispatcher:
                 await self._pause(deadline_s, error_info(error))
 
     async def owner_of(self, key: str, *, create: bool = False, preferred: str | None = None) -> Owner:
-        """From the cache or the controller. A new session goes to the `preferred` replica while its load allows it.
-        Raises ControllerError."""
+        """The session's owner, from the cache or the controller. A new session goes to the `preferred` replica if its
+        load allows it. Raises ControllerError."""
         owner = self._owners.get(key)
         if owner is None:
             self._metrics.looked_up()
@@ -198,19 +199,20 @@ class TurnDispatcher:
         self._owners.forget(key)
 
     async def _start(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt | None:
-        """The first replica that answers `call`; None if the turn was aborted before. Raises ServiceError."""
+        """The attempt at the first replica that answers `call`; None if the turn was aborted before that. Raises
+        ServiceError."""
         try:
             async with turn.search():
                 attempt = await self._find_taker(turn, call, stack)
         except TurnAborted:
             return None
         if turn.aborted:
-            # The abort may have been at the replica before the call was.
+            # The abort may have reached the replica before the call did.
             await self._replicas.broadcast(Abort(call.request_id, call.tenant), ABORT_TIMEOUT_S)
         return attempt
 
     async def _find_taker(self, turn: DispatchedTurn, call: TurnCall, stack: AsyncExitStack) -> Attempt:
-        """Tries until a replica answers; `stack` then holds the stream. Raises ServiceError."""
+        """Tries replicas until one answers; then `stack` holds its stream. Raises ServiceError."""
         deadline_s = _now_s() + self._failover_timeout_s
         failed, asked_anew = call.resumed is not None, False
         moved_s: float | None = None
@@ -255,7 +257,7 @@ class TurnDispatcher:
             if refusal.code == SESSION_MOVED and moved_s is None:
                 moved_s = _now_s()
             if refusal.code in LET_GO and call.session is not None and not asked_anew:
-                # The remembered owner let it go (moved, timed out, closed elsewhere): the controller has the last word.
+                # The cached owner no longer has the session (moved, timed out, closed elsewhere): ask the controller.
                 self._owners.forget(call.session.session_id)
                 asked_anew = True
                 continue
@@ -268,7 +270,7 @@ class TurnDispatcher:
             await self._pause(deadline_s, refusal)
 
     async def _owner_for(self, call: TurnCall, deadline_s: float) -> Owner | None:
-        """None for a call without a session."""
+        """The owner of the call's session; None for a call without a session."""
         session = call.session
         if session is None:
             return None
@@ -278,7 +280,7 @@ class TurnDispatcher:
     async def _find(
         self, key: str, deadline_s: float, *, create: bool, preferred: str | None = None
     ) -> Owner:
-        """The session's owner; waits while no replica can take it, and for a log that is away."""
+        """The session's owner. Waits while no replica can take it or the session log does not answer."""
         while True:
             try:
                 return await self.owner_of(key, create=create, preferred=preferred)
@@ -290,7 +292,7 @@ class TurnDispatcher:
     async def _events(
         self, turn: DispatchedTurn, attempt: Attempt | None, stack: AsyncExitStack
     ) -> AsyncGenerator[TurnEvent, None]:
-        """The whole turn, at however many replicas. `stack` holds the stream of the present one."""
+        """The events of the whole turn, from one replica or several. `stack` holds the current replica's stream."""
         for takeovers_left in range(MOST_TAKEOVERS, -1, -1):
             if attempt is None:
                 yield turn.progress.aborted()
@@ -327,7 +329,8 @@ class TurnDispatcher:
                 return
 
     async def _take_over(self, turn: DispatchedTurn, stack: AsyncExitStack) -> Attempt | None:
-        """The turn goes on behind what the client knows; None if it was aborted. Raises ServiceError."""
+        """Continues the turn at another replica, after what the client has; None if it was aborted. Raises
+        ServiceError."""
         self._metrics.failed_over()
         lost_s = _now_s()
         call = turn.call
@@ -337,7 +340,7 @@ class TurnDispatcher:
         try:
             attempt = await self._start(turn, resumed, stack)
         except ServiceError as error:
-            # The call was good when it began: what is wrong with it now is nothing that its client could mend.
+            # The call was valid when it began: whatever is wrong with it now, its client cannot correct.
             if error.info.status in CLIENTS_FAULTS:
                 logger.warning("request %s cannot go on elsewhere: %s", call.request_id, error.info.message)
                 raise ServiceError(LOST) from error
@@ -348,8 +351,8 @@ class TurnDispatcher:
         return attempt
 
     async def _report(self, gone: ReplicaGone) -> None:
-        """Tells the controller what was seen of the replica. What that means, and when its sessions move, is its
-        affair."""
+        """Tells the controller what was seen of the replica. The controller decides what that means, and when its
+        sessions move."""
         if gone.replica_id == ANY_REPLICA:
             return
         try:
@@ -379,8 +382,8 @@ def _seen(gone: ReplicaGone) -> tuple[str, str]:
 
 
 def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -> bool:
-    """After a failed attempt its remains may still be in the way; before, such refusals are the client's affair. Who
-    is in mid-stream waits for room, too."""
+    """Whether to try again. Some refusals (RETRIED_AFTER_FAILURE) may come from the remains of a failed attempt. If no
+    attempt failed, they go to the client. A turn in mid-stream also waits for an overloaded replica."""
     if refusal.code in RETRIED_CODES or refusal.code == "replica_unavailable":
         return True
     if in_mid_stream and refusal.code == "overloaded":
@@ -389,8 +392,8 @@ def _retried(refusal: ErrorInfo, failed: bool, *, in_mid_stream: bool = False) -
 
 
 def _for_living_session(call: TurnCall, owner: Owner | None = None) -> TurnCall:
-    """The call was begun, and may have been committed: if its session was closed since, it is not to begin anew, nor in
-    another one of that name."""
+    """The call, bound to the session that exists now. It was begun and may have been committed: if its session has been
+    closed since, the call must not open it again, nor run in a later session of the same name."""
     session = call.session
     if session is None:
         return call
@@ -399,8 +402,8 @@ def _for_living_session(call: TurnCall, owner: Owner | None = None) -> TurnCall:
 
 
 def _with_key(call: TurnCall) -> TurnCall:
-    """A turn without an idempotency key gets one of its own: this very call may be repeated, and no other but its
-    client's next try, where the client counts them."""
+    """Gives a turn without an idempotency key one of its own. Then repeats of this call are recognized and nothing
+    else, except the client's own next try if the client counts its tries."""
     session = call.session
     if session is None or session.idempotency_key is not None:
         return call

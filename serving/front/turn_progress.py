@@ -1,4 +1,4 @@
-"""How much of its turn a client has been sent: another replica can go on behind it, and nothing is sent twice."""
+"""How much of a turn its client has been sent. Another replica can go on from there, and nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from serving.wire.turns import ResumedTurn, TextLogprob, TurnEvent, TurnFinish
 
 
 class TurnProgress:
-    """Owned by whoever passes a turn's events on. Each attempt at the turn sends it from its beginning."""
+    """What a client has been sent of one turn, over all attempts; each attempt sends the turn from its beginning. Owned
+    by the code that passes the turn's events on."""
 
     def __init__(self) -> None:
         self._text_len = 0
@@ -24,11 +25,11 @@ class TurnProgress:
         self._replayed: bool | None = None
         """None until something has been sent."""
         self._again: dict[str, int] = {}
-        """How much this attempt will still send once more, by the field of TurnEvent that has it."""
+        """How much this attempt will still repeat, by field of TurnEvent."""
         self._last = TurnEvent()
 
     def unsent(self, event: TurnEvent) -> TurnEvent | None:
-        """What of the attempt's next event the client has not been sent; None if that is nothing."""
+        """The part of the attempt's next event that the client has not been sent; None if there is no such part."""
         if self._again:
             event = self._cut(event)
             if event.says_nothing:
@@ -36,7 +37,7 @@ class TurnProgress:
         if self._replayed is None:
             self._replayed = event.replayed
         elif event.replayed and not self._replayed:
-            # The log may answer what a lost replica ran for this very call: nobody asked twice.
+            # A lost replica ran the turn for this same call, and the log answers: the client has not asked twice.
             event = replace(event, replayed=False)
         self._text_len += len(event.text)
         self._token_ids += event.token_ids
@@ -50,14 +51,14 @@ class TurnProgress:
         return event
 
     def aborted(self) -> TurnEvent:
-        """The end of a turn that was aborted while nobody had it: the totals are those sent last."""
+        """The last event of a turn that was aborted while no replica had it, with the totals that were sent last."""
         return end_behind(self._last, TurnFinish("abort"))
 
     def begin_again(self) -> ResumedTurn:
-        """Another attempt follows, at a replica that is handed this.
+        """Starts another attempt; returns what its replica is given.
 
-        Log-probabilities may travel ahead of their tokens: then they name tokens that are as good as sent. Without
-        any token the attempt begins anew, and computes those of the input once more.
+        Log-probabilities may be sent ahead of their tokens; the tokens they name count as sent. If no token was
+        sent, the attempt starts from the beginning and computes the log-probabilities of the input again.
         """
         self._again = {
             "text": self._text_len,

@@ -1,4 +1,4 @@
-"""A look at the whole cluster for those who watch: replicas' figures, the controller's view, where sessions' KV is."""
+"""A look at the whole cluster for watchers: replicas' figures, the controller's view, where sessions' KV is."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from serving.wire.controller_calls import ControllerCalls
 from serving.wire.turns import ServiceError
 
 PATIENCE_S = 2.0
-"""For each of those who are asked: who watches wants to see that somebody does not answer, not to wait for it."""
+"""Timeout for each part that is asked. A watcher wants to see that a part does not answer, not wait for it."""
 
 
 class ClusterSource:
-    """`told` is a session as the API lists it."""
+    """Implements Source (cluster_watch.py). `told` gives a session as the API lists it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ClusterSource:
         return answer
 
     async def _view(self, cursor: str | None, limit: int) -> tuple[ClusterView, str | None]:
-        """While the controller is away, what it said last, without its events."""
+        """The controller's view. While it does not answer: its last view, without events, and what is wrong."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 view = await self._controller.view(cursor, limit)
@@ -65,7 +65,7 @@ class ClusterSource:
         return view, None
 
     async def _places(self, view: ClusterView, answering: set[str]) -> dict[str, Mapping[str, KVPlace]]:
-        """Without those of replicas that do not answer, or not yet know the question."""
+        """Where sessions' KV is, by replica. Leaves out replicas that do not answer, or do not know the call yet."""
         held: dict[str, list[str]] = {}
         for entry in view.recent:
             if entry.replica_id in answering:

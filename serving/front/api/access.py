@@ -1,4 +1,4 @@
-"""Who may call: whoever has a key, if there are any; and what is for operators only."""
+"""Who may call: if there are keys, only callers with one. And who counts as an operator."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from serving.logs.audit_log import audit_event
 from serving.wire.turns import ErrorInfo
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
-"""For load balancers and Prometheus, which tell nothing of what sessions say."""
+"""Open without a key, for load balancers and Prometheus: these tell nothing of what sessions contain."""
 
 CONSOLE_PATH = "/console"
-"""The console's own files are for everybody, too: what they show comes from calls that need a key."""
+"""The console's files need no key either: what they show comes from calls that need one."""
 
 ONCE = frozenset(
     {"authorization", "host", "idempotency-key", "origin", "x-api-key", "x-session-id", "x-tenant-id"}
 )
-"""Headers that say who calls, and for what. Of two a proxy may check the one and this server heed the other."""
+"""Headers that say who calls, and for what; each may be sent once. Of two, a proxy might check the one and this server
+use the other."""
 
 REFUSED = ErrorInfo(
     HTTPStatus.UNAUTHORIZED,
@@ -42,9 +43,9 @@ FOR_OPERATORS = ErrorInfo(
 
 
 class CallersKnown:
-    """ASGI middleware: says whose call it is (`scope["state"]["caller"]`). Calls without one of the keys are refused
-    before anything of theirs is read, handshakes of WebSockets likewise. `find_caller`, beside it, looks again, for
-    those that last. Without `operators` nobody is one here."""
+    """ASGI middleware: sets who calls (`scope["state"]["caller"]`). Calls and WebSocket handshakes without a valid key
+    are refused before their content is read. `find_caller`, beside `caller`, looks the key up again, for calls that
+    last. Without `operators` no caller counts as an operator."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, *, operators: bool) -> None:
         self._app = app
@@ -90,13 +91,13 @@ def _is_open(path: str) -> bool:
 
 
 def _address_in(scope: Scope) -> str | None:
-    """Of a proxy, where there is one."""
+    """The client's address, or the proxy's if there is one."""
     client = scope.get("client")
     return None if client is None else str(client[0])
 
 
 def _key_in(headers: Headers) -> str | None:
-    """Anthropic's clients have a header of their own for it. What `authorization` says, counts."""
+    """The key that the call sends. Anthropic's clients use x-api-key; `authorization` takes precedence."""
     authorization = headers.get("authorization")
     if authorization is None:
         return headers.get("x-api-key")
@@ -105,5 +106,5 @@ def _key_in(headers: Headers) -> str | None:
 
 
 def _twice(headers: Headers) -> str | None:
-    counted = Counter(name for name in headers.keys() if name in ONCE)  # noqa: SIM118 - keys are there as often as sent
+    counted = Counter(name for name in headers.keys() if name in ONCE)  # noqa: SIM118 - keys() lists a name twice
     return next((name for name, count in counted.items() if count > 1), None)

@@ -1,6 +1,6 @@
-"""How large a body may be, and how much may be in it.
+"""How large a body may be, and how many values it may have.
 
-Parsing JSON holds the interpreter until it is done, on whatever thread, and costs by the value rather than by the byte:
+Parsing JSON blocks the interpreter until it is done, on any thread. Its cost depends on values more than on bytes:
 2 MiB of text take 0.2 ms, 2 MiB of empty lists 100 ms. So values are counted first, piece by piece: 2 to 4 ns a byte.
 """
 
@@ -14,43 +14,44 @@ from fastapi import HTTPException
 MIB = 1024 * 1024
 BASE_BYTES = 4 * MIB
 BYTES_PER_TOKEN = 64
-"""Of a prompt that fills the context: a token may be some characters, and a character six bytes in JSON."""
+"""Allowed for each token of the context: a token may be several characters, and a character six bytes in JSON."""
 
 MOST_BYTES = 32 * MIB
 MOST_STRINGS = 100_000
 MOST_CONTAINERS = 32_768
-"""Objects and lists. 4,096 messages with a tool call each are 16,384."""
+"""Objects and lists. 4,096 messages with one tool call each have 16,384."""
 
 BARE_BYTES_PER_VALUE = 8
-"""Of all values that there may be: what is neither in a string nor white space. Token ids have that much. Numbers of
-thousands of digits cost four times what other bytes do."""
+"""Bytes outside strings, without white space, that a body may have for each value that it may have. Token ids need
+about as many. The limit is for numbers of thousands of digits, whose bytes cost four times as much as others."""
 
 PIECE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Of one request's body. `values` counts all in it, keys of objects, too."""
+    """The limits of one request's body. `values` counts all values, and keys of objects, too."""
 
     size_bytes: int = MOST_BYTES
     values: int = 1_000_000
 
     @classmethod
     def of_context(cls, context_len: int, size_bytes: int | None = None) -> BodyLimits:
-        """For a model that takes so many tokens: what fills its context goes in, as text or as token ids.
-        `size_bytes` is an operator's word."""
+        """For a model of this context length: a prompt that fills it fits in, as text or as token ids. `size_bytes` is
+        the operator's setting (None: derived from the context)."""
         by_context = min(MOST_BYTES, BASE_BYTES + BYTES_PER_TOKEN * context_len)
         return cls(by_context if size_bytes is None else size_bytes, MOST_STRINGS + 2 * context_len)
 
     def check_size(self, size_bytes: int) -> None:
-        """Raises HTTPException."""
+        """Raises HTTPException if a body of this size is too large."""
         if size_bytes > self.size_bytes:
             raise HTTPException(413, f"The body is larger than {self.size_bytes} bytes.")
 
     def check_values(self, text: bytes) -> Iterator[None]:
-        """Raises HTTPException. Counts exactly in valid JSON; what is none is refused, here or by its parser.
+        """Raises HTTPException if there are too many values. The count is exact for valid JSON; other text is refused
+        here or by the parser.
 
-        Goes on from piece to piece when it is asked to: one takes a fraction of a millisecond.
+        Iterate to check piece by piece: a piece takes a fraction of a millisecond.
         """
         count = ValueCount(self)
         for start in range(0, len(text), PIECE_BYTES):
@@ -59,7 +60,7 @@ class BodyLimits:
 
 
 class ValueCount:
-    """What the pieces of one body have had so far."""
+    """Counts the values in the pieces of one body."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
@@ -67,9 +68,9 @@ class ValueCount:
         self._quotes = self._containers = self._separators = self._bare_bytes = 0
 
     def add(self, piece: bytes) -> None:
-        """Raises HTTPException for what is too much."""
+        """Counts the next piece. Raises HTTPException if there is too much."""
         bare = (self._cut_escape + piece).replace(b"\\\\", b"")
-        # What it escapes is in the next piece.
+        # The character that it escapes is in the next piece.
         self._cut_escape = b"\\" if bare.endswith(b"\\") else b""
         parts = bare.replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[self._quotes % 2 :: 2]).translate(None, b" \t\r\n")

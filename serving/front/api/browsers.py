@@ -1,9 +1,9 @@
-"""Calls that a browser sends for a page: whose pages may call, and by which names of the server.
+"""Calls that a browser sends for a page: which sites' pages may call, and by which names of the server.
 
 A page of any site can send calls to a server on the same machine or network as its reader. It cannot read the answers,
-but what a call does is done; and a site whose name leads to the server's address (DNS rebinding) can read them, too. So
-where no key keeps strangers out, a call is taken only by a name that is known to be the server's, and from a page only
-if that is of the same host, or named.
+but the calls take effect. A site whose name resolves to the server's address (DNS rebinding) can read the answers, too.
+So if there are no keys, a call is accepted only under a known name of the server, and from a page only if the page is
+of the same host or its origin is allowed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOCALHOST = "localhost"
 
 @dataclass(frozen=True, slots=True)
 class BrowserRules:
-    """`hosts`: names of the server, beside addresses and localhost, or `*.example.com` for all below that one;
-    `origins`: sites whose pages may call."""
+    """`hosts`: names of the server, beside addresses and localhost; `*.example.com` stands for all names below
+    example.com. `origins`: sites whose pages may call."""
 
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
@@ -36,8 +36,8 @@ NO_RULES = BrowserRules()
 
 
 class BrowserCallsChecked:
-    """ASGI middleware, for handshakes of WebSockets, too. With `keyless` strangers can call, so pages must not in their
-    name; with keys hosts are checked only where some are named, and a page needs a key as everybody."""
+    """ASGI middleware, for WebSocket handshakes, too. `keyless`: anybody can call, so hosts and origins are checked.
+    With keys, hosts are checked only if `rules` names some, and a page needs a key like every caller."""
 
     def __init__(self, app: ASGIApp, rules: BrowserRules, *, keyless: bool) -> None:
         self._app = app
@@ -70,7 +70,7 @@ def _refusal(header: str, message: str) -> ErrorInfo:
 
 
 def _name_in(host: str) -> str:
-    """Of a Host header, without the port; empty if it is none."""
+    """The host name in a Host header, without the port; empty if the header is not valid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

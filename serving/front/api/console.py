@@ -1,4 +1,4 @@
-"""The console at /console: a page of plain files, which calls the API as anybody does (serving/front/console)."""
+"""The console at /console: a page of plain files, which calls the API like any client (serving/front/console)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADERS = MappingProxyType(
         "x-frame-options": "DENY",
     }
 )
-"""The page runs its own scripts and nothing else, calls nobody else, and is in nobody's frame."""
+"""The page runs only its own scripts, calls only this server, and cannot be framed."""
 
 
 def routes() -> APIRouter:
@@ -40,8 +40,8 @@ def routes() -> APIRouter:
         return await reply("index.html", request)
 
     async def to_page() -> Response:
-        """Its links are relative to the path without the slash. So is this one: a proxy may have put a prefix before
-        it."""
+        """Redirects to the path without the slash, to which the page's links are relative. The redirect is relative,
+        too: a proxy may have put a prefix before the path."""
         return RedirectResponse(f"..{CONSOLE_PATH}", 308)
 
     async def file(name: str, request: Request) -> Response:

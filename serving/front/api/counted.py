@@ -14,18 +14,18 @@ OTHER = "other"
 LEFT = "left"
 EVENT_STREAM = b"text/event-stream"
 SIGNS_OF_LIFE = (b":", b"event: ping", b"event: response.created")
-"""How those begin that a stream sends while there is nothing to tell."""
+"""How messages of a stream begin that carry no output."""
 OUTPUT = b"\nevent: response.output"
-"""How a response's first part begins, where it comes with those."""
+"""How the first output of a response begins, if it is sent together with these."""
 CONVERTER = ":path"
-"""In a template, of parts that may have slashes."""
+"""Marks parts of a route's template that may contain slashes."""
 SERVER_ERROR = 500
 FORBIDDEN = 403
 SWITCHING_PROTOCOLS = 101
 
 
 class RequestMetrics(Protocol):
-    """What counts them, see IngressMetrics."""
+    """Counts requests, see IngressMetrics."""
 
     def request_begins(self) -> None: ...
 
@@ -37,9 +37,9 @@ class RequestMetrics(Protocol):
 
 
 class RequestsCounted:
-    """ASGI middleware, outside of all others. Routes are told by their templates, which the router leaves in the scope,
-    so that no path that a client makes up becomes a label. A chunk behind the first costs one call of a function, some
-    0.15 µs."""
+    """ASGI middleware, outside of all others. Routes are labelled by their templates, which the router leaves in the
+    scope, so that no path that a client makes up becomes a label. Each chunk after the first costs one function call,
+    some 0.15 µs."""
 
     def __init__(
         self, app: ASGIApp, metrics: RequestMetrics, clock: Callable[[], float] = time.perf_counter
@@ -56,7 +56,7 @@ class RequestsCounted:
         self._metrics.request_begins()
         try:
             await self._app(scope, receive, watched.send)
-        except Exception:  # on its way to what answers it with a 500
+        except Exception:  # an outer layer answers it with a 500
             watched.status = watched.status or SERVER_ERROR
             raise
         finally:
@@ -76,7 +76,8 @@ class RequestsCounted:
 
 
 class _Watched:
-    """What is sent to one client. `status` is 0 until it is known, `first_event_s` None if nothing was streamed."""
+    """Watches what is sent to one client. `status` is 0 until it is known; `first_event_s` is None if nothing was
+    streamed."""
 
     def __init__(self, send: Send, clock: Callable[[], float]) -> None:
         self._send = send

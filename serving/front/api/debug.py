@@ -1,4 +1,4 @@
-"""Faults, planted by operators where `debug.faults` is set. Elsewhere there are no such paths."""
+"""Calls by which operators plant faults. The paths exist only if `debug.faults` is set."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PATH = "/v1/kedge/debug/faults"
 
 
 class FaultBody(BaseModel):
-    """`replica_id`: none is any. `session_id`: of the faults of a session, none is any that is idle there; `tenant` is
-    whose it is. `delay_s`: of slow commits and slow steps. Undone after `for_s`."""
+    """A fault to plant. `replica_id` None: in any replica. `session_id` is for faults of a session (None: any idle one
+    there), `tenant` is the session's. `delay_s` is for slow commits and slow steps. The fault ends after `for_s`."""
 
     model_config = ConfigDict(extra="forbid")
 

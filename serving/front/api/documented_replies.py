@@ -1,4 +1,4 @@
-"""Whose errors a path has, and what the served OpenAPI document says of them, and of answers that are no
+"""Which protocol's errors a path has, and what the served OpenAPI document says of errors and of answers that are not
 JSON."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SessionError(BaseModel):
 
 
 class ErrorShape(Enum):
-    """One for each protocol; its value is the model of the body."""
+    """The shape of each protocol's errors. The value is the model of the body."""
 
     OPENAI = OpenAiError
     MESSAGES = MessagesError
@@ -59,7 +59,7 @@ class ErrorShape(Enum):
 
     @property
     def has_statuses(self) -> bool:
-        """Whether an error's status is its own. The session protocol has one for what is wrong with a call, 400."""
+        """Whether errors keep their own status. The session protocol answers every wrong call with 400."""
         return self is not ErrorShape.SESSION
 
 
@@ -70,7 +70,7 @@ def error_shape(path: str) -> ErrorShape:
 
 
 def documented_errors(path: str) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route: without them FastAPI documents a 422, which nobody here is answered with."""
+    """The `responses` of a route. Without them FastAPI documents a 422, a status that is never sent here."""
     model = error_shape(path).value
     return {
         "4XX": {"model": model, "description": "The call is refused; `error.message` says why."},
@@ -79,7 +79,8 @@ def documented_errors(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-"""The `responses` of a route whose answer is a stream where the body says so. A schema would be one of each event."""
+"""The `responses` of a route whose answer is a stream if the body asks for it. A schema would have to describe single
+events."""
 
 PLAIN_TEXT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}}

@@ -1,4 +1,4 @@
-"""Errors as each protocol says them, and the handlers that make sure every request gets one of these shapes."""
+"""Errors in the shape of each protocol, and the handlers that give every failed request such a shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from serving.wire.turns import ErrorInfo, ServiceError
 
 CLIENT_CLOSED_REQUEST = 499
 UNSUPPORTED = "unsupported_field"
-"""Code of an error that names what is known and not served; also the type of pydantic's, where a value is."""
+"""Code of an error about something that is known but not served; also the type of pydantic's errors for such values."""
 
 NAME_PATTERN = r"^[!-~]+$"
 """Ids given by clients: visible ASCII, so that they can travel in a header."""
@@ -33,7 +33,7 @@ _TOO_MANY = HTTPStatus.TOO_MANY_REQUESTS
 _ABOUT_THE_CALLER = frozenset({_TOO_MANY, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 _MAX_NAME_LEN = 120
 _DENIAL = "websocket.http.response"
-"""The extension of ASGI by which the handshake of a WebSocket gets a response of its own."""
+"""The ASGI extension that allows an HTTP response to the handshake of a WebSocket."""
 _STARTS = frozenset({"http.response.start", f"{_DENIAL}.start", "websocket.accept", "websocket.close"})
 _NOT_THE_BODY = frozenset({"model_type", "model_attributes_type", "dict_type", "missing"})
 
@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection: there is nobody to answer."""
 
 
 def refusal(
     message: str, param: str | None, *, status: int = 400, code: str = "invalid_request"
 ) -> ServiceError:
-    """The client's error about field `param`, to be raised."""
+    """An error that the client made in field `param`, to be raised."""
     return ServiceError(ErrorInfo(status, code, message, param))
 
 
@@ -61,7 +61,7 @@ def openai_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def session_error(info: ErrorInfo) -> dict[str, Any]:
-    """The body of a session protocol error; `code` and `param` are ours, clients read `message`."""
+    """The body of a session protocol error. `code` and `param` are Kedge's additions; clients read `message`."""
     return {"error": {"message": info.message, "code": info.code, "param": info.param}}
 
 
@@ -80,11 +80,11 @@ _MESSAGES_KINDS = MappingProxyType(
 
 
 _NO_THREADS = MappingProxyType({"error_code": "thread_unsupported_request", "unsupported": ["thread"]})
-"""Tells a client that tries threads by itself, as Anthropic's tool runner does, to send the whole history instead."""
+"""Tells a client that tries threads unasked, as Anthropic's tool runner does, to send the whole history instead."""
 
 
 def messages_error(info: ErrorInfo) -> dict[str, Any]:
-    """The body of an error of Anthropic's protocol, which names a field in its message, if anywhere."""
+    """The body of an error of Anthropic's protocol, which can name a field only in its message."""
     other = "invalid_request_error" if info.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
     named = info.param is None or info.param in info.message
     message = info.message if named else f"{info.param}: {info.message}"
@@ -115,7 +115,7 @@ def _in_shape(path: str, info: ErrorInfo, status: int) -> Response:
 
 
 def retry_headers(info: ErrorInfo) -> dict[str, str]:
-    """When to come back, where that is known."""
+    """The headers that say when to try again, if that is known."""
     if info.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(info.retry_after_s)))}
@@ -132,9 +132,9 @@ def _body(path: str, info: ErrorInfo) -> dict[str, Any]:
 
 
 def field_path(location: Sequence[int | str]) -> str | None:
-    """`messages[0].content` for where a validation error is; None for the body as a whole.
+    """The place of a validation error, such as `messages[0].content`; None for the body as a whole.
 
-    Tags of unions are written in angle brackets and dictionary keys as `[key]`: they are no fields.
+    Tags of unions are written in angle brackets and dictionary keys as `[key]`: neither is a field.
     """
     path = ""
     for part in location[1:]:
@@ -146,7 +146,7 @@ def field_path(location: Sequence[int | str]) -> str | None:
 
 
 def validation_info(error: Mapping[str, Any]) -> ErrorInfo:
-    """What is wrong with a wrong field, and which one that is. `error` is one of pydantic's."""
+    """Which field is wrong, and what is wrong with it. `error` is one of pydantic's."""
     param = field_path(error["loc"])
     message, code = _explain(error)
     return ErrorInfo(400, code, message if param is None else f"{param}: {message}", param)
@@ -170,8 +170,8 @@ def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
 
 
 async def refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a call, or the handshake of a WebSocket that is not accepted yet: with the response, where the server can
-    send one then, else it is closed."""
+    """Answers a call, or the handshake of a WebSocket that is not accepted yet, with the response. If the server cannot
+    send a response to a handshake, the WebSocket is closed."""
     if scope["type"] == "websocket" and _DENIAL not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": ""})
     else:
@@ -179,7 +179,7 @@ async def refuse(response: Response, scope: Scope, receive: Receive, send: Send)
 
 
 def said_of(error: Exception) -> ErrorInfo:
-    """What a client is told of an error, whatever it is of."""
+    """What a client is told of any error."""
     match error:
         case InvalidBody():
             return validation_info(error.error)
@@ -190,7 +190,7 @@ def said_of(error: Exception) -> ErrorInfo:
 
 
 async def _on_service_error(connection: Request | WebSocket, error: Exception) -> Response | None:
-    """Of a WebSocket: before it is accepted. What goes wrong later is told in messages of its own."""
+    """For a WebSocket, only before it is accepted: later errors are sent as messages."""
     assert isinstance(error, ServiceError)
     response = error_response(connection.scope["path"], error.info)
     if isinstance(connection, Request):
@@ -228,7 +228,8 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 
 
 class UnexpectedErrors:
-    """The outermost net, as ASGI middleware: what nobody foresaw is logged and answered with a 500 in shape."""
+    """ASGI middleware, the last safety net: an unexpected error is logged and answered with a 500 in the protocol's
+    shape."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -254,7 +255,7 @@ class UnexpectedErrors:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every way a request can fail, mapped to its protocol's shape."""
+    """Maps every way in which a request can fail to its protocol's shape."""
     app.add_exception_handler(ServiceError, _on_service_error)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(WebSocketRequestValidationError, _on_bad_handshake)

@@ -26,7 +26,7 @@ MAX_CALLS = 256
 """Generations (prompts × n) that one HTTP request may start."""
 MAX_BIASES = 16_384
 MAX_GRAMMAR_CHARS = 65_536
-"""Of JSON schemas or a regular expression: what can be compiled in a second or two."""
+"""Longest JSON schema, regular expression or grammar: as much as can be compiled in a second or two."""
 MAX_BAD_WORDS = 1024
 _MAX_INT = 2**31 - 1
 MAX_RETRIES = 1000
@@ -46,7 +46,8 @@ TopK = Annotated[int, Field(ge=-1, le=_MAX_INT)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 AdditivePenalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-"""Far smaller ones are 0 in float32: what a constraint forbids, minus infinity, becomes NaN, and token 0 is drawn."""
+"""Much smaller values are 0 in float32. Then the minus infinity of a forbidden token becomes NaN, and token 0 is drawn.
+"""
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 LogitBias = Annotated[
     dict[
@@ -76,12 +77,12 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 def one_or_many(value: Any) -> str:
-    """The tag of a field that takes one of something, or a list of them."""
+    """The tag of a field that takes one value or a list of values."""
     return "<many>" if isinstance(value, list) else "<one>"
 
 
 def one_or_many_lists(value: Any) -> str:
-    """The same where the one is a list itself."""
+    """The same, if a single value is a list itself."""
     return "<many>" if isinstance(value, list) and value and isinstance(value[0], list) else "<one>"
 
 
@@ -95,7 +96,7 @@ TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 async def get_service(connection: HTTPConnection) -> TurnService:
-    """The service that the application was created around. Async: FastAPI would send a plain one to a thread."""
+    """The application's service. Async, because FastAPI would run a plain function on a thread."""
     service: TurnService = connection.app.state.service_provider()
     return service
 
@@ -115,8 +116,8 @@ async def get_tenant(
     caller: Annotated[Caller, Depends(get_caller)],
     x_tenant_id: Annotated[Name | None, Header(alias="x-tenant-id")] = None,
 ) -> str:
-    """Whose sessions and cached prefixes a call may see: the tenant of its key. Who has a key of no tenant names one,
-    as a gateway does, or none."""
+    """The tenant whose sessions and cached prefixes a call may see: the tenant of its key. If the key has no tenant,
+    the call may name one, as a gateway does."""
     if caller.tenant is not None and x_tenant_id not in (None, caller.tenant):
         audit_event("tenant_refused", level=logging.WARNING, tenant=caller.tenant, asked_for=x_tenant_id)
         raise refusal("This key is another tenant's.", "x-tenant-id", status=403, code="tenant_not_allowed")
@@ -130,14 +131,14 @@ Service = Annotated[TurnService, Depends(get_service)]
 Tenant = Annotated[str, Depends(get_tenant)]
 Client = Annotated[Caller, Depends(get_caller)]
 OPERATORS_ONLY = [Depends(check_operator)]
-"""Of a route: what it shows or changes is everybody's."""
+"""Dependencies of a route that shows or changes what belongs to all tenants."""
 SessionHeader = Annotated[Name | None, Header(alias="x-session-id")]
 ModeHeader = Annotated[HistoryMode | None, Header(alias="x-session-mode")]
-"""What the messages are: new ones (append), the whole history (full), or what they look like (auto)."""
+"""What the messages are: only new ones (append), the whole history (full), or whichever they look like (auto)."""
 TurnHeader = Annotated[int | None, Header(alias="x-session-turn", ge=0, le=_MAX_INT)]
-"""The number that the turn is to have in its session; else it is refused."""
+"""The number that the turn must have in its session; otherwise it is refused."""
 RetriesHeader = Annotated[int | None, Header(alias="x-stainless-retry-count", ge=0, le=MAX_RETRIES)]
-"""OpenAI's SDKs count there how often they have sent this very call before."""
+"""OpenAI's SDKs count here how often they have sent this call before."""
 IdempotencyHeader = Annotated[Name | None, Header(alias="idempotency-key")]
 
 
@@ -153,12 +154,12 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def engine_temperature(temperature: float) -> float:
-    """Temperatures that round to greedy are greedy: dividing by them would overflow."""
+    """The engine's temperature. Very small ones become 0, greedy: dividing by them would overflow."""
     return temperature if temperature >= _GREEDY_BELOW else 0.0
 
 
 def engine_top_k(top_k: int) -> int:
-    """Both -1 and 0 turn it off."""
+    """The engine's top-k. Both -1 and 0 turn it off."""
     return max(top_k, 0)
 
 
@@ -171,7 +172,7 @@ def base_sampling(
     min_p: float | None = None,
     repetition_penalty: float | None = None,
 ) -> SamplingParams:
-    """What a request says of these (None: nothing), else what the model's makers say."""
+    """Sampling parameters from the request's values; where these are None, from the model's defaults."""
     own = model.sampling
     return SamplingParams(
         temperature=engine_temperature(own.temperature if temperature is None else temperature),
@@ -183,13 +184,13 @@ def base_sampling(
 
 
 def most_tokens(model: ModelInfo, asked: int | None) -> int | None:
-    """How long an answer may be: as a request says, within what the model's makers say. None: as long as there is
-    room."""
+    """The most tokens of an answer: the smaller of what the request asks for and the model's default limit. None: as
+    many as there is room for."""
     return min((limit for limit in (asked, model.sampling.max_new_tokens) if limit is not None), default=None)
 
 
 def nth_seed(seed: int | None, index: int) -> int | None:
-    """The seed of the index-th choice, in the engine's range; None stays None: pick one."""
+    """The seed of the index-th choice, in the engine's range. None stays None: the engine picks one."""
     return None if seed is None else (seed + index) & _SEED_BITS
 
 
@@ -203,14 +204,14 @@ def checked_bias(bias: Mapping[str, float] | None, model: ModelInfo, param: str)
 
 
 def schema_constraint(schema: JsonSchema, param: str) -> OutputConstraint:
-    """Output that fits a JSON schema. Properties come in its order."""
+    """Holds the output to a JSON schema. Properties come in the schema's order."""
     source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     check_grammar_len(source, param)
     return OutputConstraint("json_schema", source)
 
 
 def schema_of(schema: JsonSchema | str, param: str) -> JsonSchema:
-    """Reads one that is given as text. Raises ServiceError."""
+    """A schema that is given as an object or as text. Raises ServiceError."""
     if isinstance(schema, str):
         try:
             schema = from_json(schema, allow_inf_nan=False)
@@ -233,7 +234,7 @@ def check_grammar_len(source: str, param: str) -> None:
 
 
 def check_model_name(name: str | None, model: ModelInfo) -> None:
-    """None is the served one."""
+    """Raises ServiceError for a model that is not served. None means the served one."""
     if name is not None and name != model.model_id and name not in model.aliases:
         raise refusal(
             f"The model {name[:120]!r} does not exist.", "model", status=404, code="model_not_found"

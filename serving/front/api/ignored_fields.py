@@ -1,6 +1,6 @@
-"""Fields of a body that nobody here knows, where the application lets them pass: what they were, for the client.
+"""Unknown fields of a body, if the application lets them pass, collected to be named to the client.
 
-What is ignored is told, since an answer without what was asked for looks like one with it.
+The client is told, because an answer looks the same whether a field took effect or was ignored.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ IGNORED_FIELDS = "x-kedge-ignored-fields"
 MOST_NAMED = 16
 MOST_NAME_CHARS = 120
 _AS_THEY_ARE = "[]."
-"""Beside letters, digits and `_.-~`. A name may be any text, and a header's value may not."""
+"""Characters that are not quoted, beside letters, digits and `_.-~`. A name may be any text, but a header's value may
+not."""
 
 
 class IgnoredFields:
-    """Of one body. True if there are any."""
+    """The unknown fields of one body. True if there are any."""
 
     def __init__(self) -> None:
         self._names: dict[int, list[str]] = {}
-        """By the identity of the object that has them, which the body keeps alive."""
+        """By the `id()` of the object that has them. The body keeps that object alive."""
         self._count = 0
         self._paths: list[str] = []
 
@@ -31,7 +32,7 @@ class IgnoredFields:
         return self._count > 0
 
     def without_unknown(self, values: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
-        """An object of the body as its model takes it."""
+        """An object of the body without its unknown fields, which are noted."""
         names = {field.alias or name for name, field in known.items()}
         unknown = [name for name in values if name not in names]
         if unknown:
@@ -40,7 +41,7 @@ class IgnoredFields:
         return {name: value for name, value in values.items() if name in names}
 
     def find_in(self, body: Any) -> None:
-        """Works out where in the body the first of them are. Costs a walk over its objects and lists."""
+        """Finds where in the body the first of them are. Walks over its objects and lists."""
         places: list[tuple[str, Any]] = [("", body)]
         while places and len(self._paths) < min(self._count, MOST_NAMED):
             path, value = places.pop()
@@ -53,7 +54,7 @@ class IgnoredFields:
 
     @property
     def header(self) -> str:
-        """`seed2, messages[0].mood`, and how many more there are."""
+        """The header's value, such as `seed2, messages[0].mood`, and how many more there are."""
         shown = [quote(path, safe=_AS_THEY_ARE)[:MOST_NAME_CHARS] for path in self._paths[:MOST_NAMED]]
         more = self._count - len(shown)
         return ", ".join([*shown, f"{more} more"] if more else shown)

@@ -1,8 +1,8 @@
-"""Keys: which there are, whose they are, and where they are read from.
+"""Keys: which ones are valid, whose they are, and where they are read from.
 
-They come from the environment, since Ray logs settings, or from a file that has only their hashes and may change while
-the server runs. Keys are long and random, so their plain SHA-256 is not to be guessed; looking one up by it tells
-nobody, by the time that it takes, how much of a wrong key was right.
+They come from the environment, because Ray logs settings, or from a file that has only their hashes and may change
+while the server runs. Keys are long and random, so they cannot be guessed from a plain SHA-256. They are looked up by
+hash: the time that this takes does not tell how much of a wrong key was right.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from serving.front.api.errors import NAME_PATTERN
 from serving.settings.strict_settings import SettingsError, StrictModel, faults
 
 API_KEYS = "KEDGE_API_KEYS"
-"""The environment variable of the ingress that has them: `key` or `key=tenant`, with commas between them."""
+"""The ingress's environment variable with the keys: `key` or `key=tenant`, separated by commas."""
 
 OPERATOR_KEYS = "KEDGE_OPERATOR_KEYS"
-"""Likewise those of operators, which are of no tenant."""
+"""Likewise for operators' keys, which have no tenant."""
 
 KEYS_FILE_SETTING = "ingress.keys_file"
 
@@ -35,15 +35,15 @@ TenantName = Annotated[str, Field(min_length=1, max_length=256, pattern=NAME_PAT
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever has a key. `tenant`: the one whose sessions these are; None: the one that the call names. An `operator`
-    may see and change what is everybody's."""
+    """Who calls, by its key. `tenant`: whose sessions the caller may use; None: the tenant that each call names. An
+    `operator` may see and change what belongs to all tenants."""
 
     tenant: str | None = None
     operator: bool = False
 
 
 ANYBODY = Caller(operator=True)
-"""Who calls where there are no keys."""
+"""The caller if there are no keys."""
 
 _Entry = tuple[bytes, Caller]
 
@@ -69,11 +69,11 @@ class KeysFile(StrictModel):
 
 
 class KeyRing:
-    """All keys that are valid now. Those of the file are read anew by `reload`, which has one caller at a time."""
+    """All keys that are valid now. `reload` reads those of the file again; only one task at a time may call it."""
 
     def __init__(self, environment: Mapping[str, str], path: str | None = None) -> None:
-        """Raises SettingsError for a variable that is set and has no key in it, a file that cannot be used, and a key
-        that is there twice: whoever names keys wants calls refused."""
+        """Raises SettingsError for a variable that is set but has no key in it, a file that cannot be used, and a key
+        that is given twice: an operator who configures keys wants other calls refused."""
         self._given = [*_keys_in(environment, API_KEYS), *_keys_in(environment, OPERATOR_KEYS)]
         self._path = path
         self._seen = _look(path)
@@ -84,11 +84,11 @@ class KeyRing:
         return bool(self._callers)
 
     def caller(self, key: bytes) -> Caller | None:
-        """Whose key it is. None: nobody's."""
+        """Whose key it is; None if it is not valid."""
         return self._callers.get(hashlib.sha256(key).digest())
 
     def reload(self) -> None:
-        """Reads the file if it has changed. One that cannot be used changes nothing."""
+        """Reads the file if it has changed. If it cannot be used, the keys stay as they are."""
         seen = _look(self._path)
         if seen == self._seen:
             return
@@ -134,7 +134,7 @@ def _keys_in(environment: Mapping[str, str], variable: str) -> Iterator[_Entry]:
 
 
 def _parted(word: str) -> tuple[str, str | None]:
-    """`key=tenant`; what ends in = is a key, as base64 has it."""
+    """Splits `key=tenant`. A word that ends in = is a key alone, as base64 may end so."""
     key, _, tenant = word.rpartition("=")
     return (key, tenant) if key and tenant else (word, None)
 
@@ -157,7 +157,7 @@ def _entry(entry: KeyEntry) -> _Entry:
 
 
 def _look(path: str | None) -> tuple[int, ...]:
-    """What changes whenever the file does; a file that is missing is another one than any."""
+    """A value that changes whenever the file does; empty if there is no file."""
     if path is None:
         return ()
     try:

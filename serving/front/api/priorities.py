@@ -1,6 +1,6 @@
-"""`priority`: which turns go before others that wait. vLLM's lower numbers are more urgent, SGLang's higher ones.
+"""`priority`: which waiting turns go first. In vLLM lower numbers are more urgent, in SGLang higher ones.
 
-Whoever sends it overtakes other tenants, too, so it counts only where the operator says so.
+A call with priority overtakes other tenants' calls, too, so it counts only if the operator allows it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ HIGHER_FIRST = f"Of those that wait the highest goes first, {_IF_ALLOWED}"
 
 
 def engine_priority(allowed: bool, *, lower_first: int | None = None, higher_first: int | None = None) -> int:
-    """A call's priority, of which higher goes first, from what its body says in its protocol's way. `allowed` is the
-    operator's setting. Raises ServiceError."""
+    """A call's priority for the engine, where higher goes first. The body gives it in its protocol's order: as
+    `lower_first` or `higher_first`. `allowed` is the operator's setting. Raises ServiceError."""
     priority = (higher_first or 0) - (lower_first or 0)
     if priority and not allowed:
         raise refusal(

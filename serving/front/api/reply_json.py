@@ -1,5 +1,5 @@
-"""Replies as JSON. A reply is a struct, written in one go; long lists are written some entries at a time and put in:
-all log-probabilities of a large answer take seconds, in which the event loop would serve nobody else."""
+"""Replies as JSON. A reply is a struct that is written at once. Long lists are written some entries at a time and put
+in afterwards: all log-probabilities of a large answer take seconds, which would block the event loop."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from serving.front.api.turn_streams import TurnResult
 T = TypeVar("T")
 
 ENTRIES_AT_ONCE = 64
-"""Log-probabilities with twenty others each take some milliseconds."""
+"""So many log-probabilities with twenty alternatives each take some milliseconds."""
 
 _ENCODER = msgspec.json.Encoder()
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """Base of what replies are made of. A field that is UNSET is left out; one that is None is null."""
+    """Base of replies and their parts. A field that is UNSET is left out; a field that is None is null."""
 
 
 def reply_json(reply: Reply | dict[str, Any] | None) -> bytes:
-    """Of a reply, or of a dictionary that may have replies in it. An infinite or undefined number is null."""
+    """JSON of a reply, or of a dictionary that may contain replies. Infinite numbers and NaN become null."""
     return _ENCODER.encode(reply)
 
 
 def or_unset(value: T | None) -> T | UnsetType:
-    """For a field that is left out where there is nothing to say."""
+    """The value of a field that is left out when it would be None."""
     return UNSET if value is None else value
 
 
@@ -40,21 +40,21 @@ async def list_items(entries: Sequence[T], shape: Callable[[T], Any]) -> bytes:
     """JSON of the shaped entries, with commas between them and no brackets. Other tasks run meanwhile."""
     texts: list[bytes] = []
     for start in range(0, len(entries), ENTRIES_AT_ONCE):
-        await asyncio.sleep(0)  # first, too: an answer may have many short lists
+        await asyncio.sleep(0)  # before the first entries, too: an answer may have many short lists
         some = [shape(entry) for entry in entries[start : start + ENTRIES_AT_ONCE]]
         texts.append(_ENCODER.encode(some)[1:-1])
     return joined_items(texts)
 
 
 def joined_items(texts: Iterable[bytes]) -> bytes:
-    """The items of several such texts, in order. Those of an empty list are none."""
+    """Joins such texts, in order. Empty texts are skipped."""
     return b",".join(filter(None, texts))
 
 
 def filled(text: bytes, name: str, items: bytes) -> bytes:
-    """JSON with these items in the empty list that it has under that name.
+    """The JSON `text` with these items put into its empty list `name`.
 
-    There must be one. No string of the JSON looks like it: quotes in strings are escaped.
+    The list must be there. No string in the JSON can look like it: quotes in strings are escaped.
     """
     before, empty, after = text.partition(b'"%s":[]' % name.encode())
     assert empty, name
@@ -62,8 +62,8 @@ def filled(text: bytes, name: str, items: bytes) -> bytes:
 
 
 class TextTemplate:
-    """JSON of replies that differ in one text alone: `of` is such a reply with TEXT in its place. Nothing behind it may
-    be anybody's words."""
+    """JSON of replies that differ in one text only. `of` is such a reply with TEXT in that place. No text that others
+    wrote may follow it in the JSON: it could contain TEXT."""
 
     TEXT = "\ue000"
 
@@ -81,5 +81,5 @@ def shown(text: bytes) -> str:
 
 
 def json_reply(text: bytes, results: Sequence[TurnResult]) -> Response:
-    """What a session's turn, of which a reply has one at most, says of itself is in the headers."""
+    """A JSON reply. The headers describe its session's turn, of which a reply has at most one."""
     return Response(text, media_type="application/json", headers=turn_headers(results[0]))

@@ -1,6 +1,6 @@
-"""WebSockets that last: how many there are, how long each may stay, how much of its messages may wait.
+"""Limits of long-lived WebSockets: how many there are, how long each may stay, how many of its messages may wait.
 
-What has come is taken at once and counted here until it is answered: nobody else bounds it, since behind Ray Serve all
+Messages are received at once and counted here until they are answered. Nothing else limits them: behind Ray Serve, all
 that a client sends is read as it comes.
 """
 
@@ -28,28 +28,29 @@ LIFETIME_S = 3600.0
 LOOK_INTERVAL_S = 5.0
 CLOSE_PATIENCE_S = 5.0
 MOST_MESSAGES = 64
-"""Of one client, that are not answered yet."""
+"""How many unanswered messages one client may have."""
 MESSAGES_BYTES = 2
-"""How many times as many bytes they may have as one message may."""
+"""How many bytes these may have together, as a multiple of the limit for one message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message. `text` None: it was no text."""
+    """A message. `text` None: it was not a text message."""
 
     text: bytes | None
     size_bytes: int
 
 
 class Sockets:
-    """Those of one front end, `most` at a time. For another one the one that has been idle for longest gives way."""
+    """The WebSockets of one front end, at most `most` at a time. When all places are taken, the socket that has been
+    idle for longest gives way to a new one."""
 
     def __init__(self, most: int = MOST_SOCKETS) -> None:
         self._most = most
         self._open: set[Socket] = set()
 
     def admit(self, socket: Socket) -> bool:
-        """False: all are busy. Whoever is admitted is `left` by its owner."""
+        """Gives the socket a place; False: all others are busy. The owner of an admitted socket must call `left`."""
         if len(self._open) >= self._most:
             idle = [each for each in self._open if each.idle_since_s is not None]
             if not idle:
@@ -65,7 +66,7 @@ class Sockets:
 
 
 class Socket:
-    """One client's, accepted by its owner. A message is of `message_bytes` at most, which its reader checks."""
+    """One client's WebSocket, accepted by its owner. A message has at most `message_bytes`, which its reader checks."""
 
     def __init__(self, websocket: WebSocket, message_bytes: int) -> None:
         self._websocket = websocket
@@ -81,16 +82,16 @@ class Socket:
 
     @property
     def idle_since_s(self) -> float | None:
-        """None while a message is not answered."""
+        """Since when all messages are answered; None while one is not."""
         return None if self._unanswered else self._idle_since_s
 
     @property
     def is_old(self) -> bool:
-        """It ends as soon as it is idle: what comes is not to begin anything."""
+        """Whether its lifetime is over. Then it ends as soon as it is idle, and new messages begin nothing."""
         return self._loop.time() - self._opened_s >= LIFETIME_S
 
     async def next(self) -> Received:
-        """The next message. Its reader says when it is `answered`."""
+        """The next message. The reader calls `answered` for it."""
         return await self._received.get()
 
     def answered(self, message: Received) -> None:
@@ -99,24 +100,25 @@ class Socket:
         self._idle_since_s = self._loop.time()
 
     async def send(self, text: bytes) -> None:
-        """Raises ClientGone. Who takes nothing for SEND_PATIENCE_S is gone, too: then `run` ends."""
+        """Sends a message. Raises ClientGone. A client that takes nothing for SEND_PATIENCE_S also counts as gone: then
+        `run` ends."""
         async with self._sending:
             self._sending_since_s = self._loop.time()
             try:
                 await self._websocket.send_text(text.decode())
-            except (WebSocketDisconnect, RuntimeError):  # the latter where it was closed from this side
+            except (WebSocketDisconnect, RuntimeError):  # RuntimeError: it was closed from this side
                 raise ClientGone from None
             self._sending_since_s = None
 
     def end(self, code: int = WS_1000_NORMAL_CLOSURE, reason: str = "") -> None:
-        """The first call counts."""
+        """Ends the socket with this code and reason. Only the first call counts."""
         if not self._end.done():
             self._end.set_result((code, reason))
 
     async def run(self, work: Coroutine[Any, Any, None], farewell: bytes) -> None:
-        """Runs `work`, which reads the messages, until the client leaves or the socket is to end. `work` is cancelled
-        then, and has ended when this returns; it returns by itself where it finds the client gone. Who has stayed for
-        LIFETIME_S is told `farewell`."""
+        """Runs `work`, which reads the messages, until the client leaves or `end` is called. `work` is cancelled then,
+        and has ended when this returns; `work` returns by itself if it finds the client gone. A client that has stayed
+        for LIFETIME_S is sent `farewell`."""
         tasks = [asyncio.create_task(each) for each in (self._take(), self._watch(farewell), work)]
         ends: list[asyncio.Future[Any]] = [*tasks, self._end]
         try:
@@ -133,7 +135,7 @@ class Socket:
             raise unforeseen[0]
 
     async def _take(self) -> None:
-        """Returns when the client has left."""
+        """Receives messages. Returns when the client has left, or has sent too much that is not answered."""
         while True:
             message = await self._websocket.receive()
             if message["type"] == "websocket.disconnect":
@@ -149,7 +151,7 @@ class Socket:
             self._received.put_nowait(received)
 
     async def _watch(self, farewell: bytes) -> None:
-        """Returns when the client is gone for all that is known of it, or has stayed for long enough."""
+        """Returns when the client counts as gone, or its lifetime is over and it is idle."""
         while True:
             await asyncio.sleep(min(LOOK_INTERVAL_S, SEND_PATIENCE_S, LIFETIME_S) / 2)
             sending_s = self._sending_since_s
@@ -162,7 +164,7 @@ class Socket:
                 return
 
     async def _close(self) -> None:
-        """Says why it ends, if it is to. A client that has left, or takes nothing, hears nothing."""
+        """Tells the client why the socket ends. If the client has left, or takes nothing, does nothing."""
         if not self._end.done() or self._sending_since_s is not None:
             return
         code, reason = self._end.result()

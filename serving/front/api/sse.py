@@ -18,8 +18,8 @@ from serving.wire.errors import error_info
 from serving.wire.turns import ErrorInfo, ServiceError, TurnEvent
 
 SEND_PATIENCE_S = 60.0
-"""A client that takes nothing for so long is gone, as far as its turn is concerned. It may have kilobytes of an answer
-on their way to it that it has not read."""
+"""A client that takes nothing for this long counts as gone, and its turn ends. Before that, buffers on the way may hold
+kilobytes that it has not read."""
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 def server_event(data: bytes, name: str | None = None) -> bytes:
-    """A server-sent event whose data is one line, as all JSON is that we write. Without a name it is a `message`."""
+    """A server-sent event. Its data must be one line, as all JSON from here is. Without a name it is a `message`."""
     head = b"" if name is None else b"event: %s\n" % name.encode()
     return b"%sdata: %s\n\n" % (head, data)
 
 
 def typed_event(data: dict[str, Any]) -> bytes:
-    """One whose name is the type in its data."""
+    """A server-sent event that is named by the `type` in its data."""
     return server_event(reply_json(data), data["type"])
 
 
@@ -43,38 +43,38 @@ DONE = server_event(b"[DONE]")
 
 
 def error_then_done(body: dict[str, Any]) -> bytes:
-    """How they end where something went wrong."""
+    """How streams of these protocols end after an error."""
     return server_event(json.dumps(body).encode()) + DONE
 
 
 class StreamEncoder(Protocol):
-    """How a protocol writes a stream, as the bytes of whole server-sent events: each text may have several."""
+    """How a protocol writes a stream. Each method returns the bytes of whole server-sent events, none or several."""
 
     @property
     def keep_alive(self) -> bytes:
-        """What clients pass over. It goes out at any time, also before everything else."""
+        """An event that clients ignore. It may be sent at any time, also as the first."""
 
     def accepted(self) -> bytes:
-        """What is told before the turns say anything: they will. Empty: nothing is."""
+        """What is sent once all turns are accepted, before their first output; empty: nothing."""
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
-        """Empty: a later one tells it, too."""
+        """What is sent for the next event of the index-th turn. Empty: a later chunk has it."""
 
     def closing(self) -> bytes:
-        """What follows the last turn's end, to the end of the stream."""
+        """What ends the stream after the last turn."""
 
     def error(self, info: ErrorInfo) -> bytes:
-        """The same where something went wrong."""
+        """What ends the stream after an error."""
 
 
 class TurnEventStream(EventSourceResponse):
-    """The events that an encoder makes of those of the turns.
+    """A reply that streams the turns' events as an encoder writes them.
 
-    A turn may wait in a queue, or for the session log. Meanwhile the encoder's `keep_alive` goes out, so that nobody on
-    the way takes the connection for dead.
+    A turn may wait in a queue, or for the session log. Meanwhile the encoder's `keep_alive` is sent, so that no proxy
+    takes the connection for dead.
 
-    The reply starts once all turns are accepted, so that a refusal still has a status of its own, and nobody waits for
-    a token to see whether there will be an answer; or with the first `keep_alive`.
+    The reply starts once all turns are accepted, or with the first `keep_alive`. So a refusal still has its own status,
+    and the client need not wait for a token to know that there will be an answer.
     The turns run inside the response, in one task: they end when the client goes away.
     """
 
@@ -111,7 +111,7 @@ class TurnEventStream(EventSourceResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_turns(self, send: Send) -> None:
-        """Raises ClientGone, and what went wrong before the reply has started."""
+        """Raises ClientGone, and any error that comes before the reply has started; later errors go into the stream."""
         encoder = self._encoder
         try:
             async with open_turns(self._service, self._plan) as events:
@@ -133,15 +133,15 @@ class TurnEventStream(EventSourceResponse):
             await self._write(send, encoder.error(error_info(error)))
 
     async def _told(self, index: int, event: TurnEvent) -> bytes | None:
-        """What goes out with the event, perhaps the headers alone. None: nothing does."""
+        """What is sent for the event. Empty: the headers alone, if they are not sent yet. None: nothing."""
         if not event.says_nothing:
             return await self._encoder.chunk(index, event) or None
         self._accepted.add(index)
         return self._encoder.accepted() if len(self._accepted) == len(self._plan.calls) else None
 
     async def _watch(self, send: Send, keep_alive_s: float, patience: asyncio.Timeout) -> None:
-        """Sends a sign of life when nothing has been sent for `keep_alive_s`. Lets `patience` run out once the client
-        has taken nothing for SEND_PATIENCE_S. One task looks at the clock for all that is sent."""
+        """Sends a sign of life when nothing has been sent for `keep_alive_s`. Lets `patience` expire once the client
+        has taken nothing for SEND_PATIENCE_S. One task watches the clock for everything that is sent."""
         loop = asyncio.get_running_loop()
         self._sent_s = loop.time()
         while True:
@@ -163,7 +163,7 @@ class TurnEventStream(EventSourceResponse):
         patience.reschedule(loop.time())
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """For whole events, of which none gets into another; the first time the status and the headers go ahead."""
+        """Sends whole events; a lock keeps them apart. The first time, sends status and headers before them."""
         async with self._sending:
             loop = asyncio.get_running_loop()
             self._sending_since_s = loop.time()

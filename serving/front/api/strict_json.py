@@ -1,6 +1,6 @@
 """Bodies as strict JSON: valid UTF-8, no NaN or Infinity, no lone surrogates, no type coercion, no unknown fields.
 
-Where the application lets unknown fields pass they are left out at every depth, and a header of the reply names them.
+If the application lets unknown fields pass, they are left out at every depth, and a header of the reply names them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ Body = TypeVar("Body", bound=BaseModel)
 
 _ALL_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _MANY_DIGITS = b"0" * 19
-"""In a body whose digits were made zeros. An expression for it takes many times as long as parsing does."""
+"""Looked for in a body whose digits were all made zeros. A regular expression would take many times as long as parsing.
+"""
 
 SMALL_BODY_BYTES = 64 * 1024
-"""What is larger is counted before it is parsed, and checked on a thread."""
+"""The values of larger bodies are counted before parsing, and they are validated on a thread."""
 
 BODY_PATIENCE_S = 20.0
 BODY_BYTES_PER_S = 16 * 1024
-"""A body has so long to come, and a second more for each of so many bytes that have: who sends less keeps a place in
-the front end for nothing."""
+"""A body must arrive within BODY_PATIENCE_S, plus a second for every BODY_BYTES_PER_S bytes received. Slower clients
+would occupy the front end for nothing."""
 
 MOST_FIELDS = 128
-"""More than any object of ours has. Each that is unknown would be an error of its own."""
+"""More than any object of ours has. Each unknown field would be a separate error."""
 
 
 class StrictBody(BaseModel):
@@ -60,11 +61,11 @@ def _neutral_to_none(value: Any) -> Any:
 
 
 NotSupported = Annotated[None, BeforeValidator(_neutral_to_none)]
-"""A field that clients know and we do not serve: only values that ask for nothing are taken."""
+"""A field that clients know and we do not serve: only values that ask for nothing are accepted."""
 
 
 class InvalidBody(HTTPException):
-    """A body that its model refused. `error` is one of pydantic's, with its place from the body on."""
+    """A body that its model refused. `error` is one of pydantic's; its location begins with the body."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(400)
@@ -72,10 +73,11 @@ class InvalidBody(HTTPException):
 
 
 class StrictJsonRequest(Request):
-    """Reads its body up to the application's limits, with pydantic's parser, which refuses what Python's takes.
+    """Reads its body up to the application's limits, with pydantic's parser, which is stricter than Python's.
 
-    `json()` is what FastAPI makes a `model` of. A large body is made one here, on a thread, and FastAPI takes it as it
-    is: streams go on meanwhile. So is one whose unknown fields are `ignored`; None refuses them.
+    FastAPI validates what `json()` returns as `model`. A large body is validated here instead, on a thread, so that
+    streams go on meanwhile; FastAPI takes the model as it is. So is every body if unknown fields are `ignored` (None:
+    they are refused).
     """
 
     model: type[BaseModel] | None = None
@@ -94,7 +96,7 @@ class StrictJsonRequest(Request):
         return self._body
 
     async def _arrived(self, limits: BodyLimits) -> bytes:
-        """Raises HTTPException for a body that is too large, and TimeoutError for one that comes too slowly."""
+        """The whole body. Raises HTTPException if it is too large, and TimeoutError if it arrives too slowly."""
         pieces: list[bytes] = []
         size_bytes = 0
         async with asyncio.timeout(BODY_PATIENCE_S) as patience:
@@ -120,7 +122,7 @@ class StrictJsonRequest(Request):
 
 
 class StrictJsonRoute(APIRoute):
-    """Gives its handler a StrictJsonRequest, and is documented with its protocol's errors."""
+    """A route whose handler gets a StrictJsonRequest, and which is documented with its protocol's errors."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
         settings["responses"] = documented_errors(path) | (settings.get("responses") or {})
@@ -144,7 +146,8 @@ class StrictJsonRoute(APIRoute):
 
 
 async def parsed_json(body: bytes, limits: BodyLimits) -> Any:
-    """Raises HTTPException for what is no JSON, or has too much in it, and InvalidBody."""
+    """The body's JSON. Raises HTTPException if it is not JSON or has too many values, and InvalidBody for an integer
+    that is too large."""
     if len(body) > SMALL_BODY_BYTES:
         for _ in limits.check_values(body):
             await asyncio.sleep(0)
@@ -154,7 +157,7 @@ async def parsed_json(body: bytes, limits: BodyLimits) -> Any:
 async def validated_body(
     model: type[Body], value: Any, ignored: IgnoredFields | None, *, is_small: bool
 ) -> Body:
-    """What is not small is checked on a thread. Raises InvalidBody."""
+    """The value as its model; validated on a thread unless it is small. Raises InvalidBody."""
     if is_small:
         return _validated(model, value, ignored)
     return await asyncio.to_thread(_validated, model, value, ignored)
@@ -171,7 +174,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _check_integers(body: Any) -> None:
-    """Raises InvalidBody for one that does not travel to a replica; it names the list that one is in."""
+    """Raises InvalidBody for an integer that is too large to be sent to a replica. In a list, it names the list."""
     left: list[tuple[tuple[str | int, ...], Any]] = [(("body",), body)]
     while left:
         at, value = left.pop()

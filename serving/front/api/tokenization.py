@@ -1,4 +1,4 @@
-"""Texts to token ids and back, as vLLM's and SGLang's clients ask for it: /tokenize and /detokenize."""
+"""Texts to token ids and back, in the form of vLLM's and SGLang's clients: /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TokenizeBody(StrictBody):
     mm_processor_kwargs: NotSupported = None
 
     def prompts(self) -> list[TextPrompt | ChatPrompt]:
-        """Raises ServiceError, which names the field."""
+        """The prompts to tokenize. Raises ServiceError, which names the field."""
         if self.messages is not None:
             if self.prompt is not None:
                 raise refusal("prompt: give either prompt or messages.", "prompt")
@@ -100,7 +100,7 @@ def routes() -> APIRouter:
 
 
 async def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
-    """For several texts `tokens`, `count` and `token_strs` are lists of what one text has."""
+    """For several texts, `tokens`, `count` and `token_strs` are lists with one entry for each text."""
     check_model_name(body.model, service.model)
     found = [
         await service.tokenize(
@@ -121,7 +121,7 @@ async def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
 
 
 async def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
-    """`prompt` is vLLM's name for the text, `text` SGLang's."""
+    """The text, or a list of texts: as `prompt`, vLLM's name for it, and as `text`, SGLang's."""
     check_model_name(body.model, service.model)
     many = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Sequence[Any] = body.tokens if many else [body.tokens]

@@ -1,4 +1,4 @@
-"""What the headers of a reply say of its turn."""
+"""The headers of a reply that describe its turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REPLAYED = "idempotent-replayed"
 
 
 def turn_headers(output: TurnEvent | TurnResult) -> dict[str, str]:
-    """Known from a turn's first event on: which of its session's turns it is, and whether it ran before."""
+    """Which of its session's turns it is, and whether it ran before. Both are known from the turn's first event on."""
     headers = {}
     if output.turn_index is not None:
         headers[TURN_INDEX] = str(output.turn_index)

@@ -1,4 +1,4 @@
-"""Runs the turns of one HTTP request: alone or side by side, streamed or collected, and only while someone listens."""
+"""Runs the turns of one HTTP request: one or several at once, streamed or collected, while its client listens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 
 class RunsTurns(Protocol):
-    """Of a TurnService what runs turns; or what tells again a turn that runs elsewhere, or has ended."""
+    """The part of a TurnService that runs turns. Others implement it to repeat the events of a turn that runs elsewhere
+    or has ended."""
 
     def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]: ...
 
@@ -44,18 +45,19 @@ class TurnPlan:
     field_names: Mapping[str, str] = field(default_factory=dict)
 
     def telling_accepted(self) -> TurnPlan:
-        """The same, whose turns say when they are accepted."""
+        """The same plan, whose turns tell when they are accepted."""
         return TurnPlan([replace(call, tells_accepted=True) for call in self.calls], self.field_names)
 
 
 async def beside_streams(make: Callable[[], T], num_messages: int) -> T:
-    """What `make` makes of so many messages: on a thread, if they are many, so that streams go on meanwhile."""
+    """The result of `make`, which works on `num_messages` messages: if they are many it runs on a thread, so that
+    streams go on meanwhile."""
     return make() if num_messages <= _FEW_MESSAGES else await asyncio.to_thread(make)
 
 
 @dataclass(slots=True)
 class TurnResult:
-    """A whole turn. Token counts are those of its last event; `elapsed_s` counts from its submission."""
+    """A whole turn. Token counts are those of its last event; `elapsed_s`: since its submission."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -74,7 +76,7 @@ class TurnResult:
     elapsed_s: float = 0.0
 
     def add(self, event: TurnEvent) -> None:
-        """Takes in the next event."""
+        """Adds the turn's next event."""
         self.text += event.text
         self.token_ids.extend(event.token_ids)
         self.logprobs.extend(event.logprobs)
@@ -92,9 +94,9 @@ class TurnResult:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work`, but cancels it, waits for it to clean up and raises ClientGone when the client leaves.
+    """Awaits `work`. If the client leaves, cancels it, waits until it has cleaned up and raises ClientGone.
 
-    Call it once the request's body is read: it owns `receive` from then on.
+    Call it after the request's body is read: it owns `receive` from then on.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
@@ -113,7 +115,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _stop(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels, and waits until the contexts that the tasks hold are left."""
+    """Cancels the tasks and waits until they have ended."""
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()
@@ -122,9 +124,9 @@ async def _stop(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 @asynccontextmanager
 async def open_turns(service: RunsTurns, plan: TurnPlan) -> AsyncIterator[AsyncIterator[IndexedEvent]]:
-    """Runs the plan's calls at once and gives their events, numbered by call, until each has finished.
+    """Runs the plan's calls at the same time and yields their events, with the index of the call, until all have ended.
 
-    A turn that fails raises its ServiceError and ends the others. Leaving the context aborts what still runs.
+    If a turn fails, its ServiceError is raised and the other turns end. Leaving the context aborts what still runs.
     """
     with _fields_renamed(plan.field_names):
         if len(plan.calls) == 1:
@@ -142,7 +144,7 @@ async def open_turns(service: RunsTurns, plan: TurnPlan) -> AsyncIterator[AsyncI
 
 
 async def collect(service: RunsTurns, plan: TurnPlan) -> list[TurnResult]:
-    """The whole turns, in the order of the plan's calls."""
+    """Runs the plan's calls to their ends. Returns the whole turns, in the order of the calls."""
     results = [TurnResult() for _ in plan.calls]
     async with open_turns(service, plan) as events:
         async for index, event in events:
@@ -175,7 +177,7 @@ async def _start(
     queue: asyncio.Queue[IndexedEvent | Exception],
     feeders: list[asyncio.Task[None]],
 ) -> None:
-    """One call after another: hundreds at once would hold the event loop while they are sent."""
+    """Starts one call after another: sending hundreds at once would block the event loop."""
     for index, call in enumerate(plan.calls):
         feeders.append(asyncio.create_task(_feed(service, index, call, queue)))
         await asyncio.sleep(0)
@@ -188,7 +190,7 @@ async def _feed(
         async with service.run(call) as events:
             async for _, event in _until_finished(events):
                 await queue.put((index, event))
-    except Exception as error:  # handed to the one who reads the queue
+    except Exception as error:  # handed to the reader of the queue
         await queue.put(error)
 
 

@@ -1,4 +1,4 @@
-"""Sessions whose first turn comes to nothing are closed: they leave nothing, not even the KV that they hold."""
+"""Closes sessions whose first turn came to nothing, so that nothing of them is left, not even their KV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def run_first_turn(service: TurnService, call: TurnCall) -> AsyncIterator[AsyncIterator[TurnEvent]]:
-    """Runs the turn; its session is closed when it is refused, aborted or left."""
+    """Runs the turn. If it is refused, aborted or left early, its session is closed."""
     finished = is_anothers = False
 
     async def watched(events: AsyncIterator[TurnEvent]) -> AsyncIterator[TurnEvent]:
@@ -39,7 +39,7 @@ async def run_first_turn(service: TurnService, call: TurnCall) -> AsyncIterator[
 
 
 async def close_unused(service: TurnService, call: TurnCall) -> None:
-    """Closes the call's session, if that is there and has no turn."""
+    """Closes the call's session, if it exists and has no turn."""
     assert call.session is not None
     session_id = call.session.session_id
     try:

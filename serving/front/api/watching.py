@@ -1,4 +1,4 @@
-"""GET /v1/kedge/watch: the cluster's state and what happens in it, as server-sent events."""
+"""GET /v1/kedge/watch: the cluster's state and its events, as server-sent events."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ async def watch(
     limit: MostSessions = 100,
     count: NumStates | None = None,
 ) -> Response:
-    """Events `state`, at once and then every `interval_s`, with the `limit` sessions that were used last; and `event`,
-    for what happens, the last ones first. Ends after `count` states, if it is given."""
+    """Server-sent events. `state`: at once and then every `interval_s`, with the `limit` sessions that were used last.
+    `event`: for each thing that happens; a new stream begins with the most recent ones. Ends after `count` states, if
+    given."""
 
     def may_watch() -> bool:
         return bool(request.state.find_caller() == caller)
@@ -57,8 +58,8 @@ async def watch(
 
 
 class WatchStream(EventSourceResponse):
-    """Starts with the first event, so that a refusal has a status of its own. `may_watch` is asked before each: a key
-    that counts no more watches no more."""
+    """Streams what the service's watch yields. Starts once the watch is accepted, so that a refusal has its own status.
+    `may_watch` is asked before each event: watching ends when the key is no longer valid."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class WatchStream(EventSourceResponse):
 
 
 async def _write(send: Send, body: bytes) -> None:
-    """Raises ClientGone for one that takes nothing."""
+    """Raises ClientGone if the client takes nothing."""
     try:
         async with asyncio.timeout(SEND_PATIENCE_S):
             await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -12,7 +12,7 @@ from serving.front.api.strict_json import NotSupported, StrictBody
 
 MAX_MESSAGES = 4096
 MAX_BLOCKS = 1024
-"""Of one message."""
+"""Most blocks of one message."""
 
 
 class CacheControl(StrictBody):
@@ -62,7 +62,7 @@ class ToolUseBlock(StrictBody):
 
 
 def tag_of(field: str) -> Callable[[Any], str]:
-    """What tells the members of a union apart: that field of theirs, in brackets, so that no error names the tag."""
+    """A function that gives a union member's tag: its `field`, in angle brackets, so that no error names the tag."""
 
     def tag(value: dict[str, Any]) -> str:
         return f"<{value[field]}>"
@@ -71,7 +71,7 @@ def tag_of(field: str) -> Callable[[Any], str]:
 
 
 def one_of(field: str, *known: str) -> Callable[[Any], Any]:
-    """Refuses what is no object whose `field` is one of these, by the name that it has."""
+    """A validator that accepts only objects whose `field` is one of `known`. The error names the value it refuses."""
     wanted = ", ".join(known)
 
     def check(value: Any) -> Any:

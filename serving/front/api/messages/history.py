@@ -1,6 +1,6 @@
 """Messages of /v1/messages as chat templates expect them.
 
-A result of a tool is a message of its own there, and what belongs to one role in a row is one message.
+There each tool result is a separate message, and successive messages of one role are joined.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from serving.front.api.messages.blocks import (
 
 TemplateMessage = dict[str, Any]
 _JOINED = ("reasoning_content", "content")
-"""Texts of a message, to which those of the next of the same role are added."""
+"""Texts of a message to which those of the next message of the same role are added."""
 
 
 def for_template(
     system: str | list[TextBlock] | None, messages: Sequence[Message]
 ) -> tuple[TemplateMessage, ...]:
-    """The whole conversation; an empty system prompt is none."""
+    """The whole conversation. An empty system prompt is left out."""
     result: list[TemplateMessage] = []
     instruction = "" if system is None else text_of(system)
     if instruction:
@@ -62,7 +62,7 @@ def _said(block: TextBlock) -> TemplateMessage:
 
 
 def _told(block: ToolResultBlock) -> TemplateMessage:
-    """Templates know no errors of tools, so the text says that it is one."""
+    """A tool result. Templates have no field for errors of tools, so the text says that it is one."""
     text = "" if block.content is None else text_of(block.content)
     if block.is_error:
         text = f"Error: {text}"
@@ -86,12 +86,13 @@ def _answered(
 
 
 def _called(block: ToolUseBlock) -> dict[str, Any]:
-    """Templates write the arguments as JSON themselves."""
+    """A call. The arguments stay an object: templates write them as JSON."""
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
 def _add(messages: list[TemplateMessage], new: TemplateMessage) -> None:
-    """Adds to what the same role has just said; each tool result and each instruction stays by itself."""
+    """Adds a message, or joins it to the last one if that has the same role. Tool results and instructions are not
+    joined."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != new["role"] or new["role"] not in ("user", "assistant"):
         messages.append(new)

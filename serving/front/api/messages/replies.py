@@ -21,7 +21,8 @@ _NO_INPUT = msgspec.Raw(b"{}")
 
 
 class MessageUsage(Reply, kw_only=True):
-    """The input is the sum of its three parts. Nobody asked for what is cached, so nobody is told of that."""
+    """The input is the sum of its three parts. `cache_creation_input_tokens` is always 0: everything is cached, without
+    being asked for."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -67,7 +68,7 @@ class MessageReply(Reply, kw_only=True):
 
 
 def no_edits(asked: bool) -> AppliedEdits | UnsetType:
-    """For a request that wants its context edited, which is never done."""
+    """The reply to a request that asks for edits of its context: none is ever made."""
     return AppliedEdits(applied_edits=[]) if asked else UNSET
 
 
@@ -80,8 +81,8 @@ def usage_of(output: TurnEvent | TurnResult) -> MessageUsage:
 
 
 def stop_of(finish: TurnFinish) -> tuple[StopReason, str | None]:
-    """Why the answer ended, and the stop sequence if it was one. Raises ServiceError for a turn that was aborted: the
-    protocol has no reason for that, and clients do not send a call with this status again."""
+    """Why the answer ended, and the stop sequence if it was one. Raises ServiceError if the turn was aborted: the
+    protocol has no reason for that. Clients do not retry a call that got this status."""
     match finish.reason:
         case "tool_calls":
             return "tool_use", None
@@ -96,7 +97,7 @@ def stop_of(finish: TurnFinish) -> tuple[StopReason, str | None]:
 
 
 def blocks_of(part: AnswerPart) -> list[Block]:
-    """Of a whole answer."""
+    """The blocks of a whole answer."""
     blocks: list[Block] = [ThinkingReply(thinking=part.reasoning)] if part.reasoning else []
     for piece in part.in_order():
         if isinstance(piece, CallDelta):
@@ -107,12 +108,12 @@ def blocks_of(part: AnswerPart) -> list[Block]:
 
 
 def tool_use_block(call: CallDelta, arguments: msgspec.Raw = _NO_INPUT) -> ToolUseReply:
-    """In a stream the input comes behind it."""
+    """The block of a call. In a stream the input follows in later events."""
     return ToolUseReply(id=call.id or "", name=call.function.name or "", input=arguments)
 
 
 def _input_of(arguments: str) -> msgspec.Raw:
-    """The call's arguments as the model wrote them; of a call that was cut off, what is whole of them."""
+    """The call's arguments as the model wrote them; if the call was cut off, the complete part of them."""
     for partial in (False, True):
         try:
             value = from_json(arguments, allow_inf_nan=False, allow_partial=partial)

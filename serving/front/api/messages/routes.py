@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: /v1/messages, whole or streamed, and how many tokens a prompt has."""
+"""Anthropic's Messages API: /v1/messages, whole or streamed, and the number of tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def create_message(
 
 
 async def count_tokens(body: CountTokensBody, service: Service) -> dict[str, int]:
-    """As the chat template renders the prompt, up to where the answer begins."""
+    """The tokens of the prompt as the chat template renders it, up to where the answer begins."""
     check_model_name(body.model, service.model)
     prompt = body.prompt(tools_in_use(body.tools, body.tool_choice, service.model))
     tokenized = await service.tokenize(prompt, add_special_tokens=True, with_token_strs=False)

@@ -111,7 +111,7 @@ class PromptBody(StrictBody):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Templates know one name or the other for whether the model is to think."""
+        """What the chat template gets beside the messages. Templates use one name or the other for whether to think."""
         kwargs: dict[str, Any] = {}
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
@@ -153,7 +153,7 @@ class MessagesBody(PromptBody):
     thread: NotSupported = None
 
     def check(self) -> None:
-        """Raises ServiceError for what no field by itself is wrong about."""
+        """Raises ServiceError for errors that no single field shows."""
         if isinstance(self.messages[-1], AssistantMessage):
             param = f"messages[{len(self.messages) - 1}]"
             raise refusal(

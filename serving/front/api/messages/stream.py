@@ -1,4 +1,4 @@
-"""The events of a streamed answer of /v1/messages: its blocks one after another, each begun, told and ended."""
+"""The events of a streamed answer of /v1/messages: blocks one after another, each with a start, deltas and a stop."""
 
 from __future__ import annotations
 
@@ -76,14 +76,15 @@ class MessageEncoder:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """The block that is being told, and of a call which one it is."""
+    """The block that is open; if it is a call, also the call's index."""
 
     kind: type[Block]
     call: int | None = None
 
 
 class BlockEvents:
-    """Follows one answer. One block is open at a time; what is of another kind, or another call, ends it."""
+    """The block events of one answer. One block is open at a time. A piece of another kind, or of another call, ends
+    it."""
 
     def __init__(self) -> None:
         self._open: _Open | None = None

@@ -1,4 +1,4 @@
-"""Tools of /v1/messages, as the functions that they are to chat templates."""
+"""Tools of /v1/messages, as functions for chat templates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CustomTool(StrictBody):
 
 
 def _custom(tool: Any) -> Any:
-    """Tools that Anthropic's servers run, or whose schema only its models know, have a type of their own."""
+    """Refuses tools of other types: Anthropic's servers run them, or only its models know their schema."""
     if isinstance(tool, dict) and tool.get("type") is not None:
         return one_of("type", "custom")(tool)
     return tool
@@ -84,7 +84,8 @@ AnthropicTools = Annotated[
 def tools_in_use(
     tools: Sequence[CustomTool] | None, choice: AnthropicToolChoice | None, model: ModelInfo
 ) -> ToolUse | None:
-    """None without tools. Raises ServiceError, which names the field as this protocol calls it."""
+    """How the request uses tools; None without tools. Raises ServiceError, which names the field as this protocol calls
+    it."""
     _check_names(tools or (), choice)
     return tool_use(
         [tool.as_function() for tool in tools or ()],

@@ -1,7 +1,7 @@
 """The answers of a chat request: what they are held to, and their text as content, thoughts and calls.
 
-The text alone tells the calls, so a turn that goes on at another replica, or is told again from the log, has the same
-ones. Their ids follow from the turn, for the same reason, unless the model has written them itself.
+Calls are found in the text alone, so a turn that goes on at another replica, or is repeated from the log, has the same
+calls. Their ids are derived from the turn for the same reason, unless the model has written them itself.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from serving.text.reasoning.formats import ReasoningName, shown_tokens
 from serving.wire.turns import ModelInfo, OutputConstraint, TurnCall, TurnEvent, TurnFinish
 
 _ID_CHARS = 9
-"""Mistral's templates take ids of nine letters and digits, and no others."""
+"""Mistral's templates accept only ids of nine letters and digits."""
 
 
 def reads_thoughts(model: ModelInfo, constraint: OutputConstraint | None) -> ReasoningName | None:
-    """The format in which the answer's thoughts are looked for. An answer that is held to something has none."""
+    """The format in which thoughts are looked for in the answer. An answer with a constraint has none."""
     return None if constraint is not None else model.reasoning
 
 
 def constraint_of(held: HeldAnswer | None, tools: ToolUse | None) -> OutputConstraint | None:
-    """Raises ServiceError, which names the field."""
+    """What the answer is held to. Raises ServiceError, which names the field."""
     if tools is not None:
         return tools.constraint(held)
     return None if held is None else held.constraint
 
 
 def answer_fields(model: ModelInfo, held: HeldAnswer | None, tools: ToolUse | None) -> dict[str, Any]:
-    """Fields of a TurnCall: what holds its answer, and the special tokens that are part of its text, since they tell
+    """Fields of a TurnCall: what its answer is held to, and the special tokens that stay in its text because they mark
     calls and thoughts. Raises ServiceError, which names the field."""
     constraint = constraint_of(held, tools)
     of_calls = () if tools is None else tools.shown_tokens
@@ -56,24 +56,24 @@ def answer_fields(model: ModelInfo, held: HeldAnswer | None, tools: ToolUse | No
 
 @dataclass(slots=True)
 class AnswerPart:
-    """What an event adds to a choice, or all of it. A call has one delta at most: clients put those of a chunk together
-    by their places in it, too."""
+    """What an event adds to a choice, or the whole choice. There is at most one delta for each call: some clients merge
+    the deltas of a chunk by their position."""
 
     content: str | None = None
     calls: list[CallDelta] = field(default_factory=list)
     reasoning: str | None = None
-    """What the model thought before its answer, where its format parts the two."""
+    """What the model thought before its answer, if its format separates the two."""
 
     places: list[int] = field(default_factory=list)
-    """Of each call, how much of the content came before it."""
+    """For each call, how many characters of the content came before it."""
 
     @property
     def content_alone(self) -> str | None:
-        """The content, if there is nothing else."""
+        """The content, if there is nothing else; otherwise None."""
         return None if self.calls or self.reasoning is not None else self.content
 
     def in_order(self) -> list[str | CallDelta]:
-        """Content and calls as they came."""
+        """Content and calls in the order in which they came."""
         content, said = self.content or "", 0
         pieces: list[str | CallDelta] = []
         for call, place in zip(self.calls, self.places, strict=True):
@@ -101,8 +101,8 @@ class AnswerPart:
 
 
 class AnswerReader:
-    """Follows one choice. `reasoning` is the format of the model's thoughts (None: they are not looked for). Without
-    tools to read for, what is no thought is its content."""
+    """Splits the text of one choice into content, thoughts and calls. `reasoning` is the format of the model's thoughts
+    (None: they are not looked for). Without tools, everything but thoughts is content."""
 
     def __init__(self, call: TurnCall, tools: ToolUse | None, reasoning: ReasoningName | None = None) -> None:
         self._call = call
@@ -113,7 +113,7 @@ class AnswerReader:
         self._custom = CustomCalls(frozenset() if tools is None else tools.custom_names)
 
     def read(self, output: TurnEvent | TurnResult) -> AnswerPart:
-        """Of the choice's next event, or of all of it."""
+        """What the choice's next event, or the whole choice, adds."""
         if self._tools is None and self._reasoning is None:
             return AnswerPart(output.text)
         if self._parser is None:
@@ -128,7 +128,7 @@ class AnswerReader:
         return part
 
     def delta(self, part: AnswerPart, role: Literal["assistant"] | None, *, ended: bool) -> Delta:
-        """What chats are told of the choice's next part; `ended` with its last one."""
+        """The chat delta for the choice's next part. `ended`: it is the last part."""
         return Delta(
             role=or_unset(role),
             content=or_unset(part.content),
@@ -137,7 +137,7 @@ class AnswerReader:
         )
 
     def message(self, part: AnswerPart) -> AnswerMessage:
-        """What chats are told of all of it."""
+        """The chat message for a whole choice."""
         called = self._custom.called(part.calls)
         return AnswerMessage(
             content=part.content if called else part.content or "",
@@ -150,7 +150,7 @@ class AnswerReader:
         return answer_parser(calls, schemas, self._reasoning, inside=output.in_thought)
 
     def finish(self, output: TurnEvent | TurnResult) -> TurnFinish | None:
-        """How the choice ended, once that has been read."""
+        """How the choice ended. To be called after `read`: a stop after calls becomes "tool_calls"."""
         finish = output.finish
         if finish is None or finish.reason != "stop" or not self._has_calls:
             return finish
@@ -158,7 +158,8 @@ class AnswerReader:
 
 
 def _scope(call: TurnCall, turn_index: int | None) -> str:
-    """What a choice's ids follow from: no other choice has the same. In a session it outlives the request."""
+    """What the ids of a choice's calls are derived from; unique to the choice. In a session it is the same for every
+    request that repeats the turn."""
     session = call.session
     return call.request_id if session is None else repr((call.tenant, session.session_id, turn_index))
 

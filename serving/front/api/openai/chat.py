@@ -117,7 +117,7 @@ def _plan(
     prompt_fields: dict[str, Any],
     turn_fields: dict[str, Any],
 ) -> TurnPlan:
-    """`prompt_fields` and `turn_fields` are those that need no work."""
+    """The calls of the request. `prompt_fields` and `turn_fields` are the fields that the caller has computed."""
     prompt = ChatPrompt(
         tuple(message.for_template() for message in body.messages),
         body.template_kwargs,
@@ -197,21 +197,21 @@ async def _reply(
 
 
 async def _with_logprobs(body: ChatBody, text: bytes, entries: Sequence[TextLogprob]) -> bytes:
-    """JSON of a choice that has NO_LOGPROBS if there are entries."""
+    """Puts the entries into the JSON of a choice, which has NO_LOGPROBS if there are any."""
     if not entries:
         return text
     return filled(text, "content", await list_items(entries, partial(_chat_logprob, body)))
 
 
 class ChatEncoder(ChunkEncoder):
-    """The first chunk of each choice names the role."""
+    """Writes chat chunks. The first chunk of each choice names the role."""
 
     def __init__(self, body: ChatBody, readers: Sequence[AnswerReader], reply_id: str, model_id: str) -> None:
         super().__init__(body, reply_id, model_id, ChatChunk)
         self._body = body
         self._readers = readers
         self._differs = bool(body.wants_usage_everywhere or body.return_token_ids)
-        """Whether chunks that bring content differ in more than that."""
+        """Whether chunks with content also differ in other fields."""
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
         self._usage.note(index, event)

@@ -98,8 +98,8 @@ class Message(StrictBody):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text parts are joined, one per line; null is an empty one, or what the assistant
-        said in its place."""
+        """As chat templates expect it: text parts are joined, one per line. A null content becomes an empty text, or
+        the assistant's refusal."""
         in_its_place = self.refusal if self.role == "assistant" else None
         parts = in_its_place or [] if self.content is None else self.content
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
@@ -164,13 +164,13 @@ class ChatBody(OpenAiBody):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages; its own fields win."""
+        """What the chat template gets beside the messages. `chat_template_kwargs` takes precedence."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
 
 class ChatLogprobs(Reply, kw_only=True):
-    """Its entries are written by themselves (reply_json.py)."""
+    """The entries are written separately (reply_json.py)."""
 
     content: list[dict[str, Any]]
 

@@ -142,7 +142,8 @@ def _plan(body: CompletionBody, prompts: Prompts, reply_id: str, turn_fields: di
 
 
 def _logprobs(body: CompletionBody, prompt: TextPrompt | TokenPrompt) -> LogprobParams | None:
-    """Echoed token ids become text only where the tokenizer is: they come back as input log-probabilities."""
+    """Also asks for input log-probabilities if token ids are echoed: only replicas have the tokenizer, and these
+    entries have the tokens' texts."""
     scored = body.logprobs is not None
     of_prompt = body.prompt_logprobs is not None
     echoed = bool(body.echo) and (scored or isinstance(prompt, TokenPrompt))
@@ -157,21 +158,21 @@ def _text_of(entries: Iterable[TextLogprob]) -> str:
 
 
 class TextPlace:
-    """Where in a choice's text a token begins, in characters: its bytes may be a part of one only."""
+    """Where in a choice's text a token begins, in characters. A token's bytes may be only a part of a character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def pass_by(self, token_text: bytes) -> int:
-        """The token's offset; the next one begins behind it."""
+        """Passes a token; returns its offset."""
         begin = self._offset
         self._offset += len(self._decoder.decode(token_text))
         return begin
 
 
 class CompletionEncoder(ChunkEncoder):
-    """Writes whole replies, too. Knows where in each choice's text it stands."""
+    """Writes chunks and whole replies. Keeps its place in each choice's text."""
 
     def __init__(self, body: CompletionBody, prompts: Prompts, reply_id: str, model_id: str) -> None:
         super().__init__(body, reply_id, model_id, CompletionReply)
@@ -184,7 +185,7 @@ class CompletionEncoder(ChunkEncoder):
             or body.logprobs is not None
             or body.prompt_logprobs is not None
         )
-        """Whether a choice's chunks differ in more than their texts."""
+        """Whether a choice's chunks also differ in other fields than the text."""
         self._places: defaultdict[int, TextPlace] = defaultdict(TextPlace)
 
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
@@ -231,13 +232,13 @@ class CompletionEncoder(ChunkEncoder):
         return prompt.text if isinstance(prompt, TextPrompt) else _text_of(output.input_logprobs)
 
     def _logprobs(self, output: TurnEvent | TurnResult) -> Sequence[TextLogprob]:
-        """Of the choice's text, with what it echoes."""
+        """Log-probabilities of the choice's text, an echoed prompt included."""
         if self._body.logprobs is None:
             return ()
         return (*(output.input_logprobs if self._body.echo else ()), *output.logprobs)
 
     async def _with_logprobs(self, text: bytes, index: int, output: TurnEvent | TurnResult) -> bytes:
-        """JSON of a choice that has NO_LOGPROBS if there are some."""
+        """Puts the log-probabilities into the JSON of a choice, which has NO_LOGPROBS if there are any."""
         if self._body.prompt_logprobs is not None:
             of_prompt = await prompt_logprob_items(output.input_logprobs, self._body.prompt_logprobs)
             text = filled(text, "prompt_logprobs", of_prompt)

@@ -48,7 +48,7 @@ class CompletionBody(OpenAiBody):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens, "max_tokens"
 
     def prompts(self) -> list[TextPrompt | TokenPrompt]:
-        """One for each sequence to continue."""
+        """The prompts, one for each sequence to continue."""
         special = self.add_special_tokens is not False
         if isinstance(self.prompt, str):
             return [TextPrompt(self.prompt, special)]

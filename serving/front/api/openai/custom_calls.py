@@ -1,4 +1,4 @@
-"""Calls of custom tools among those of one choice: clients get their text in place of arguments."""
+"""Calls of custom tools in one choice: clients get their text instead of arguments."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from serving.front.api.openai.tools_schema import (
 
 
 class CustomCalls:
-    """Follows one choice. `names` are those of the custom tools."""
+    """Turns the calls of one choice into what clients get. `names`: the custom tools."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
         self._inputs: dict[int, CustomInput] = {}
-        """By the places of the calls."""
+        """By the index of the call."""
 
     def told(self, calls: Sequence[CallDelta], *, ended: bool) -> list[CallDelta | CustomCallDelta]:
-        """What clients are told of these; `ended` with the last of the choice, when all that is left of a text is."""
+        """The deltas as clients get them. `ended`: these are the choice's last, so the rest of each text is added."""
         told = [delta for call in calls if (delta := self._delta(call)) is not None]
         return [*told, *self._rest()] if ended else told
 
     def called(self, calls: Sequence[CallDelta]) -> list[CalledTool | CalledCustomTool]:
-        """Those of a whole answer."""
+        """The calls of a whole answer, as clients get them."""
         return [self._whole(call) for call in calls]
 
     def _delta(self, call: CallDelta) -> CallDelta | CustomCallDelta | None:

@@ -1,4 +1,4 @@
-"""The text that a call of a custom tool gives, out of the JSON in which the model writes it, piece by piece."""
+"""Reads the text in a call of a custom tool from the JSON in which the model writes it, piece by piece."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _HEAD = re.compile(rf'{_SPACE}\{{{_SPACE}"{CUSTOM_ARGUMENT}"{_SPACE}:{_SPACE}"')
 _MAX_HEAD_CHARS = 64
 _STOPS = re.compile(r'["\\]')
 _ESCAPE_CHARS = 6
-"""Of `\\u0041`; a character beyond the first plane is two of those."""
+"""The length of `\\u0041`; a character beyond the first plane takes two of these."""
 _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _FIRST_HALF = re.compile(_HIGH)
 _ESCAPE = re.compile(rf'{_HIGH}{_LOW}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]')
 
 
 class CustomInput:
-    """Reads one call's arguments. What comes out depends on the text alone, never on how it was cut.
+    """Reads one call's arguments. The result depends on the text alone, never on how it was cut into pieces.
 
-    Arguments that do not begin with the one that was asked for are told at the end: as what that argument has in them,
-    or, where it is no text there, as they are.
+    If the arguments do not begin with CUSTOM_ARGUMENT, everything is returned at the end: the text of that argument,
+    or, if there is no such text, the arguments as they are.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class CustomInput:
         self._ended = False
 
     def push(self, arguments: str) -> str:
-        """What can be told by now."""
+        """The text that is known by now and was not returned before."""
         if self._ended:
             return ""
         self._unread += arguments
@@ -46,7 +46,7 @@ class CustomInput:
         return self._text()
 
     def flush(self) -> str:
-        """The call has ended."""
+        """The rest of the text. To be called when the call has ended."""
         rest, self._unread = self._unread, ""
         if self._ended:
             return ""
@@ -54,7 +54,7 @@ class CustomInput:
         return _unescaped(rest) if self._inside else _as_whole(rest)
 
     def _text(self) -> str:
-        """Up to the quote that ends it, or to an escape that is not whole."""
+        """The text up to the quote that ends it, or up to an incomplete escape."""
         unread, end = self._unread, 0
         while stop := _STOPS.search(unread, end):
             if stop[0] == '"':
@@ -71,7 +71,7 @@ class CustomInput:
 
 
 def _escape_chars(text: str, start: int) -> int | None:
-    """Of the escape that begins there, with its second half if it has one; None if it may go on behind the text."""
+    """The length of the escape at `start`, with its second half if it has one; None if it may go on after the text."""
     if len(text) == start + 1:
         return None
     if text[start + 1] != "u":
@@ -89,7 +89,7 @@ def _escape_chars(text: str, start: int) -> int | None:
 
 
 def _unescaped(text: str) -> str:
-    """Of the inside of a JSON string. What is no valid escape stays as it is; a half of a character is U+FFFD."""
+    """The inside of a JSON string, unescaped. An invalid escape stays as it is; half of a character becomes U+FFFD."""
     return _ESCAPE.sub(_character, text)
 
 

@@ -1,6 +1,6 @@
-"""What fields mean to a call, in chat and text completions, and which of the rarer ones exclude each other.
+"""Fields of a call, from the bodies of chat and text completions. Refuses rarer fields that exclude each other.
 
-A session has its history already: what would cut, salt or render the whole of it in another way is refused in one.
+A session already has its history. So fields that would cut it, salt it or render it differently are refused there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def chat_prompt_fields(body: ChatBody, *, own_template: bool) -> dict[str, Any]:
 
 def _check_session(body: OpenAiBody) -> None:
     for param in _NOT_IN_SESSIONS:
-        # Text completions say in add_special_tokens only what a fresh sequence has.
+        # In text completions add_special_tokens only concerns a fresh sequence.
         if getattr(body, param, None) and (isinstance(body, ChatBody) or param != "add_special_tokens"):
             raise refusal(f"{param}: not possible in a session.", param)
     if isinstance(body, ChatBody) and body.add_generation_prompt is False:

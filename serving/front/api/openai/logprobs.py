@@ -1,4 +1,4 @@
-"""Log-probabilities: of an answer's tokens as OpenAI tells them; of a prompt's, and by token ids, as vLLM does."""
+"""Log-probabilities: of an answer's tokens in OpenAI's form; of a prompt's tokens, and by token ids, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def token_name(text: bytes, token_id: int, *, by_id: bool) -> str:
 
 
 def answer_logprob(entry: TextLogprob, most: int, *, by_id: bool = False) -> dict[str, Any]:
-    """Of a token, and of the `most` likely ones in its place."""
+    """The log-probabilities of a token, and of the likeliest tokens in its place, at most `most`."""
 
     def told(text: bytes, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": token_name(text, token_id, by_id=by_id), "logprob": logprob, "bytes": list(text)}
@@ -28,13 +28,13 @@ def answer_logprob(entry: TextLogprob, most: int, *, by_id: bool = False) -> dic
 
 
 def logprob_json(entry: TextLogprob, most: int) -> msgspec.Raw:
-    """The same as JSON that is written once, however often it is told."""
+    """The same as JSON, which is encoded only once, however often it is sent."""
     return msgspec.Raw(reply_json(answer_logprob(entry, most)))
 
 
 async def prompt_logprob_items(entries: Sequence[TextLogprob], most: int) -> bytes:
-    """JSON of the entries of `prompt_logprobs`: for each token, by id, itself and the `most` likely ones in its place.
-    The first has nothing before it, and is null."""
+    """JSON of the entries of `prompt_logprobs`. Each has, by token id, the token itself and the likeliest tokens in its
+    place, at most `most`. The first entry is null, because nothing comes before it."""
 
     def entry_of(entry: TextLogprob) -> dict[str, Any] | None:
         token = entry.token
@@ -50,5 +50,5 @@ async def prompt_logprob_items(entries: Sequence[TextLogprob], most: int) -> byt
 
 
 def _told(logprob: float, rank: int | None, text: bytes) -> dict[str, Any]:
-    """`rank` among all tokens, 1 for the likeliest; None if it is not among those told."""
+    """`rank`: the token's place among all tokens, 1 for the likeliest; None if it is not known."""
     return {"logprob": finite(logprob), "rank": rank, "decoded_token": shown(text)}

@@ -36,7 +36,7 @@ def routes() -> APIRouter:
 
 
 async def list_models(service: Service) -> ModelList:
-    """The model's own name first, then its aliases."""
+    """The served model, under its own name first, then under its aliases."""
     model = service.model
     return ModelList(data=[_card(model, name) for name in (model.model_id, *model.aliases)])
 

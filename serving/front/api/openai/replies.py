@@ -1,4 +1,4 @@
-"""What chat and text completions have in common on the way out."""
+"""What the replies of chat and text completions have in common."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serving.front.api.turn_streams import TurnResult
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnEvent, TurnFinish
 
 _LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity."""
+"""Stands for minus infinity, which JSON does not have."""
 
 
 class CachedTokens(Reply, kw_only=True):
@@ -27,7 +27,7 @@ class CachedTokens(Reply, kw_only=True):
 
 
 class PredictedTokens(Reply, kw_only=True):
-    """OpenAI's names for what was proposed ahead of the model: drafts that it agreed with, and that it did not."""
+    """OpenAI's names for drafts: those that the model agreed with, and those that it did not."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -50,7 +50,7 @@ class StopDetails(Reply, kw_only=True):
 
 
 class UsageCounter:
-    """Tokens of a request with several choices: a prompt counts once, however often it is continued."""
+    """Counts the tokens of a request with several choices. A prompt counts once, however often it is continued."""
 
     def __init__(self, choices_per_prompt: int) -> None:
         self._choices_per_prompt = choices_per_prompt
@@ -98,7 +98,7 @@ def stop_fields(
     stop_token_ids: Sequence[int] | None,
     with_token_ids: bool,
 ) -> dict[str, Any]:
-    """The fields of StopDetails. `stop_token_ids` are the request's: the model's own end is no stop reason."""
+    """The fields of StopDetails. `stop_token_ids` are the request's: the model's own end token is no `stop_reason`."""
     matched = None if finish is None else finish.matched
     asked_for = isinstance(matched, str) or matched in (stop_token_ids or ())
     return {
@@ -113,13 +113,13 @@ def finite(logprob: float) -> float:
 
 
 def top_choices(entry: TextLogprob, most: int) -> list[tuple[bytes, int, float]]:
-    """The `most` likely tokens: text, id and log-probability."""
+    """The likeliest tokens, at most `most`: text, id and log-probability."""
     pairs = zip(entry.top_texts, entry.token.top, strict=True)
     return [(text, token_id, finite(logprob)) for text, (token_id, logprob) in pairs][:most]
 
 
 class ChunkEncoder(ABC):
-    """A StreamEncoder of one request. `form` is what a chunk is: it has `choices` and `usage`."""
+    """A StreamEncoder of one request. `form` makes a chunk, which has `choices` and `usage`."""
 
     keep_alive = KEEP_ALIVE_COMMENT
 
@@ -129,7 +129,7 @@ class ChunkEncoder(ABC):
         self._usage_at_the_end = asked.wants_usage_chunk
         self._usage_everywhere = asked.wants_usage_everywhere
         self._started: set[int] = set()
-        """Choices of which something was told."""
+        """Choices of which something was sent."""
         self._templates: dict[int, TextTemplate] = {}
 
     def accepted(self) -> bytes:
@@ -137,11 +137,11 @@ class ChunkEncoder(ABC):
 
     @abstractmethod
     async def chunk(self, index: int, event: TurnEvent) -> bytes:
-        """The index-th choice's next events."""
+        """What is sent for the next event of the index-th choice."""
 
     @abstractmethod
     def _choice_of(self, index: int, text: str) -> Reply:
-        """One that has nothing to say but this."""
+        """A choice that has nothing but this text."""
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         template = self._templates.get(index)

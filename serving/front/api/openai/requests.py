@@ -1,4 +1,4 @@
-"""What chat and text completions have in common on the way in, some of it with Responses."""
+"""What the requests of chat and text completions have in common. Responses share some of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SharedFields(StrictBody):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     def sampling(self, model: ModelInfo) -> SamplingParams:
-        """The engine's parameters; the seed and the token limit travel beside them."""
+        """The engine's parameters; the seed and the token limit are passed separately."""
         return base_sampling(
             model,
             temperature=self.temperature,
@@ -79,7 +79,7 @@ class SharedFields(StrictBody):
 
 
 def field_names(prompt_field: str, held: HeldAnswer | None) -> dict[str, str]:
-    """What these protocols call the fields that the engine and the replica name in their errors."""
+    """The names that these protocols have for the fields that the engine and the replica name in their errors."""
     return {
         "prompt": prompt_field,
         "input_ids": prompt_field,
@@ -165,11 +165,11 @@ class OpenAiBody(GuidedFields, SharedFields):
         )
 
     def asked_tokens(self) -> tuple[int | None, str]:
-        """How long an answer may be as the client says, and the field that says so."""
+        """The most tokens of an answer that the client asks for, and the field that says so."""
         return self.max_tokens, "max_tokens"
 
     def most_tokens(self, model: ModelInfo) -> tuple[int | None, str]:
-        """The same, within what the model's makers say."""
+        """The same, within the model's default limit."""
         asked, field = self.asked_tokens()
         return most_tokens(model, asked), field
 
@@ -189,8 +189,8 @@ def session_turn(
     mode: HistoryMode = "append",
     expected_turn: int | None = None,
 ) -> SessionTurn | None:
-    """The session named by the headers. Outside one a retry repeats nothing, so the key has no use; nor has the count
-    of retries beside a key."""
+    """The turn in the session that the headers name; None without a session. Then a key has no use, because a retry
+    repeats nothing. If there is a key, the count of retries has no use."""
     if session_id is None:
         if expected_turn is not None:
             raise refusal("x-session-turn: says nothing without x-session-id.", "x-session-turn")

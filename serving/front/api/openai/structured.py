@@ -80,7 +80,7 @@ class HeldAnswer:
 def held_answer(
     wanted: ResponseFormat | None, others: StructuredOutputs | None, guided: GuidedFields | None = None
 ) -> HeldAnswer | None:
-    """None if nothing holds it. Raises ServiceError, which names the field."""
+    """What the answer is held to; None if to nothing. Raises ServiceError, which names the field."""
     by_format = None if wanted is None else _by_format(wanted)
     by_others = None if others is None else _by_others(others)
     by_guided = None if guided is None else _by_guided(guided)
@@ -128,7 +128,7 @@ def _held(
     choice: list[str] | None,
     grammar: str | None,
 ) -> list[HeldAnswer]:
-    """What of these is there."""
+    """A HeldAnswer for each of these that is given."""
     held: list[HeldAnswer] = []
     if schema is not None:
         field = f"{prefix}json"

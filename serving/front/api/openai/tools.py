@@ -1,4 +1,4 @@
-"""What the tools of a chat request ask for."""
+"""How a chat request uses tools: what the model is told of them, and what its calls are held to."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from serving.wire.turns import ModelInfo, OutputConstraint
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one request uses tools. `reads`: calls in its answers are told as such. An answer that is held to calls calls
-    only functions that are `callable_names`, if there are any. Those of `custom_names` are custom tools.
-    `strict_where_possible`: strict is a function that does not say whether it is, too."""
+    """How one request uses tools. `reads`: calls in its answers are given to the client as calls. If an answer is held
+    to calls, only functions in `callable_names` may be called (empty: all). `custom_names`: the custom tools.
+    `strict_where_possible`: a function that does not say whether it is strict counts as strict."""
 
     tools: Sequence[Tool]
     choice: Literal["none", "auto", "required"] | NamedTool
@@ -43,17 +43,17 @@ class ToolUse:
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
-        """Special tokens that are part of an answer's text, since they tell calls."""
+        """Special tokens that stay in an answer's text because they mark calls."""
         return tool_format(self.format_name).shown_tokens if self.reads else ()
 
     @property
     def schemas(self) -> dict[str, JsonSchema]:
-        """Those of the functions' parameters, by the functions' names."""
+        """Schemas of the functions' parameters, by function name."""
         return {tool.function.name: tool.function.arguments_schema for tool in self.tools}
 
     def strict_calls(self, model: ModelInfo, constraint: OutputConstraint | None) -> str | None:
         """What calls in a free answer are held to (TurnCall.strict_calls); None if no function is strict, or the answer
-        is held already. Functions that are not strict have any arguments."""
+        is not free. Functions that are not strict may have any arguments."""
         if self.choice != "auto" or constraint is not None:
             return None
         must = [tool.function.strict is True for tool in self.tools]
@@ -85,7 +85,7 @@ class ToolUse:
         return tuple(tool.for_template() for tool in self.tools)
 
     def constraint(self, answer: HeldAnswer | None) -> OutputConstraint | None:
-        """What holds the answer to calls, or, where the model may choose, to calls or to the schema of `answer`."""
+        """What the answer is held to: to calls; or, if the model may choose, to calls or the schema of `answer`."""
         if self.choice == "none" or (self.choice == "auto" and answer is None):
             return None if answer is None else answer.constraint
         if answer is not None and (self.choice != "auto" or answer.constraint.kind != "json_schema"):
@@ -122,7 +122,8 @@ def tool_use(
     *,
     strict_where_possible: bool = False,
 ) -> ToolUse | None:
-    """None without tools. `strict_where_possible` as in ToolUse. Raises ServiceError, which names the field."""
+    """How the request uses tools; None without tools. `strict_where_possible`: see ToolUse. Raises ServiceError, which
+    names the field."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refusal("tool_choice: there are no tools to choose from.", "tool_choice")
@@ -139,7 +140,7 @@ def tool_use(
                 for index, named in enumerate(allowed.tools)
             )
             if mode == "auto":
-                # Nothing holds a free answer to some of the tools: the model is not told of the others.
+                # A free answer cannot be held to some of the tools, so the model is not told of the others.
                 shown = [tool for tool in shown if tool.function.name in allowed_names]
         case NamedTool() | NamedCustomTool():
             mode = _chosen(choice, kinds, "tool_choice")
@@ -164,7 +165,7 @@ def tool_use(
 
 
 def _kinds(tools: Sequence[Tool | CustomTool]) -> dict[str, str]:
-    """What each tool is, by its name."""
+    """The type of each tool, by name."""
     kinds: dict[str, str] = {}
     for index, tool in enumerate(tools):
         name = tool.custom.name if isinstance(tool, CustomTool) else tool.function.name
@@ -176,7 +177,7 @@ def _kinds(tools: Sequence[Tool | CustomTool]) -> dict[str, str]:
 
 
 def _chosen(choice: NamedTool | NamedCustomTool, kinds: Mapping[str, str], param: str) -> NamedTool:
-    """The choice of the function that the tool is to the model."""
+    """The choice as a choice of a function: to the model, each tool is a function."""
     chosen = choice.custom if isinstance(choice, NamedCustomTool) else choice.function
     if kinds.get(chosen.name) != choice.type:
         param = f"{param}.{choice.type}.name"

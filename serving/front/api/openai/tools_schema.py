@@ -1,6 +1,6 @@
-"""Tools of /v1/chat/completions: as clients offer them, as they send calls back, and as they are told of calls.
+"""Tools of /v1/chat/completions: how clients offer them, how they send calls back, and how calls are sent to them.
 
-A custom tool takes plain text: it is shown to the model as a function whose one argument is that text.
+A custom tool takes plain text. It is shown to the model as a function whose one argument is that text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Function(StrictBody):
 
     @property
     def arguments_schema(self) -> JsonSchema:
-        """OpenAI's rule: without parameters there are no arguments."""
+        """The schema of the arguments. OpenAI's rule: a function without parameters takes no arguments."""
         if self.parameters is None:
             return {"type": "object", "additionalProperties": False}
         return {"type": "object", **self.parameters}
@@ -59,7 +59,7 @@ class Tool(StrictBody):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: what was given, without what concerns the server alone."""
+        """As chat templates expect it: the fields that were given, without those that only concern the server."""
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
@@ -80,7 +80,7 @@ class TextOfGrammar(StrictBody):
 
 
 def kind_of_format(value: Any) -> str:
-    """What is neither is read as any text, and refused as that."""
+    """Any other type is validated as text, and refused as such."""
     return "<grammar>" if isinstance(value, dict) and value.get("type") == "grammar" else "<text>"
 
 
@@ -101,7 +101,7 @@ class CustomTool(StrictBody):
     custom: CustomDefinition
 
     def shown(self) -> Tool:
-        """What the model is told of it."""
+        """The tool as the model sees it."""
         held = self.custom.format
         grammar = held.grammar if isinstance(held, TextOfGrammar) else None
         return Tool(
@@ -113,7 +113,7 @@ class CustomTool(StrictBody):
 
 
 def custom_function(name: str, description: str | None, grammar: Grammar | None) -> Function:
-    """The function that a custom tool is to the model."""
+    """A custom tool as the function that the model sees."""
     texts = [description or ""]
     if grammar is not None:
         texts.append(f"The input follows this {grammar.syntax} grammar:\n{grammar.definition}")
@@ -136,7 +136,7 @@ class NamedCustomTool(StrictBody):
 
 
 def _kind_of_tool(value: Any) -> str:
-    """What is neither is read as a function, and refused as one."""
+    """Any other type is validated as a function, and refused as such."""
     return "<custom>" if isinstance(value, dict) and value.get("type") == "custom" else "<function>"
 
 
@@ -193,7 +193,8 @@ class ToolCall(StrictBody):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Templates write the arguments as JSON themselves. What is none, as of a call that was cut off, stays text."""
+        """As chat templates expect it: arguments are an object, which templates write as JSON. Arguments that are not
+        JSON, as in a call that was cut off, stay text."""
         arguments = self.function.arguments
         try:
             parsed = from_json(arguments or "{}")
@@ -220,7 +221,7 @@ class CustomToolCall(StrictBody):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As a call of the function that the tool is to the model."""
+        """As a call of the function that the model sees."""
         function = {"name": self.custom.name, "arguments": {CUSTOM_ARGUMENT: self.custom.input}}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -230,7 +231,7 @@ AnyToolCall = Annotated[
     Discriminator(_kind_of_tool),
 ]
 ToolCalls = Annotated[list[AnyToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
-"""Of one message."""
+"""The calls of one message."""
 
 
 class CalledFunction(Reply, kw_only=True):
@@ -250,7 +251,7 @@ class FunctionDelta(Reply, kw_only=True):
 
 
 class CallDelta(Reply, kw_only=True):
-    """The first of a call has its id, type and name."""
+    """A part of a call. The first part has the call's id, type and name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -275,7 +276,7 @@ class CustomTextDelta(Reply, kw_only=True):
 
 
 class CustomCallDelta(Reply, kw_only=True):
-    """The first of a call has its id, type and name."""
+    """A part of a call. The first part has the call's id, type and name."""
 
     index: int
     id: str | UnsetType = UNSET

@@ -1,8 +1,10 @@
-"""Responses that are made behind their requests: those that run in this front end, and what is known of all others.
+"""Background responses, made after their requests are answered: those that run in this front end, and what is known of
+all others.
 
-The log has that a response has begun before its request is answered, and its end in the place of its turn; so it takes
-one end of each, whoever writes it. Between the two some front end runs it, and tells the others how far it is. One that
-nobody runs has been lost with its front end: who is asked for it gives it its end.
+Before the request is answered, the session log records that the response has begun. Its end takes the place of its
+turn, so the log accepts only one end, whoever writes it. Between the two, a front end runs the response and tells the
+others how far it is. If no front end runs it, it was lost with its front end: the one that is asked for it then writes
+its end.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from serving.wire.turns import ErrorInfo, ServiceError, TurnCall, TurnEvent, Tur
 
 MOST_IN_BACKGROUND = 256
 CANCEL_TIMEOUT_S = 2.0
-"""Less than siblings have to answer in."""
+"""Less than the time that siblings have to answer."""
 END_TIMEOUT_S = 5.0
 NEWCOMER_GRACE_S = 10.0
-"""So long a front end that has just started may be unknown to the others, with what it runs."""
+"""How long the others may not know a front end that has just started, and the responses that it runs."""
 PAUSE_S = 0.05
 LOOK_INTERVAL_S = 0.5
-"""How often a front end asks after what another one runs, for those who listen here."""
+"""How often a front end asks for news of a response that another one runs, for clients that listen here."""
 
 LOST = ErrorInfo(500, "front_end_lost", "The front end that ran this response has ended.")
 CANCELLED = TurnEvent(finish=TurnFinish("abort"))
@@ -52,15 +54,16 @@ logger = logging.getLogger(__name__)
 
 
 class FrontEnds(Protocol):
-    """All front ends of the cluster, this one among them."""
+    """All front ends of the cluster, including this one."""
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
-        """What those that live answer; nothing while one of them does not."""
+        """The answers of all live front ends; empty if one of them does not answer."""
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """`work` runs the turn, `task` waits for that and brings its end into the log. To break off is to cancel `work`."""
+    """A response that runs here. `work` runs the turn; `task` waits for `work` and writes the end to the session log.
+    Breaking off cancels `work`."""
 
     call: TurnCall
     turn: ReplayableTurn
@@ -69,14 +72,14 @@ class _Running:
     broken_off: TurnEvent | None = None
 
     def break_off(self, end: TurnEvent) -> None:
-        """It is to end so, unless it just does otherwise."""
+        """Ends the response with `end`, unless it is just ending otherwise."""
         self.broken_off = self.broken_off or end
         self.work.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a response is whose end the log does not have: what it has said behind what the asker has seen."""
+    """How far a response is that has no end in the log. `text`: what it has said after what the caller has seen."""
 
     status: Status
     text: str = ""
@@ -84,7 +87,7 @@ class Progress:
 
 
 class BackgroundResponses:
-    """Those that run in this front end, `most` at a time. `front_ends` None: there are no others."""
+    """The background responses of this front end, at most `most` at a time. `front_ends` None: there are no others."""
 
     def __init__(self, front_ends: FrontEnds | None = None, *, most: int = MOST_IN_BACKGROUND) -> None:
         self._front_ends = front_ends
@@ -93,8 +96,8 @@ class BackgroundResponses:
         self._num_beginning = 0
 
     async def start(self, service: TurnService, plan: TurnPlan) -> ReplayableTurn:
-        """Runs the plan's one turn behind the request, once the log has that it has begun. Raises ServiceError: (429,
-        "overloaded") where too many run."""
+        """Records in the log that the response has begun, then runs the plan's one turn in the background. Raises
+        ServiceError: (429, "overloaded") if too many run."""
         if len(self._running) + self._num_beginning >= self._most:
             message = f"background: {self._most} responses run in the background already."
             raise ServiceError(ErrorInfo(429, "overloaded", message, "background", retry_after_s=1.0))
@@ -112,15 +115,15 @@ class BackgroundResponses:
         return turn
 
     def running_turn(self, response_id: str, tenant: str) -> ReplayableTurn | None:
-        """None: it does not run here."""
+        """The turn of a response that runs here; None if it does not."""
         running = self._running.get((tenant, response_id))
         return None if running is None else running.turn
 
     async def here(
         self, response_id: str, tenant: str, num_seen: int, *, cancel: bool
     ) -> tuple[Status, str, bool] | None:
-        """What another front end asks: the Progress, in plain data; None if it does not run here. One that is to be
-        cancelled has its end in the log by then, if that answers in time."""
+        """Called by other front ends, too: the Progress of a response, as plain data; None if it does not run here.
+        With `cancel` its end is in the log when this returns, if the log answers in time."""
         running = self._running.get((tenant, response_id))
         if running is None:
             return None
@@ -133,7 +136,7 @@ class BackgroundResponses:
     async def progress(
         self, stored: StoredResponse, tenant: str, num_seen: int = 0, *, cancel: bool = False
     ) -> Progress | None:
-        """None: no front end runs it, as far as is known."""
+        """How far the response is; None if no known front end runs it."""
         asked = (stored.head.id, tenant, num_seen)
         found = await self.here(*asked, cancel=cancel)
         if found is None and self._front_ends is not None:
@@ -147,7 +150,8 @@ class BackgroundResponses:
         return None if found is None else Progress(*found)
 
     async def stop(self, *, patience_s: float, timeout_s: float) -> None:
-        """What runs may come to its end for `patience_s`, and is broken off then."""
+        """Gives running responses `patience_s` to end, then breaks them off and waits at most `timeout_s` for their
+        ends to be logged."""
         running = list(self._running.values())
         if not running:
             return
@@ -179,7 +183,7 @@ async def _run(service: TurnService, plan: TurnPlan, turn: ReplayableTurn) -> No
 
 
 def _unfinished(running: _Running) -> TurnEvent | None:
-    """How a turn ended that is not in the log. None: it is."""
+    """How a turn ended whose end is not in the log; None if it is there."""
     if running.work.cancelled():
         return running.broken_off or TurnEvent(error=LOST)
     error = running.work.exception()
@@ -192,21 +196,21 @@ def _unfinished(running: _Running) -> TurnEvent | None:
 
 
 async def _told_to_log(service: TurnService, call: TurnCall, end: TurnEvent) -> TurnEvent:
-    """The end that the log has now: it may have been another one already."""
+    """Writes the end to the log, unless the log has one. Returns the end that the log has now."""
     try:
         stored = await find_response(service, call.request_id, call.tenant)
         if stored.end is None:
             await end_response(service, stored, end, call.tenant)
             stored = await find_response(service, call.request_id, call.tenant)
         return stored.end or end
-    except ServiceError as error:  # Who is next asked for the response gives it an end.
+    except ServiceError as error:  # The next front end that is asked for the response gives it an end.
         logger.warning("response %s: its end may not be in the log: %s", call.request_id, error)
         return end
 
 
 async def end_response(service: TurnService, stored: StoredResponse, end: TurnEvent, tenant: str) -> None:
-    """Gives the response this end, unless it has one. Waits a while for a turn that is just being left. Raises
-    ServiceError."""
+    """Gives the response this end, unless it has one. If its turn is still in flight, waits for it for END_TIMEOUT_S.
+    Raises ServiceError."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + END_TIMEOUT_S
     while True:
@@ -229,7 +233,8 @@ async def look_up(
     tenant: str,
     num_seen: int = 0,
 ) -> tuple[StoredResponse, Progress | None]:
-    """The response; and how far it is, unless it has ended. One that was lost has failed then. Raises ServiceError."""
+    """The response, and how far it is unless it has ended. A response that was lost is given its end: it has failed.
+    Raises ServiceError."""
     stored = await find_response(service, response_id, tenant)
     if stored.end is not None:
         return stored, None
@@ -239,7 +244,7 @@ async def look_up(
     try:
         await note_ended(service, stored, TurnEvent(error=LOST), tenant)
     except ServiceError as error:
-        if error.info.code == TURN_IN_FLIGHT:  # Its front end has just gone; its replica will hear of that.
+        if error.info.code == TURN_IN_FLIGHT:  # Its front end has just gone; its replica will notice.
             return stored, Progress("in_progress")
         if error.info.code not in _ENDED_OTHERWISE:
             raise
@@ -250,7 +255,7 @@ async def look_up(
 async def cancel(
     service: TurnService, background: BackgroundResponses, response_id: str, tenant: str
 ) -> StoredResponse:
-    """The response, which has ended: so, unless it had another end before. Raises ServiceError."""
+    """Cancels the response, unless it has ended already; returns it with its end. Raises ServiceError."""
     stored = await find_response(service, response_id, tenant)
     if not stored.head.is_background:
         raise refusal("Only a response that is made in the background can be cancelled.", "response_id")
@@ -258,7 +263,7 @@ async def cancel(
         await background.progress(stored, tenant, cancel=True)
         stored = await find_response(service, response_id, tenant)
     if stored.end is None:
-        # Who ran it is gone, or does not answer.
+        # The front end that ran it is gone, or does not answer.
         await service.abort(response_id, tenant=tenant)
         with suppress(ServiceError):
             await end_response(service, stored, CANCELLED, tenant)
@@ -270,7 +275,7 @@ async def cancel(
 
 @dataclass(frozen=True, slots=True)
 class FollowedTurn:
-    """The turn of a response as whoever runs it has it, or the log (RunsTurns)."""
+    """The turn of a response (RunsTurns), as told by the front end that runs it, or by the log."""
 
     service: TurnService
     background: BackgroundResponses

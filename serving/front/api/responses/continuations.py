@@ -1,11 +1,11 @@
-"""What new responses go on from: the response that they name, the one whose output their input repeats, or nothing.
+"""What new responses go on from: a response that they name, a response whose output their input repeats, or nothing.
 
-One that goes on from the last response of a session is that session's next turn, if it has the same instructions and
-tools; one that goes on from an earlier response is a turn of a fork. With other instructions or tools, or where another
-turn is just being made behind the same response, it begins a session with all that was said.
+A response that goes on from the last response of a session is the session's next turn, if it has the same instructions
+and tools. If it goes on from an earlier response, it is a turn of a fork. If the instructions or tools differ, or
+another turn is just being made after the same response, it begins a session with everything that was said.
 
-Most clients send all that was said again with each request. They send our items with the ids that we gave them, and so
-say which response was the last: its request is no new session then, and the log has what is new alone.
+Most clients send everything that was said again with each request. They send our items with the ids that we gave them,
+which tell which response was the last. So such a request does not begin a session, and the log gets only what is new.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ _NOT_COMPARED: Json = {"id": None, "status": None}
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """What a new response goes on from. `items` is all that was said before, inputs and outputs; its request's input
-    begins with `num_repeated` of them.
+    """What a new response goes on from. `items` is everything that was said before, inputs and outputs. The request's
+    input begins with `num_repeated` of them.
 
-    `session_id` None: it is not stored. `end_len` is how many tokens the session that it goes on from has at that
-    place: the session itself, as its turn number `next_turn`; or `fork_of`, of which a session with so many tokens is
-    made. Else it begins a session. `has_more`: the items are more than its turns say.
+    `session_id` is the response's session; None: it is not stored. `end_len`: how many tokens of an existing session it
+    goes on from; 0 if it begins a session. With `fork_of` its session is a fork of that one, made at this length;
+    otherwise the response is turn `next_turn` of its session. `has_more`: there are more items than the turns of the
+    session contain.
     """
 
     session_id: str | None
@@ -64,23 +65,23 @@ class Continued:
 
     @property
     def needs_its_place(self) -> bool:
-        """Whether a turn that is made at the same time can be in its way."""
+        """Whether another turn, made at the same time, can take its place."""
         return self.end_len > 0
 
     def apart(self, response_id: str) -> Continued:
-        """The same in a session of the response's own, which begins with all that was said."""
+        """The same in a separate session, which begins with everything that was said."""
         session_id = session_apart(response_id)
         return dataclasses.replace(self, session_id=session_id, fork_of=None, end_len=0, next_turn=0)
 
     async def make_fork(self, service: TurnService, tenant: str) -> None:
-        """What the turn's session begins with, if it is a fork. Raises ServiceError."""
+        """Makes the turn's session, if that is a fork. Raises ServiceError."""
         if self.session_id is not None and self.fork_of is not None:
             await service.fork_session(
                 self.fork_of, self.session_id, length=self.end_len, timeout_s=None, tenant=tenant
             )
 
     def turn(self, head: ResponseHead, items: Sequence[Json], body: ResponsesBody) -> SessionTurn | None:
-        """The turn to be, with the new items. A fork is to be made before it runs."""
+        """The response's turn, with the new items; None if it is not stored. Call `make_fork` before it runs."""
         if self.session_id is None:
             return None
         begins = self.fork_of is None and self.next_turn == 0
@@ -96,7 +97,8 @@ class Continued:
 
 
 async def continued(service: TurnService, body: ResponsesBody, tenant: str) -> Continued:
-    """Raises ServiceError (404) for a response that is not there, or not all of what it went on from."""
+    """What the response to this body goes on from. Raises ServiceError (404) if the response that it names does not
+    exist, or something that one went on from."""
     if body.previous_response_id is None:
         return await _repeated(service, body, tenant)
     previous = await found_response(service, body.previous_response_id, tenant, _PREVIOUS)
@@ -109,8 +111,8 @@ async def continued(service: TurnService, body: ResponsesBody, tenant: str) -> C
 async def continued_with(
     service: TurnService, items: Sequence[Json], last_id: str | None, body: ResponsesBody, tenant: str
 ) -> Continued:
-    """The same of all that was said in a conversation, whose last response was `last_id`: in the session of that, as
-    long as the items begin with what that has."""
+    """The same in a conversation in which `items` were said and `last_id` was the last response. Goes on in the session
+    of that response, if the items begin with what that session has."""
     anew = begun(body, items)
     if last_id is None:
         return anew
@@ -122,8 +124,8 @@ async def continued_with(
 
 
 async def _repeated(service: TurnService, body: ResponsesBody, tenant: str) -> Continued:
-    """What goes on from the response that the last of our items in the input is of, as long as the input begins with
-    all that was said until the end of that."""
+    """The same for a request that names no response. The last of our items in its input tells a response. The request
+    goes on from that one, if the input begins with everything that was said up to its end."""
     anew = begun(body)
     last_id = _last_response(body)
     if last_id is None or not body.is_stored:
@@ -147,7 +149,7 @@ def _last_response(body: ResponsesBody) -> str | None:
 
 
 def _are_same(given: list[Any], said: Sequence[Json]) -> bool:
-    """Whether a client's items say what ours do. Reasoning that says nothing itself is that of its id."""
+    """Whether a client's items are the same as ours. Reasoning without text is the same if it has the same id."""
     return all(_is_same(item, ours) for item, ours in zip(canonical_items(given, ""), said, strict=True))
 
 
@@ -158,14 +160,15 @@ def _is_same(item: Json, ours: Json) -> bool:
 
 
 class _Completed(NamedTuple):
-    """A completed response, and all that was said until its end."""
+    """A completed response, and everything that was said up to its end."""
 
     response: FoundResponse
     said: list[Json]
 
 
 async def _completed(service: TurnService, response_id: str, tenant: str) -> _Completed | None:
-    """None: it is not there, or not all of what it went on from, or has not been completed. Raises ServiceError."""
+    """None if the response, or something that it went on from, does not exist, or if it was not completed. Raises
+    ServiceError."""
     try:
         found = await found_response(service, response_id, tenant)
         return _Completed(found, _said_in(found, service.model)) if found.stored.is_completed else None
@@ -182,7 +185,7 @@ def _said_in(found: FoundResponse, model: ModelInfo) -> list[Json]:
 async def _behind(
     service: TurnService, found: FoundResponse, items: tuple[Json, ...], body: ResponsesBody, tenant: str
 ) -> Continued:
-    """What goes on from a response with all these items."""
+    """What a response goes on from that follows `found`, with all these items."""
     turns, at, previous = found
     anew = begun(body, items)
     if not body.is_stored or _beginning(previous.body, service.model) != _beginning(body, service.model):
@@ -197,11 +200,11 @@ async def _behind(
 
 
 def begun(body: ResponsesBody, items: Iterable[Json] = ()) -> Continued:
-    """With a session of its own, if it is to be stored, and all that was said before."""
+    """A response that begins a session, if it is stored; `items` were said before."""
     return Continued(new_session_id() if body.is_stored else None, tuple(items))
 
 
 def _beginning(body: ResponsesBody, model: ModelInfo) -> Any:
-    """What a prompt begins with, and is rendered by: a session has the same all the time."""
+    """What a prompt begins with and is rendered with. Within a session it never changes."""
     use = offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model).use
     return body.instructions, body.template_kwargs, () if use is None else use.for_template()

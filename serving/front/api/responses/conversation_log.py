@@ -1,10 +1,10 @@
 """Conversations of OpenAI's API, in the session log.
 
-A conversation is a session that its id names, and whose turns say nothing to a model: their notes tell what becomes of
-it. Its responses are turns of hidden sessions like all others (store.py), so each may have instructions and
-tools of its own, and items may be taken out of the middle. A response is named in the conversation before it is made;
-it is part of it once its turn is committed, and needs no other commit for that. Whoever next changes the conversation
-writes down what such responses said: from then on the conversation does not need their sessions.
+A conversation is a session, which the conversation's id names. Its turns say nothing to a model: their notes record the
+changes of the conversation. Its responses are turns of hidden sessions like all others (store.py). So each may have its
+own instructions and tools, and items may be taken out of the middle. A response is named in the conversation before it
+is made. It is part of the conversation once its own turn is committed; that takes no other commit. The next change of
+the conversation writes down what such responses said: from then on the conversation does not need their sessions.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _ID = "conv_"
 _SESSION = "conv-"
 TRIES = 20
 PAUSE_S = 0.05
-"""Between tries of changes that come at once."""
+"""Between tries, when several changes come at the same time."""
 GIVEN_UP_AFTER_S = 600.0
-"""A response that has neither a turn in flight nor a committed one by then came to nothing."""
+"""If by then a response has neither a turn in flight nor a committed one, it came to nothing."""
 _NO_CONVERSATION = "conversation_not_found"
 
 
 @dataclass(slots=True)
 class _Entry:
-    """Items that came together, from a client or of a response. None: it is not known yet what that says."""
+    """Items that were added together, by a client or by a response. None: what the response said is not known yet."""
 
     items: list[Json] | None
     response_id: str | None = None
@@ -51,7 +51,8 @@ class _Entry:
 
 @dataclass(slots=True)
 class Conversation:
-    """`num_turns` of its session made it what it is. `learned`: by response, items that its notes do not have yet."""
+    """A conversation after the first `num_turns` turns of its session. `learned`: items of responses, by response id,
+    that its notes do not have yet."""
 
     id: str
     created_at: int = 0
@@ -62,12 +63,12 @@ class Conversation:
 
     @property
     def items(self) -> list[Json]:
-        """All that is known to have been said, in its order."""
+        """Everything that is known to have been said, in order."""
         return [item for entry in self.entries for item in entry.items or ()]
 
     @property
     def last_response_id(self) -> str | None:
-        """Of those that said something."""
+        """The last response that said something."""
         said = [entry.response_id for entry in self.entries if entry.response_id is not None and entry.items]
         return said[-1] if said else None
 
@@ -80,7 +81,7 @@ class Conversation:
         }
 
     def take(self, change: Json) -> None:
-        """The next of its notes, see `change_conversation`."""
+        """Applies the next of its notes, see `change_conversation`."""
         self.created_at = change.get("created_at", self.created_at)
         self.metadata = change.get("metadata", self.metadata)
         for response_id, items in change.get("learned", {}).items():
@@ -96,7 +97,7 @@ class Conversation:
         self.entries = [entry for entry in self.entries if entry.items != []]
 
     def unknown(self) -> list[_Entry]:
-        """Responses of which it is not known what they said."""
+        """Entries of responses whose items are not known yet."""
         return [entry for entry in self.entries if entry.items is None]
 
     def _learn(self, response_id: str, items: list[Json]) -> None:
@@ -108,7 +109,7 @@ class Conversation:
 async def open_conversation(
     service: TurnService, items: Sequence[Json], metadata: Mapping[str, str], tenant: str
 ) -> Conversation:
-    """Raises ServiceError."""
+    """Makes a conversation that begins with these items. Raises ServiceError."""
     scope = uuid4().hex
     conversation = Conversation(f"{_ID}{scope}")
     change = {"created_at": int(time.time()), "metadata": metadata, "items": items}
@@ -122,7 +123,7 @@ async def open_conversation(
 async def read_conversation(
     service: TurnService, conversation_id: str, tenant: str, param: str = "conversation_id"
 ) -> Conversation:
-    """`param` is the field that names it. Raises ServiceError (404)."""
+    """The conversation as it is now. `param` is the field that names it. Raises ServiceError (404)."""
     try:
         turns = await service.transcript(_session_of(conversation_id, param), tenant=tenant)
     except ServiceError as error:
@@ -152,8 +153,9 @@ async def change_conversation(
     change_of: Callable[[Conversation], Awaitable[Json]],
     param: str = "conversation_id",
 ) -> Conversation:
-    """The conversation after a change that `change_of` makes of what it is: `items` that are added, the item that is
-    `deleted`, other `metadata`, or a `response` that begins. Raises ServiceError, and what `change_of` raises."""
+    """Changes the conversation and returns it. `change_of` gets it as it is and returns the change: `items` to add, the
+    id of the item that is `deleted`, new `metadata`, or a `response` that begins. If another change comes first, it is
+    called again. Raises ServiceError, and what `change_of` raises."""
     for _ in range(TRIES):
         conversation = await read_conversation(service, conversation_id, tenant, param)
         change = await change_of(conversation)
@@ -180,7 +182,8 @@ async def change_conversation(
 
 
 async def begin_response(service: TurnService, body: ResponsesBody, tenant: str) -> tuple[Continued, str]:
-    """What a new response goes on from, and its id: in a conversation, if it names one. Raises ServiceError."""
+    """What a new response goes on from, and its id. If the body names a conversation, the response is added to it.
+    Raises ServiceError."""
     if body.conversation_id is None:
         before = await continued(service, body, tenant)
         return before, new_response_id(before.session_id)
@@ -198,7 +201,7 @@ async def begin_response(service: TurnService, body: ResponsesBody, tenant: str)
 
 
 async def keep_items(service: TurnService, conversation_id: str, tenant: str) -> None:
-    """Has the conversation, if it is still there, know by itself what its responses said."""
+    """Writes what the conversation's responses said into its own notes, if it still exists."""
 
     async def nothing(_conversation: Conversation) -> Json:
         return {}
@@ -211,13 +214,13 @@ async def keep_items(service: TurnService, conversation_id: str, tenant: str) ->
 
 
 async def close_conversation(service: TurnService, conversation_id: str, tenant: str) -> None:
-    """Its responses stay. Raises ServiceError (404)."""
+    """Deletes the conversation; its responses stay. Raises ServiceError (404)."""
     if not await service.close_session(_session_of(conversation_id), tenant=tenant):
         raise _not_there(conversation_id)
 
 
 async def _said_in(service: TurnService, entry: _Entry, tenant: str) -> list[Json] | None:
-    """None: it is not known yet."""
+    """The items of a response, input and output; empty if it came to nothing. None: it is not known yet."""
     assert entry.response_id is not None
     try:
         stored = await find_response(service, entry.response_id, tenant)
@@ -257,7 +260,7 @@ def _not_there(conversation_id: str, param: str = "conversation_id") -> ServiceE
 
 
 def item_of(conversation: Conversation, item_id: str) -> Json:
-    """Raises ServiceError (404)."""
+    """The item of this id. Raises ServiceError (404)."""
     found: Any = next((item for item in conversation.items if item["id"] == item_id), None)
     if found is None:
         raise refusal(f"item_id: no item {item_id[:120]!r}.", "item_id", status=404, code="item_not_found")

@@ -1,4 +1,4 @@
-"""OpenAI's Conversations API: made, had again, changed, deleted; and their items."""
+"""OpenAI's Conversations API: creates, reads, changes and deletes conversations and their items."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def update_conversation(
 
 
 async def delete_conversation(conversation_id: str, service: Service, tenant: Tenant) -> Json:
-    """What was said in its responses can still be had by their ids."""
+    """Deletes a conversation. Its responses can still be read by their ids."""
     await close_conversation(service, conversation_id, tenant)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
@@ -95,7 +95,7 @@ async def create_items(
     tenant: Tenant,
     include: Included = None,  # noqa: ARG001
 ) -> Json:
-    """Behind all that was said."""
+    """Adds items at the end of the conversation."""
     items = _canonical(body.items)
 
     async def change(_conversation: Conversation) -> Json:
@@ -116,7 +116,7 @@ async def get_item(
 
 
 async def delete_item(conversation_id: str, item_id: str, service: Service, tenant: Tenant) -> Json:
-    """The conversation's next response begins a history without it. Answers with the conversation."""
+    """Deletes an item; the conversation's next response begins a history without it. Returns the conversation."""
 
     async def change(conversation: Conversation) -> Json:
         item_of(conversation, item_id)

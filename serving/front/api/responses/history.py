@@ -1,6 +1,6 @@
 """Items of a response, in their canonical form, as messages for a chat template.
 
-A template has one message for what the model said between two words of others: its thoughts, its text and its calls.
+A template has one message for all that the model said between two messages of others: thoughts, text and calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ASSISTANT = "assistant"
 
 
 def template_messages(instructions: str | None, items: Sequence[Json]) -> tuple[Json, ...]:
-    """All that was said, as ChatPrompt takes it. `items` are canonical, of inputs and of outputs alike."""
+    """Everything that was said, as messages of a ChatPrompt. `items` are canonical items of inputs and outputs."""
     history = _History()
     if instructions:
         history.say("system", instructions)
@@ -30,7 +30,7 @@ class _History:
     def __init__(self) -> None:
         self.messages: list[Json] = []
         self._thoughts: list[str] = []
-        """That wait for what was said after them."""
+        """Thoughts that wait for the text or the call after them."""
 
     def add(self, item: Json) -> None:
         match item["type"]:
@@ -50,12 +50,12 @@ class _History:
                 self.say("tool", text, tool_call_id=item["call_id"])
 
     def say(self, role: str, text: str, **more: str) -> None:
-        """By others than the model. Thoughts that nothing followed are no longer known."""
+        """Adds a message that is not the model's. Thoughts without text or calls after them are dropped."""
         self._thoughts = []
         self.messages.append({"role": role, "content": text, **more})
 
     def _answer(self, text: str) -> None:
-        """Two texts in a row are two answers, unless there are calls between them."""
+        """Adds text of the model. Two texts in a row are two answers, unless there are calls between them."""
         last = self._open_answer()
         if last is not None and (not last["content"] or "tool_calls" in last):
             last["content"] += text
@@ -77,7 +77,7 @@ class _History:
         last.setdefault("tool_calls", []).append(shown)
 
     def _open_answer(self) -> Json | None:
-        """The answer that the conversation ends with, if nothing was thought since."""
+        """The answer that the conversation ends with; None if there is none, or if thoughts came after it."""
         last = self.messages[-1] if self.messages else None
         return None if last is None or last["role"] != ASSISTANT or self._thoughts else last
 
@@ -91,5 +91,5 @@ class _History:
 
 
 def _text(parts: Sequence[dict[str, Any]]) -> str:
-    """Parts are joined one per line, as chat's are."""
+    """The parts, joined one per line, as in chat."""
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts)

@@ -1,4 +1,4 @@
-"""Lists of items, a page at a time, as OpenAI's calls answer them."""
+"""Lists of items, a page at a time, in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PageSize = Annotated[int, Query(ge=1, le=100)]
 ItemOrder = Literal["asc", "desc"]
 PreviousItem = Annotated[str | None, Query(max_length=512)]
 Included = Annotated[list[str] | None, Query(max_length=32)]
-"""What more an item is to have: nothing here has more."""
+"""Extra fields that items should have. Here no item has any."""
 
 
 def item_page(items: Sequence[Json], limit: int, order: ItemOrder, after: str | None) -> Json:
-    """Those behind the item `after`. Raises ServiceError if that is not among them."""
+    """The items after the item `after`, at most `limit`. Raises ServiceError if there is no such item."""
     if order == "desc":
         items = items[::-1]
     if after is not None:

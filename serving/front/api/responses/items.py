@@ -1,7 +1,7 @@
-"""What the input of /v1/responses is made of: items as clients send them, and send back what they were answered.
+"""The input of /v1/responses: items that clients send, and items of earlier answers that they send back.
 
-`canonical` gives an item as OpenAI lists it again: plain JSON in which short forms are spelled out. The answer's own
-items have that form from the start, so an input and an output can be kept, and be told to a model, alike.
+`canonical` gives an item as OpenAI lists it: plain JSON in which short forms are spelled out. Items of answers have
+that form from the start, so inputs and outputs can be stored, and shown to a model, alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _refused_kind(kind: str) -> str:
 
 
 UnknownKind = Annotated[str, AfterValidator(_refused_kind)]
-"""The `type` of what is not served: refused by its name."""
+"""The `type` of something that is not served. It is refused, and the error names it."""
 
 
 class OtherKind(StrictBody):
@@ -95,7 +95,7 @@ Output = Annotated[
 
 
 def _parts(content: str | list[Any], kind: str) -> list[Json]:
-    """Of a message. Where an answer was given as plain text it is an answer's part, and the other way round."""
+    """The parts of a message. Texts become parts of this `kind`, whichever kind the client gave them."""
     texts = [content] if isinstance(content, str) else content
     return [_part(text, kind) for text in texts]
 
@@ -275,12 +275,12 @@ Input = Annotated[
 
 
 def canonical_items(given: str | list[Any], response_id: str) -> list[Json]:
-    """The request's items as JSON. Those without an id get one that follows from the response's."""
+    """The request's items as JSON. Items without an id get one that is derived from the response's id."""
     scope = response_scope(response_id)
     items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
     return [item.canonical(f"{scope}i{index}") for index, item in enumerate(items)]
 
 
 def response_scope(response_id: str) -> str:
-    """What the ids of all items of a response have in them."""
+    """The part of a response's id that the ids of all its items contain."""
     return response_id.partition("_")[2]

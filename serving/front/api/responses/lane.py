@@ -1,4 +1,4 @@
-"""One lane of a WebSocket: its responses, and what a connection remembers of those that are not stored."""
+"""One lane of a WebSocket: its responses, and what a connection remembers of responses that are not stored."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from serving.wire.turns import ErrorInfo, ServiceError, TurnService
 CREATE = "response.create"
 _PREVIOUS = "previous_response_id"
 _NOT_HERE = "previous_response_not_found"
-"""What OpenAI's clients look for over a WebSocket, to send the whole input then."""
+"""The error code after which OpenAI's clients send the whole input, over a WebSocket."""
 
 logger = logging.getLogger(__name__)
 
 
 class Create(StrictBody):
-    """What a message says beside the fields of a request's body."""
+    """The fields that a message has beside those of a request's body."""
 
     type: Literal["response.create"]
     stream_id: str | None = None
@@ -44,7 +44,7 @@ class Create(StrictBody):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """All that was said until the end of a response that is not stored."""
+    """Everything that was said up to the end of a response that is not stored."""
 
     response_id: str
     items: list[Json]
@@ -52,19 +52,19 @@ class Said:
 
 
 class Memory:
-    """What one connection remembers: of each lane its newest response, unless that is stored, as far as all of them
-    have no more than `most_bytes`."""
+    """What one connection remembers: each lane's newest response, unless that is stored. If all of them have more than
+    `most_bytes`, the oldest are dropped."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._newest: dict[str | None, Said] = {}
-        """By lane, the newest last."""
+        """By lane, the most recently noted last."""
 
     def find(self, response_id: str | None) -> Said | None:
         return next((said for said in self._newest.values() if said.response_id == response_id), None)
 
     def note(self, lane: str | None, said: Said | None) -> None:
-        """The lane's newest; None: it is stored."""
+        """Notes the lane's newest response; None: it is stored."""
         self._newest.pop(lane, None)
         if said is None:
             return
@@ -74,7 +74,7 @@ class Memory:
 
 
 class Lane:
-    """`memory` is that of all lanes of the connection: a response may go on from another lane's."""
+    """One lane. All lanes of a connection share `memory`: a response may go on from another lane's response."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class Lane:
         self._allows_priority = allows_priority
 
     async def answer(self, value: Json, size_bytes: int, *, is_small: bool) -> None:
-        """Makes the response that a message asks for, and tells its events. Raises what goes wrong before the first."""
+        """Makes the response that a message asks for, and sends its events. Raises errors that come before the first
+        event."""
         envelope = {name: value[name] for name in Create.model_fields if name in value}
         create = await validated_body(Create, envelope, None, is_small=True)
         fields = {name: each for name, each in value.items() if name not in Create.model_fields}
@@ -120,7 +121,7 @@ class Lane:
         self._memory.note(self._name, None if body.is_stored else said)
 
     async def refuse(self, error: Exception) -> None:
-        """Tells what is wrong with a message. Raises ClientGone, if that is it."""
+        """Tells the client what is wrong with its message. If `error` is ClientGone, raises it."""
         if isinstance(error, ClientGone):
             raise error
         info = said_of(error)
@@ -131,8 +132,8 @@ class Lane:
     async def _tell_turn(
         self, asked: AskedResponse, opening: Json, *, generates: bool
     ) -> tuple[Json, int] | None:
-        """The response as it was told at its end, and how long that was; None: there is none to go on from. `opening`
-        goes with the first event."""
+        """Runs the turn and sends its events; the first one also has the fields in `opening`. Returns the final
+        response and the size of its last event in bytes; None: there is no response to go on from."""
         events = ResponseEvents(asked.head, asked.reader, EventNumbers(), self._common)
         response: Json | None = None
         size_bytes = 0
@@ -161,7 +162,7 @@ class Lane:
         return (response, size_bytes) if response["status"] != "cancelled" else None
 
     async def _tell(self, events: Iterable[Event]) -> int:
-        """How many bytes the last of them has."""
+        """Sends the events. Returns the size of the last one in bytes."""
         size_bytes = 0
         for event in events:
             text = reply_json(event)
@@ -171,7 +172,7 @@ class Lane:
 
 
 def error_event(info: ErrorInfo, common: Json | None = None) -> bytes:
-    """A message that tells what is wrong with one of the client's."""
+    """A message that says what is wrong with one of the client's messages."""
     if (info.code, info.param) == (NO_RESPONSE, _PREVIOUS):
         info = msgspec.structs.replace(info, status=400, code=_NOT_HERE)
     error = openai_error(info)["error"]

@@ -1,4 +1,4 @@
-"""The items of an answer of /v1/responses: whole, and as the events that a stream tells them with."""
+"""The items of an answer of /v1/responses: whole, and as the events of a stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Status = Literal["completed", "incomplete"]
 
 
 class _OpenItem(Protocol):
-    """An item that is being told. `index`: of its output."""
+    """An item that has not ended yet."""
 
     item: Json
 
@@ -32,9 +32,10 @@ class _OpenItem(Protocol):
 
 
 class OutputItems:
-    """Follows one answer. One item is open at a time; what is of another kind, or another call, ends it.
+    """Makes the items of one answer, and their events. One item is open at a time; a piece of another kind, or of
+    another call, ends it.
 
-    `items` are those that have ended. Their ids follow from the response's, so that it has the same ones whenever it is
+    `items` are those that have ended. Their ids are derived from the response's id, so they are the same whenever it is
     read again. Log-probabilities come only with answers that are one message.
     """
 
@@ -46,10 +47,10 @@ class OutputItems:
         self._open: _OpenItem | None = None
         self._told: tuple[str, int | None] | None = None
         self._logprobs: list[msgspec.Raw] = []
-        """Of tokens whose text is yet to come."""
+        """Log-probabilities of tokens whose text is yet to come."""
 
     def add(self, part: AnswerPart, logprobs: Iterable[msgspec.Raw] = ()) -> Iterator[Event]:
-        """`logprobs` are the JSON of what a part of text says of its tokens."""
+        """The events for the next part of the answer. `logprobs`: JSON of the log-probabilities of its tokens."""
         self._logprobs += logprobs
         if part.reasoning:
             yield from self._in("reasoning", None, None)
@@ -64,7 +65,7 @@ class OutputItems:
                 yield from self._push(piece)
 
     def end_answer(self, status: Status) -> Iterator[Event]:
-        """An answer that said nothing is an empty message, which has an id to go on from."""
+        """Ends the answer. An answer that said nothing becomes an empty message, which has an id to go on from."""
         if not self.items:
             yield from self._in("message", None, None) if self._open is None else ()
         yield from self.end(status)
@@ -108,7 +109,7 @@ class OutputItems:
 
 @dataclass(frozen=True, slots=True)
 class _TextKind:
-    """`deltas` is how the events of its text begin."""
+    """A kind of text item. `deltas`: how the names of its text's events begin."""
 
     deltas: str
     part: Callable[[str], Json]
@@ -122,8 +123,8 @@ _REASONING = _TextKind("response.reasoning_text", lambda text: {"type": "reasoni
 
 
 class _TextItem:
-    """An item with one part of text. It takes the log-probabilities of its text out of `logprobs`; None: it is of a
-    kind that has none."""
+    """An item with one part of text. It takes the log-probabilities of its text out of `logprobs`; None: items of its
+    kind have none."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class _CustomCall:
 
 
 def without_logprobs(item: Json) -> Json:
-    """An item of an answer as the log would tell it."""
+    """An item of an answer as it is when read from the log, which has no log-probabilities."""
     if item["type"] != "message":
         return item
     return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
@@ -232,7 +233,7 @@ def _thought(item_id: str) -> Json:
 
 
 def _call(kind: str, item_id: str, delta: CallDelta, offered: OfferedTool | None) -> Json:
-    """A name that was not offered is told as the model made it up."""
+    """A call. A name that was not offered is passed on as the model wrote it."""
     name = (delta.function.name or "") if offered is None else offered.name
     namespace = {} if offered is None or offered.namespace is None else {"namespace": offered.namespace}
     said = {"call_id": delta.id or "", "name": name, **namespace}

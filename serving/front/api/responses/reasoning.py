@@ -1,7 +1,7 @@
-"""What the model thought, in the form in which clients that keep nothing but opaque texts send it back.
+"""What the model thought, as an opaque text, for clients that send back nothing else of a reasoning item.
 
-Such a client drops a reasoning item's content and keeps `encrypted_content`. It is the same text, encoded: there is
-nothing in it that the client has not been told.
+Such a client drops a reasoning item's content and keeps `encrypted_content`. Here that is the same text, encoded: it
+contains nothing that the client has not been told.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MARK = "kedge-1:"
-"""Tells our texts from those of other servers, which nobody here can read."""
+"""Marks our texts. Those of other servers cannot be read here."""
 
 
 def encoded_thought(text: str) -> str:
@@ -19,7 +19,7 @@ def encoded_thought(text: str) -> str:
 
 
 def thought(item: Mapping[str, Any]) -> str:
-    """Of a canonical reasoning item. Empty if there is nothing in it that a model can be told."""
+    """The text of a canonical reasoning item; empty if it has none that can be read here."""
     content = "\n".join(part["text"] for part in item["content"])
     return content or _decoded(item["encrypted_content"] or "")
 

@@ -1,4 +1,4 @@
-"""Turns that are told again from their beginning: while they run behind their request, and once they have ended."""
+"""Turns whose events are repeated from the beginning: while they run in the background, and after they have ended."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from msgspec.structs import replace
 from serving.wire.turns import TurnCall, TurnEvent, TurnFinish
 
 NOTHING_YET = TurnEvent()
-"""The first event of a turn that is told again: its listeners are answered before it says anything."""
+"""The first event of a repeated turn: listeners' replies start with it, before the turn says anything."""
 
 
 class ReplayableTurn:
     """What a turn has said so far. Any number of listeners read it from its beginning, as if they ran it themselves
-    (RunsTurns); who leaves ends nothing. `end` is its last event, with all of its text."""
+    (RunsTurns). A listener that leaves does not end the turn. `end` is the turn's last event, with its whole text; None
+    until it has ended."""
 
     def __init__(self) -> None:
         self.end: TurnEvent | None = None
@@ -29,13 +30,13 @@ class ReplayableTurn:
         return bool(self._texts) or self.end is not None
 
     def add(self, event: TurnEvent) -> None:
-        """Takes in the turn's next event."""
+        """Adds the turn's next event."""
         self._texts.append(event.text)
         self._last = event
         self._tell()
 
     def broken_off(self, end: TurnEvent) -> TurnEvent:
-        """Its last event where it comes to this end, with all that it has said."""
+        """The turn's last event if it comes to this end now, with everything that it has said."""
         last = self._last
         return TurnEvent(
             text=self.text(),
@@ -48,12 +49,12 @@ class ReplayableTurn:
         )
 
     def finish(self, end: TurnEvent | None = None) -> None:
-        """No more will come. `end` is its last event; None: that was told."""
+        """Ends the turn. `end` is its last event; None: that was added already."""
         self.end = end or replace(self._last, text=self.text(), token_ids=())
         self._tell()
 
     def text(self, num_seen: int = 0) -> str:
-        """Behind the first `num_seen` characters."""
+        """The text after the first `num_seen` characters."""
         return "".join(self._texts)[num_seen:]
 
     @property
@@ -90,7 +91,8 @@ class ReplayableTurn:
 
 
 def ending(end: TurnEvent, text: str) -> list[TurnEvent]:
-    """The last events of a turn that ends so, with the text that was not told before. One that failed has it, too."""
+    """The last events of a turn with this end. `text` was not sent before; a turn that failed has it in an event before
+    the error."""
     if end.error is None:
         return [replace(end, text=text)]
     return [TurnEvent(text=text, in_thought=end.in_thought), end] if text else [end]

@@ -1,4 +1,4 @@
-"""A response of /v1/responses, as JSON: while it is made, and when it has ended."""
+"""A response of /v1/responses as JSON: while it is being made, and when it has ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SERVER_ERROR = "server_error"
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What a response is from its beginning on. `repeated` is what it says of its request."""
+    """What is known of a response from its beginning on. `repeated`: the fields of its request that it repeats."""
 
     id: str
     model_id: str
@@ -51,7 +51,7 @@ class ResponseHead:
 
 
 class ResponseReader:
-    """Follows the one turn of a response."""
+    """Makes a response, and its events, of the events of its one turn."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class ResponseReader:
 
     @property
     def items(self) -> list[Json]:
-        """Of the output, those that have ended."""
+        """The items of the output that have ended."""
         return self._items.items
 
     def read(self, output: TurnEvent | TurnResult) -> list[Event]:
-        """What the turn's next event, or all of it, adds."""
+        """The response's events for the turn's next event, or for the whole turn."""
         logprobs = [logprob_json(entry, self._top_logprobs) for entry in output.logprobs]
         events = list(self._items.add(self._reader.read(output), logprobs))
         finish = self._reader.finish(output)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: made, whole or streamed; had again; gone on from; deleted."""
+"""OpenAI's Responses API: creates responses, whole or streamed; reads them again; cancels and deletes them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ async def create_response(
 
 @dataclass(frozen=True, slots=True)
 class AskedResponse:
-    """A response to be: its turn, what runs and what reads that. `items` is all that was said before it."""
+    """A response that is about to be made: its turn, what runs the turn, and what reads it. `items` is everything that
+    was said before the answer."""
 
     head: ResponseHead
     items: list[Json]
@@ -97,7 +98,8 @@ class AskedResponse:
 async def asked_response(
     body: ResponsesBody, service: TurnService, tenant: str, priority: int, before: Continued | None = None
 ) -> AskedResponse:
-    """`before` is what it goes on from, if its caller knows. Raises ServiceError."""
+    """Prepares the response that the body asks for. `before`: what it goes on from, if the caller knows. Raises
+    ServiceError."""
     model = service.model
     check_model_name(body.model, model)
     check_state(body)
@@ -177,7 +179,7 @@ async def get_response(
     include_obfuscation: bool | None = None,  # noqa: ARG001
     include: Included = None,  # noqa: ARG001
 ) -> Response:
-    """As it is now; or as a stream, from its beginning or behind an event."""
+    """The response as it is now; or as a stream, from its beginning or from after the event `starting_after`."""
     stored, progress = await look_up(service, background, response_id, tenant)
     if not stream:
         if starting_after is not None:
@@ -201,7 +203,7 @@ async def get_response(
 async def delete_response(
     response_id: str, service: Service, background: Background, tenant: Tenant
 ) -> dict[str, Any]:
-    """One that is still being made is cancelled first. Its conversation keeps what it said."""
+    """Deletes a response. If it is still being made, it is cancelled first. Its conversation keeps what it said."""
     stored, progress = await look_up(service, background, response_id, tenant)
     if progress is not None:
         await cancel(service, background, response_id, tenant)
@@ -214,7 +216,7 @@ async def delete_response(
 async def cancel_response(
     response_id: str, service: Service, background: Background, tenant: Tenant
 ) -> Response:
-    """One that has ended is as it was."""
+    """Cancels a response. If it has ended already, it stays as it is."""
     stored = await cancel(service, background, response_id, tenant)
     return JSONResponse(stored.response(service.model))
 
@@ -228,7 +230,7 @@ async def list_input_items(
     after: PreviousItem = None,
     include: Included = None,  # noqa: ARG001
 ) -> dict[str, Any]:
-    """Those that its request sent."""
+    """The items that the response's request sent."""
     return item_page(await input_items(service, response_id, tenant), limit, order, after)
 
 

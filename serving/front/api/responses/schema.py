@@ -168,11 +168,12 @@ class ResponsesBody(SharedFields):
         return None if self.text is None else self.text.held()
 
     def most_tokens(self, model: ModelInfo) -> int | None:
-        """Of the answer, what was thought included. None: as many as the context has room for."""
+        """The most tokens of the answer, thoughts included. None: as many as the context has room for."""
         return most_tokens(model, self.max_output_tokens)
 
     def repeated(self, model: ModelInfo) -> dict[str, Any]:
-        """What a response says of its request, and of how it was sampled where that says nothing."""
+        """The fields of the request that a response repeats. Sampling that the request does not set is the model's
+        default."""
         said = self.model_dump(mode="json", by_alias=True, exclude={"input"}, serialize_as_any=True)
         text = said["text"] or {}
         return {
@@ -206,7 +207,7 @@ def check_stream_options(body: ResponsesBody) -> None:
 
 
 def check_logprobs(body: ResponsesBody, *, is_parted: bool) -> None:
-    """`is_parted`: the answer is looked through for calls or thoughts."""
+    """Refuses log-probabilities that cannot be given. `is_parted`: the answer is searched for calls or thoughts."""
     if not body.tells_logprobs:
         if body.top_logprobs:
             raise refusal(f"top_logprobs: needs {LOGPROBS!r} in include.", "top_logprobs")
@@ -225,7 +226,7 @@ def check_logprobs(body: ResponsesBody, *, is_parted: bool) -> None:
 
 
 def check_state(body: ResponsesBody) -> None:
-    """Refuses what excludes each other of the fields that say what is kept, and gone on from."""
+    """Refuses fields that exclude each other, of those that say what is stored and what the response goes on from."""
     if body.is_background and not body.is_stored:
         raise refusal("background: such a response is stored, so store may not be false.", "background")
     if body.conversation is None:

@@ -1,7 +1,7 @@
-"""Responses that can be had again: turns of hidden sessions, in the session log.
+"""Stored responses, which can be read again: turns of hidden sessions, in the session log.
 
-A stored response is a turn of a session that its id names (continuations.py says of which). So it survives what a
-session survives, and is kept as long as its session is.
+A stored response is a turn of a session that its id names (continuations.py says of which session). So it survives what
+a session survives, and is kept as long as its session.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _SESSION = "resp-"
 _SESSION_CHARS = 32
 NO_RESPONSE = "response_not_found"
 _SCOPE = re.compile(r"[a-z]+_([0-9a-f]{48})o[0-9]+")
-"""Of the id that an item of an answer has."""
+"""Matches the id of an answer's item; finds what follows the prefix in the response's id."""
 _BEGUN = "begun"
 _ENDED = "ended"
-"""In a note of a turn that says nothing: of which response it tells this."""
+"""Fields in the note of a turn that says nothing: the id of the response that has begun, or ended."""
 
 
 def new_response_id(session_id: str | None) -> str:
-    """Of a response that is a turn of this session (None: of none)."""
+    """A new id for a response that is a turn of this session (None: of none)."""
     scope = uuid4().hex if session_id is None else session_id.removeprefix(_SESSION)
     return f"{_ID}{scope}{uuid4().hex[:16]}"
 
@@ -58,12 +58,12 @@ def new_session_id() -> str:
 
 
 def session_apart(response_id: str) -> str:
-    """The session of a response whose turn has no place in the one that its id names, since another's came first."""
+    """The session of a response whose turn could not be in the one that its id names: another turn came first."""
     return f"{_SESSION}{uuid5(NAMESPACE_OID, response_id).hex}"
 
 
 def sessions_of(response_id: str, param: str = "response_id") -> tuple[str, str]:
-    """Where the response may be: it is in the first one but for few. Raises ServiceError for what is no id of a
+    """The sessions that the response may be in; most are in the first. Raises ServiceError if this is not the id of a
     response."""
     scope = response_id.removeprefix(_ID)
     if not response_id.startswith(_ID) or len(scope) <= _SESSION_CHARS:
@@ -72,17 +72,17 @@ def sessions_of(response_id: str, param: str = "response_id") -> tuple[str, str]
 
 
 def response_named(item_id: str | None) -> str | None:
-    """The response whose answer had an item of this id; None for an id that is not of our making."""
+    """The response whose answer had an item of this id; None if the id was not made here."""
     named = _SCOPE.fullmatch(item_id or "")
     return None if named is None else f"{_ID}{named[1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`body` is its request without the input. `input` has the items of that; of one that `repeats` all that was said
-    before, those behind that. `before` is all that was said before, where the turns before it do not have just that, as
-    where it begins its session. `turn_index` is the number of its turn in the session, `end` all of that; None: it was
-    begun in the background, and the log has no end of it."""
+    """A response in the session log. `body` is its request without the input. `input`: the items of the input; if it
+    `repeats` everything that was said before, only the items after that. `before`: everything that was said before;
+    None if the session's turns before it contain exactly that. `turn_index`: the number of its turn in the session.
+    `end`: the whole turn as one event; None: it was begun in the background, and the log has no end of it."""
 
     head: ResponseHead
     repeats: bool
@@ -102,7 +102,7 @@ class StoredResponse:
         *,
         repeats: bool,
     ) -> bytes:
-        """What the log keeps of it beside what its session has; see the attributes."""
+        """What the log keeps of a response beside what its session has; see the attributes."""
         asked = body.model_dump(
             mode="json", by_alias=True, exclude={"input"}, exclude_unset=True, serialize_as_any=True
         )
@@ -111,7 +111,7 @@ class StoredResponse:
 
     @classmethod
     def of(cls, turn: TurnTranscript, session_id: str, model: ModelInfo) -> StoredResponse | None:
-        """None for a turn of which nothing is kept any more."""
+        """The response of a turn; None if no response is kept of it."""
         if not turn.said.note or turn.said.key is None:
             return None
         whole = TurnEvent(
@@ -127,7 +127,7 @@ class StoredResponse:
 
     @classmethod
     def begun(cls, turn: TurnTranscript, said: Json, session_id: str, model: ModelInfo) -> StoredResponse:
-        """`turn` says that it has begun: the next one is to be its own."""
+        """A response that has no end yet. `turn` records that it has begun; the next turn is its own."""
         return cls._noted(said[_BEGUN], said, model, session_id, turn.turn_index + 1, None)
 
     @classmethod
@@ -147,12 +147,12 @@ class StoredResponse:
 
     @property
     def is_completed(self) -> bool:
-        """Whether its turn is part of its session, and can be gone on from."""
+        """Whether its turn is part of its session, so that other responses can go on from it."""
         end = self.end
         return end is not None and end.finish is not None and end.finish.reason != "abort"
 
     def response(self, model: ModelInfo) -> Json:
-        """As its client was told it. It has ended."""
+        """The response as its client got it. It must have ended."""
         assert self.end is not None
         reader = self.reader(model)
         if self.end.error is not None:
@@ -164,7 +164,7 @@ class StoredResponse:
         return response
 
     def reader(self, model: ModelInfo) -> ResponseReader:
-        """For its turn's events, from the first one on."""
+        """A reader for the events of its turn, from the first one on."""
         tools = offered_tools(self.body.tools, self.body.tool_choice, self.body.parallel_tool_calls, model)
         reasoning = reads_thoughts(model, constraint_of(self.body.held(), tools.use))
         return ResponseReader(
@@ -176,8 +176,8 @@ class StoredResponse:
 
 
 async def note_begun(service: TurnService, turn: SessionTurn, tenant: str) -> SessionTurn:
-    """Has the log say that the response of this turn has begun, in a turn before it. Gives the turn as it is to be run
-    now. Raises ServiceError."""
+    """Records in the log that the response of this turn has begun, as a turn before it. Returns the turn as it must be
+    run now. Raises ServiceError."""
     note = json.dumps({_BEGUN: turn.idempotency_key} | json.loads(turn.note)).encode()
     if turn.create:
         await service.open_session(turn.session_id, timeout_s=None, capacity_tokens=None, tenant=tenant)
@@ -186,21 +186,21 @@ async def note_begun(service: TurnService, turn: SessionTurn, tenant: str) -> Se
 
 
 async def note_ended(service: TurnService, stored: StoredResponse, end: TurnEvent, tenant: str) -> None:
-    """Has the log say, in the place of its turn, how a response that had begun came to no end of its own.
+    """Records in the log, in the place of its turn, the end of a response that had begun but has no committed turn.
 
-    Raises ServiceError: (409, "turn_in_flight") while its turn runs, (409, "turn_differs") if it had an end.
+    Raises ServiceError: (409, "turn_in_flight") while its turn runs, (409, "turn_differs") if it has an end already.
     """
     note = json.dumps({_ENDED: stored.head.id, "turn": msgspec.to_builtins(end)}).encode()
     await service.keep_note(stored.session_id, note, expected_turn=stored.turn_index, tenant=tenant)
 
 
 async def find_response(service: TurnService, response_id: str, tenant: str) -> StoredResponse:
-    """Raises ServiceError (404)."""
+    """The response of this id. Raises ServiceError (404)."""
     return (await found_response(service, response_id, tenant)).stored
 
 
 async def input_items(service: TurnService, response_id: str, tenant: str) -> list[Json]:
-    """All that its request sent. Raises ServiceError (404)."""
+    """All items that the response's request sent. Raises ServiceError (404)."""
     turns, at, stored = await found_response(service, response_id, tenant)
     if not stored.repeats:
         return stored.input
@@ -211,7 +211,8 @@ async def input_items(service: TurnService, response_id: str, tenant: str) -> li
 
 
 async def forget_response(service: TurnService, response_id: str, tenant: str) -> None:
-    """Its session goes on without what it said; with its last response the session ends. Raises ServiceError (404)."""
+    """Deletes what the log keeps of the response. Its session goes on, but is closed with its last response. Raises
+    ServiceError (404)."""
     turns, _, stored = await found_response(service, response_id, tenant)
     noted = [turn for turn in turns if turn.said.note and turn.turn_index >= 0]
     its_own = [turn for turn in noted if response_of(turn) == response_id]
@@ -223,7 +224,7 @@ async def forget_response(service: TurnService, response_id: str, tenant: str) -
 
 
 class FoundResponse(NamedTuple):
-    """The turns of a response's session, which of them is its own, and what it is."""
+    """The turns of a response's session, the index of its own turn among them, and the response."""
 
     turns: list[TurnTranscript]
     at: int
@@ -233,7 +234,7 @@ class FoundResponse(NamedTuple):
 async def found_response(
     service: TurnService, response_id: str, tenant: str, param: str = "response_id"
 ) -> FoundResponse:
-    """`param` is the field that names it. Raises ServiceError (404)."""
+    """Finds a response. `param` is the field that names it. Raises ServiceError (404)."""
     for session_id in sessions_of(response_id, param):
         try:
             turns = await service.transcript(session_id, tenant=tenant)
@@ -267,7 +268,7 @@ def _found_in(
 
 
 def response_of(turn: TurnTranscript) -> str | None:
-    """Of which response the turn is, or says that it has begun or ended."""
+    """The response that the turn belongs to: it is the response's turn, or records its beginning or its end."""
     if turn.said.key is not None or not turn.said.note:
         return turn.said.key if turn.said.note else None
     said = json.loads(turn.said.note)
@@ -277,10 +278,10 @@ def response_of(turn: TurnTranscript) -> str | None:
 
 def said_until(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: str, param: str) -> list[Json]:
     """All items up to the end of the last of these turns, which `response_id` went on from. Raises ServiceError (404)
-    where one was deleted."""
+    if one of them was deleted."""
     items: list[Json] = []
     for turn in turns:
-        if turn.asked_len == turn.start_len:  # It says nothing, but that a response has begun or ended.
+        if turn.asked_len == turn.start_len:  # It only records that a response has begun or ended.
             continue
         stored = StoredResponse.of(turn, "", model)
         if stored is None:
@@ -297,7 +298,8 @@ def said_until(turns: Sequence[TurnTranscript], model: ModelInfo, response_id: s
 
 
 def calls_named_by(response_id: str) -> TurnCall:
-    """What an AnswerReader names a response's calls by, whatever session its turn is read from."""
+    """The call from which an AnswerReader derives the ids of the response's tool calls. They do not depend on the
+    session that the turn is read from."""
     return TurnCall(response_id, TextPrompt(""), SamplingParams())
 
 

@@ -1,4 +1,4 @@
-"""The events of a streamed response, numbered."""
+"""The numbered events of a streamed response."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _LAST_EVENTS = MappingProxyType(
     {
         "completed": "response.completed",
         "incomplete": "response.incomplete",
-        "cancelled": "response.incomplete",  # clients know no event of its own
+        "cancelled": "response.incomplete",  # clients know no separate event for it
     }
 )
 
 
 class EventNumbers:
-    """Sequence numbers of a stream's events, of which those up to `behind` are left out."""
+    """Gives the events of a stream their sequence numbers. Events up to number `behind` are left out."""
 
     def __init__(self, behind: int | None = None) -> None:
         self._next = 0
         self._behind = -1 if behind is None else behind
 
     def numbered(self, event: Event) -> Event | None:
-        """None: it is left out."""
+        """The event with its number; None if it is left out."""
         number = self._next
         self._next += 1
         return {**event, "sequence_number": number} if number > self._behind else None
 
 
 class CharacterNumbers(EventNumbers):
-    """The same where each character that is told has a number, and a delta the one of its last. So the numbers do not
-    depend on how a text was cut, and the stream goes on exactly behind any of them, whoever tells the rest."""
+    """The same, but each character of a delta has a number, and the delta has the number of its last character. So the
+    numbers do not depend on how a text was cut, and any front end can continue the stream exactly after any of them."""
 
     def numbered(self, event: Event) -> Event | None:
         delta = event.get("delta")
@@ -52,7 +52,7 @@ class CharacterNumbers(EventNumbers):
 
 
 class ResponseEvents:
-    """The events of one response. The last one has all of it; nothing follows. `common` is in each."""
+    """The events of one response. The last one has the whole response. Each has the fields in `common`."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class ResponseEvents:
         return self._created
 
     def created(self) -> list[Event]:
-        """What is told before the turn says anything."""
+        """The events before the turn says anything."""
         return self._told(self._creation())
 
     def of(self, event: TurnEvent) -> list[Event]:
-        """What an event of the turn adds."""
+        """The response's events for an event of the turn."""
         if event.says_nothing:
             return self.created()
         events = [*self._opening(), *self._reader.read(event)]
@@ -86,7 +86,7 @@ class ResponseEvents:
         return self._told(events)
 
     def prepared(self, event: TurnEvent) -> list[Event]:
-        """Of a response that was to say nothing, at the end of its turn."""
+        """The events, at the end of its turn, of a response that was to say nothing."""
         usage = usage_of(event) | {"output_tokens": 0, "total_tokens": event.prompt_tokens}
         response = self._head.response("completed", completed_at=int(time.time()), usage=usage)
         return self._told([*self._opening(), {"type": _LAST_EVENTS["completed"], "response": response}])

@@ -1,6 +1,6 @@
-"""Tools of /v1/responses, as the functions that they are to chat templates, and what a call of one is to the client.
+"""Tools of /v1/responses: as functions for chat templates, and as the client's tools that a call belongs to.
 
-A function of a namespace is shown to the model under both names.
+A function in a namespace is shown to the model under both names, joined.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from serving.front.api.strict_json import NotSupported, StrictBody
 from serving.wire.turns import ModelInfo
 
 BETWEEN_NAMES = "__"
-"""Between a namespace and a name, as the model is told them."""
+"""Joins a namespace and a name in what the model sees."""
 MAX_NAME_CHARS = 128
 
 
@@ -162,7 +162,7 @@ def shown_name(name: str, namespace: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool that the client runs. `field` is where the request has it."""
+    """A tool that the client runs. `field` is its place in the request."""
 
     kind: Literal["function", "custom"]
     name: str
@@ -173,20 +173,20 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """All of one request, by the names that the model is told. `use`: how they are used; None if there are none."""
+    """All tools of one request, by the names that the model sees. `use`: how they are used; None if there are none."""
 
     by_shown_name: Mapping[str, OfferedTool] = field(default_factory=dict)
     use: ToolUse | None = None
 
     def called(self, shown: str) -> OfferedTool | None:
-        """None: the model made the name up."""
+        """The tool that the model sees under this name; None if the model made the name up."""
         return self.by_shown_name.get(shown)
 
 
 def offered_tools(
     tools: Sequence[Any] | None, choice: Any, parallel: bool | None, model: ModelInfo
 ) -> OfferedTools:
-    """Raises ServiceError, which names the field."""
+    """The tools of a request. Raises ServiceError, which names the field."""
     offered: dict[str, OfferedTool] = {}
     for tool in _each(tools or ()):
         shown = tool.function.name
@@ -230,7 +230,7 @@ def _offered(tool: FunctionTool | CustomTextTool, namespace: str | None, place: 
 def _chosen(
     choice: Any, offered: Mapping[str, OfferedTool]
 ) -> tuple[ToolChoice | None, frozenset[str] | None]:
-    """What chat's tool choice would be, and the tools that the model is told of (None: all)."""
+    """The choice as a tool choice of chat completions, and the tools that the model is told of (None: all)."""
     if isinstance(choice, ChosenTool):
         name = _known(choice, offered, "tool_choice")
         return NamedTool(type="function", function=ChosenFunction(name=name)), None

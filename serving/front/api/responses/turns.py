@@ -1,4 +1,4 @@
-"""Runs the turns of responses, in the sessions that they begin or go on in."""
+"""Runs the turns of responses, in sessions that they begin or continue."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from serving.wire.turns import ServiceError, SessionTurn, TurnCall, TurnEvent, T
 
 @dataclass(frozen=True, slots=True)
 class ResponseTurns:
-    """The turn of a response that goes on from `before` (RunsTurns); `session_turn` says what it is to its session. If
-    another's turn has its place by now it is made apart. A session that is made for it is closed unless the response is
-    in it: nobody asks again under its id."""
+    """Runs the turn of a response that goes on from `before` (RunsTurns). `session_turn` makes its SessionTurn. If
+    another turn has taken its place, the response gets a session of its own (Continued.apart). A session that is made
+    for the response is closed if the turn comes to nothing: nobody will ask for it under that id again."""
 
     service: TurnService
     before: Continued
@@ -40,8 +40,8 @@ class ResponseTurns:
             yield events
 
     async def start(self, background: BackgroundResponses, plan: TurnPlan) -> ReplayableTurn:
-        """Behind the request: from then on the session says how the response ended, whatever comes of its turn. Raises
-        ServiceError."""
+        """Starts the turn in the background. From then on the session records how the response ended, even if its turn
+        comes to nothing. Raises ServiceError."""
         (call,) = plan.calls
         try:
             return await self._start(self.before, call, background, plan)

@@ -1,7 +1,7 @@
 """OpenAI's Responses over a WebSocket: `response.create` messages, answered with the events that a stream has.
 
-A connection has lanes, which clients name by `stream_id`. Responses of one lane come one after another, those of
-several at once. Each message passes what a request passes: its caller's key, its size, its JSON, its fields.
+A connection has lanes, which clients name by `stream_id`. Responses of one lane are made one after another, those of
+different lanes at the same time. Each message is checked as a request is: caller's key, size, JSON, fields.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from serving.front.api.strict_json import SMALL_BODY_BYTES, parsed_json
 from serving.wire.turns import ErrorInfo, ServiceError
 
 MOST_LANES = 32
-"""With a name."""
+"""Named lanes of one connection."""
 MOST_RESPONSES = 16
-"""At once; others of the connection wait."""
+"""Responses that a connection makes at the same time; others wait."""
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _SHOWN_CHARS = 60
@@ -49,7 +49,7 @@ def routes() -> APIRouter:
 
 
 async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller: Client) -> None:
-    """A connection, until its end. Raises ServiceError instead of accepting it."""
+    """Serves a connection until its end. Raises ServiceError if it is not accepted."""
     state = websocket.app.state
     limits: BodyLimits = state.body_limits
     sockets: Sockets = state.sockets
@@ -80,7 +80,7 @@ async def respond(websocket: WebSocket, service: Service, tenant: Tenant, caller
 
 @dataclass(slots=True)
 class _Queue:
-    """What waits for a lane, each with what its message says."""
+    """Messages that wait for a lane, each with its JSON."""
 
     lane: Lane
     waiting: deque[tuple[Received, Json]] = field(default_factory=deque)
@@ -88,7 +88,7 @@ class _Queue:
 
 
 class Lanes:
-    """Those of one connection. `is_known`: whether its caller's key is still valid."""
+    """The lanes of one connection. `is_known`: whether its caller's key is still valid."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Lanes:
             pass
 
     async def _put(self, message: Received, tasks: asyncio.TaskGroup) -> None:
-        """Into its lane's queue. What belongs to none is answered here."""
+        """Puts a message into its lane's queue. A message that belongs to no lane is refused here."""
         try:
             value = await self._read(message)
             queue = self._queue_of(value.get("stream_id"))
@@ -129,7 +129,7 @@ class Lanes:
             tasks.create_task(self._serve(queue))
 
     async def _read(self, message: Received) -> Json:
-        """Raises ServiceError and HTTPException for what is no message of ours."""
+        """The message's JSON. Raises ServiceError or HTTPException if it is not a valid message."""
         if message.text is None:
             raise refusal("Send messages as text.", None)
         self._limits.check_size(message.size_bytes)
@@ -143,7 +143,7 @@ class Lanes:
         return value
 
     def _queue_of(self, stream_id: Any) -> _Queue:
-        """Raises ServiceError."""
+        """The queue of the lane that a message names. Raises ServiceError."""
         if stream_id is None:
             return self._default
         if not isinstance(stream_id, str) or not _STREAM_ID.fullmatch(stream_id):
@@ -157,7 +157,7 @@ class Lanes:
         return self._named[stream_id]
 
     async def _serve(self, queue: _Queue) -> None:
-        """All that waits there, one after another."""
+        """Answers all messages in the queue, one after another."""
         while queue.waiting:
             message, value = queue.waiting.popleft()
             async with self._room:
@@ -166,7 +166,7 @@ class Lanes:
         queue.is_served = False
 
     async def _answer(self, message: Received, value: Json, lane: Lane) -> None:
-        """What is wrong is told, and ends no more than this response."""
+        """Answers a message. An error is sent to the client, and ends only this response."""
         if not self._is_known():
             self._socket.end(WS_1008_POLICY_VIOLATION, "The key is not valid any more.")
             raise ClientGone
@@ -178,6 +178,6 @@ class Lanes:
             task = asyncio.current_task()
             if (
                 task is not None and task.cancelling()
-            ):  # what went wrong then is no answer, and nothing is to follow
+            ):  # cancelled: the error is not an answer, and nothing more may be sent
                 raise
             await lane.refuse(error)

@@ -1,4 +1,4 @@
-"""The session protocol: SGLang's native API, see docs/api.md for what is left out."""
+"""The session protocol: SGLang's native API. docs/api.md says what is left out."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def get_server_info(service: Service) -> Response:
 
 
 async def get_load(service: Service) -> list[dict[str, Any]]:
-    """Of each replica that answers. `num_tokens` is the KV that is in use, of sessions and of requests."""
+    """The load of each replica that answers. `num_tokens`: tokens of KV in use, by sessions and requests."""
     return [
         {
             "dp_rank": rank,
@@ -138,7 +138,7 @@ def _pages_in_use(pages: dict[str, int]) -> int:
 
 
 async def health_generate(request: Request, service: Service) -> Response:
-    """Healthy if a token comes out."""
+    """Healthy if a replica generates a token."""
     call = TurnCall(
         new_id("health-"),
         TokenPrompt((0,)),
@@ -176,7 +176,7 @@ async def generate(
 async def _in_session(
     plan: TurnPlan, params: SessionParams, idempotency_key: str | None, service: TurnService
 ) -> tuple[TurnPlan, RunsTurns]:
-    """The plan of one call as a turn of the session, and who runs it. Raises ServiceError, which names the field."""
+    """The plan of one call as a turn of the session, and what runs it. Raises ServiceError, which names the field."""
     (call,) = plan.calls
     runner: RunsTurns = service
     try:
@@ -249,7 +249,7 @@ def _prompts(body: GenerateBody, model: ModelInfo) -> list[TextPrompt | TokenPro
 
 
 def _request_ids(body: GenerateBody, num_prompts: int) -> list[str]:
-    """One for each call: those of the client for its prompts, numbered where a prompt has several choices."""
+    """One id for each call: the client's ids for its prompts, numbered if a prompt has several choices."""
     count = body.sampling.n
     rids = body.rid
     if isinstance(rids, list):
@@ -271,7 +271,7 @@ def _logprobs(body: GenerateBody) -> LogprobParams | None:
 
 
 def _field_names(prompt_field: str) -> dict[str, str]:
-    """What this protocol calls the fields that the service names in its errors."""
+    """The names that this protocol has for the fields that the service names in its errors."""
     sampling = {name: f"sampling_params.{name}" for name in SamplingParams.__dataclass_fields__}
     return {
         **sampling,

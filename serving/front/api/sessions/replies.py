@@ -17,12 +17,13 @@ from serving.front.api.turn_streams import TurnPlan, TurnResult
 from serving.wire.turns import ErrorInfo, TextLogprob, TurnCall, TurnEvent, TurnFinish
 
 NEW_SHARE = 1 / 128
-"""Of an event that tells all that came before it, too: a stream has not more than about 128 times the bytes of its last
-event, however long that is. With an event for every token, 4,000 tokens of text would be 61 MB."""
+"""How much of an event must be new, if it also repeats everything before it. So a stream has at most about 128 times
+the bytes of its last event. With an event for every token, 4,000 tokens of text would be 61 MB."""
 
 LARGE_EVENT_BYTES = 256 * 1024
 NEW_SHARE_OF_LARGE = 1 / 16
-"""With an event for every token, 4,000 tokens with twenty log-probabilities each would be 4 GB."""
+"""The same for large events. With an event for every token, 4,000 tokens with twenty log-probabilities each would be
+4 GB."""
 
 ID_BYTES = 6
 ItemsByField = Mapping[str, bytes]
@@ -35,9 +36,9 @@ async def whole_reply(body: GenerateBody, call: TurnCall, result: TurnResult) ->
 
 
 class GenerateEncoder:
-    """Writes the events of one request: each tells the whole text and all token ids so far, or, as with SGLang's option
-    of that name, `incremental` ones only what is new. Counts are totals in both. Those that tell everything wait until
-    a share of it is new, or the end."""
+    """Writes the events of one request. Each has the whole text and all token ids so far; with `incremental`, as with
+    SGLang's option of that name, only what is new. Counts are totals in both. An event that repeats everything waits
+    until a share of it is new (NEW_SHARE), or the turn ends."""
 
     keep_alive = KEEP_ALIVE_COMMENT
 
@@ -48,7 +49,7 @@ class GenerateEncoder:
         self._incremental = incremental
         self._results = [TurnResult() for _ in plan.calls]
         self._written: list[defaultdict[str, list[bytes]]] = [defaultdict(list) for _ in plan.calls]
-        """Of each call what its events so far have of log-probabilities: each entry is written once."""
+        """The JSON of each call's log-probabilities so far, so that each entry is written only once."""
         self._told = [_Sent() for _ in plan.calls]
 
     def accepted(self) -> bytes:
@@ -80,7 +81,7 @@ class GenerateEncoder:
 
 
 class _Sent:
-    """How large the events of a call are, about: what there is to tell, and what of it the last one had."""
+    """The approximate size of a call's events: of everything so far, and of the event that was sent last."""
 
     def __init__(self) -> None:
         self._size_bytes = 0

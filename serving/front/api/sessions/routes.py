@@ -1,4 +1,4 @@
-"""Kedge's own calls on sessions: listed, opened, read back, forked, rewound, closed."""
+"""Kedge's own calls on sessions: list, open, read back, fork, rewind, move, close."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from serving.wire.transcripts import conversation_of
 from serving.wire.turns import ServiceError, TurnService, TurnTranscript
 
 MOST_IN_PAGE = 1000
-"""Sessions, if the caller asks for no fewer: a page holds up the controller's loop and this one's for some ms."""
+"""Most sessions in a page, and the default: a page blocks the controller's loop and this one's for some ms."""
 MAX_CURSOR_CHARS = 1024
 LAST_TURNS = 5
-"""As many are named to whoever names one that is not there."""
+"""How many turns an error names if the turn that was asked for does not exist."""
 
 PageSize = Annotated[int, Query(ge=1, le=MOST_IN_PAGE)]
 Cursor = Annotated[str, Query(max_length=MAX_CURSOR_CHARS)]
@@ -34,7 +34,7 @@ RequestOfTree = Annotated[Name | None, Query()]
 
 
 async def _named_by_client(session_id: Annotated[str, Path()]) -> str:
-    """What a tree's request has for a session goes by the names of both."""
+    """Refuses the internal session id of a tree's request: clients name the tree, and the request by `rid`."""
     if tree_and_request(session_id)[1] is not None:
         raise _unknown()
     return session_id
@@ -112,8 +112,8 @@ async def list_sessions(
     limit: PageSize = MOST_IN_PAGE,
     after: Cursor | None = None,
 ) -> dict[str, Any]:
-    """Those of the tenant; an operator who names none sees all. `next` is what the next page comes `after`; null: this
-    is the last."""
+    """The tenant's sessions; an operator who names no tenant gets all. `next` is the `after` of the next page; null:
+    this is the last one."""
     everybodys = caller.operator and not tenant
     found = await service.sessions(tenant=None if everybodys else tenant, after=after, limit=limit + 1)
     page = found[:limit]
@@ -135,8 +135,8 @@ async def get_session(
     messages: bool = False,
     rid: RequestOfTree = None,
 ) -> dict[str, Any]:
-    """With `messages` what was said in it, too, and its checkpoints: how many messages and tokens there were when a
-    turn had ended. `rid`: of a tree that request."""
+    """The session. With `messages`: also its messages and checkpoints, which say how many messages and tokens there
+    were at the end of each turn. `rid`: a request of the session, which is a tree."""
     if rid is not None:
         session_id = node_id(session_id, rid)
     session = await service.session(session_id, tenant=tenant)
@@ -199,7 +199,7 @@ async def delete_session(session_id: SessionId, service: Service, caller: Client
 
 
 async def _end_of(session_id: str, turn_index: int, service: TurnService, tenant: str) -> int:
-    """How many tokens there were when the turn had ended."""
+    """How many tokens the session had at the end of the turn. Raises ServiceError if there is no such whole turn."""
     turns = await service.transcript(session_id, tenant=tenant)
     ends = {turn.turn_index: turn.end_len for turn in turns if turn.turn_index >= 0 and not turn.is_cut}
     if turn_index in ends:
@@ -213,7 +213,7 @@ async def _end_of(session_id: str, turn_index: int, service: TurnService, tenant
 
 
 def _number(turn: TurnTranscript) -> int | None:
-    """A fork has turns of its parent, which have no number in it."""
+    """The turn's number; None for a turn of a fork's parent, which has no number in the fork."""
     return turn.turn_index if turn.turn_index >= 0 else None
 
 

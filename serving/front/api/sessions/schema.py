@@ -81,7 +81,7 @@ class SamplingBody(StrictBody):
         return self.seed if self.sampling_seed is None else self.sampling_seed
 
     def sampling(self, model: ModelInfo) -> SamplingParams:
-        """The engine's parameters; the seed and the token limit travel beside them."""
+        """The engine's parameters; the seed and the token limit are passed separately."""
         stop_ids = self.stop_token_ids or []
         check_token_ids(stop_ids, model, "sampling_params.stop_token_ids")
         least = "sampling_params.min_new_tokens"
@@ -181,7 +181,7 @@ class GenerateBody(StrictBody):
     @field_validator("input_ids")
     @classmethod
     def _one_input(cls, input_ids: Any, info: ValidationInfo) -> Any:
-        """A text that is wrong itself is told first."""
+        """If the text itself is wrong, that error is reported first."""
         if (info.data.get("text") is None) == (input_ids is None):
             raise ValueError("Give either text or input_ids.")
         return input_ids
@@ -226,7 +226,7 @@ LogprobEntry = tuple[float | None, int, str | None]
 class MetaInfo(Reply, kw_only=True):
     """`e2e_latency` in seconds; token counts as the protocol defines them.
 
-    The `spec_` fields are there if tokens were proposed ahead of the model; the rate is accepted by proposed.
+    The `spec_` fields are set if there were drafts; the rate is accepted drafts divided by all drafts.
     """
 
     id: str

@@ -1,9 +1,9 @@
-"""Sessions that are trees of requests, as SGLang has them: each request goes on from an earlier one, or begins anew.
+"""Sessions that are trees of requests, as in SGLang: each request goes on from an earlier one, or begins anew.
 
-Each request of a tree is a session of its own, with one turn: a fork of the one that it goes on from. So several may go
-on from the same at once, KV is shared, and what a tree has survives its replica. The tree itself is a session without
-history. Its own idle timeout counts from its last request that began anew, that of a request from the last one that
-went on from it.
+Each request of a tree is a session of its own, with one turn: a fork of the request that it goes on from. So several
+requests can go on from the same one at once, KV is shared, and the tree survives the loss of a replica. The tree itself
+is a session without history. The tree's idle timeout counts from the last request that began anew, a request's from the
+last request that went on from it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from serving.wire.turns import (
 )
 
 BEHIND_TREE = "\x1f"
-"""Between a tree's name and a request's: no client's name has it."""
+"""Separates a tree's name from a request's. No name that a client gives contains it."""
 MOST_AT_ONCE = 256
 _ANOTHERS = ANOTHERS_TURN | {SESSION_CLOSING, SESSION_NOT_FOUND}
-"""A request hears so of a node that is not there for it: another of its name has it, or had."""
+"""Errors that say that a node is not this request's: another request of the same name has it, or had it."""
 
 
 async def begin_request(
     service: TurnService, params: SessionParams, rid: str, key: str | None, tenant: str
 ) -> SessionTurn:
-    """The turn of a request of a tree, which is `rid` from then on. Raises ServiceError, which names the field."""
+    """Makes the session of the new request `rid` of a tree, and returns its turn. Raises ServiceError, which names the
+    field."""
     parent = params.id if not params.rid else node_id(params.id, params.rid)
     if params.rid:
         await _check_finished(service, params, tenant)
@@ -52,8 +53,8 @@ async def begin_request(
 
 
 class TreeRequests:
-    """Runs requests of a tree. What has a key is left to whoever asks again under it, and to its idle timeout: it may
-    have been committed, or run for an earlier try."""
+    """Runs requests of a tree. The session of a failed request is closed, unless the request has an idempotency key:
+    then it may have been committed or run for an earlier try, so it is left to the next try and to its idle timeout."""
 
     def __init__(self, service: TurnService) -> None:
         self._service = service
@@ -68,24 +69,24 @@ class TreeRequests:
 
 
 def node_id(tree_id: str, rid: str) -> str:
-    """What the cluster calls the session of a tree's request."""
+    """The session id of a tree's request inside the cluster."""
     return f"{tree_id}{BEHIND_TREE}{rid}"
 
 
 def told_session(session: SessionInfo) -> dict[str, Any]:
-    """As its client knows it. `rid` is null for what is no request of a tree."""
+    """The session as its client knows it. `rid` is null if it is not a request of a tree."""
     session_id, rid = tree_and_request(session.session_id)
     return asdict(session) | {"session_id": session_id, "rid": rid}
 
 
 def tree_and_request(session_id: str) -> tuple[str, str | None]:
-    """The session as its client knows it, and which request of that this is: None for what is no node of a tree."""
+    """The session id as its client knows it, and the request; None if the session is not a request of a tree."""
     tree_id, behind, rid = session_id.partition(BEHIND_TREE)
     return tree_id, rid if behind else None
 
 
 async def close_tree(service: TurnService, tree_id: str, tenant: str) -> None:
-    """Closes all of its requests, if it has any. It itself is its caller's to close."""
+    """Closes all requests of a tree, if it has any. The caller closes the tree itself."""
     for node in await _nodes(service, tree_id, tenant):
         await service.close_session(node, tenant=tenant)
 
@@ -102,7 +103,7 @@ async def _check_finished(service: TurnService, params: SessionParams, tenant: s
 
 
 async def _kept_len(service: TurnService, params: SessionParams, parent: str, tenant: str) -> int | None:
-    """How many tokens the request goes on from: all (None), or fewer, as its client asks for."""
+    """How many tokens of its parent the request goes on from: all (None), or as many as its client asks for."""
     if not params.rid:
         return 0
     offset = params.offset or None
@@ -118,7 +119,8 @@ async def _kept_len(service: TurnService, params: SessionParams, parent: str, te
 async def _fork(
     service: TurnService, parent: str, node: str, length: int | None, tenant: str, *, may_be_there: bool
 ) -> None:
-    """`may_be_there`: the request has a key, under which a finished one is answered again."""
+    """Makes `node` as a fork of `parent`. `may_be_there`: the request has a key, so the node may be that of an earlier
+    try, whose answer is repeated."""
     while True:
         try:
             await service.fork_session(parent, node, length=length, timeout_s=None, tenant=tenant)
@@ -140,8 +142,9 @@ async def _fork(
 
 
 async def _left_over(service: TurnService, node: str, tenant: str) -> bool:
-    """Whether it is what a request has left that came to nothing. The node is its caller's then: no turn of another can
-    be the first any more. Its owner says so, for the ledger hears of turns in flight only later."""
+    """Whether the node was left by a request that came to nothing. If so, it is the caller's now: the note takes the
+    place of the first turn, so no other turn can have it. The owner decides this, because the ledger learns of turns in
+    flight only later."""
     session = await service.session(node, tenant=tenant)
     if session is None or session.turns >= FINISHED_TURNS or session.in_turn:
         return False
@@ -155,7 +158,7 @@ async def _left_over(service: TurnService, node: str, tenant: str) -> bool:
 
 
 async def _drop_behind(service: TurnService, tree_id: str, rid: str | None, tenant: str) -> None:
-    """Closes what went on from the request, and from that; without a name all requests."""
+    """Closes all requests that went on from the request `rid`, directly or not; None: all requests of the tree."""
     nodes = await _nodes(service, tree_id, tenant)
     gone = set(nodes)
     if rid is not None:
@@ -166,7 +169,7 @@ async def _drop_behind(service: TurnService, tree_id: str, rid: str | None, tena
 
 
 def _behind(root: str, parents: dict[str, str | None]) -> set[str]:
-    """All that went on from the root, by what each node went on from."""
+    """All nodes that went on from the root, directly or not. `parents`: which node each one went on from."""
     found: set[str] = set()
     newest = {root}
     while newest:
@@ -176,8 +179,8 @@ def _behind(root: str, parents: dict[str, str | None]) -> set[str]:
 
 
 async def _parent_of(service: TurnService, tree_id: str, node: str, tenant: str) -> str | None:
-    """A turn's note names the request that it went on from, and its own. One in flight has only the turns of those
-    before it."""
+    """The node that `node` went on from; None if it began anew. A turn's note names its own request and the one that it
+    went on from. While the node's turn is in flight, it has only turns of its ancestors: the last is its parent's."""
     turns = await service.transcript(node, tenant=tenant)
     if not turns:
         return None
