@@ -1,4 +1,4 @@
-"""What a replica gets from its surroundings: from Ray Serve, or from a test."""
+"""What a replica gets from its surroundings, which are Ray Serve or a test."""
 
 from __future__ import annotations
 

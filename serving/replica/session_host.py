@@ -38,8 +38,7 @@ from serving.wire.turns import ForkedSession
 logger = logging.getLogger(__name__)
 
 OFFER_TIMEOUT_S = 1.0
-"""How long a turn waits while its session is offered to other replicas. A controller that is away delays it no longer.
-"""
+"""The longest that a turn waits while its session is offered to other replicas, also if the controller is away."""
 IN_USE_S = 1.0
 """A session whose last turn ended less than this ago is in use: its next turn is likely to come soon."""
 KV_WAIT_S = 0.05
@@ -53,9 +52,9 @@ T = TypeVar("T")
 
 
 class SessionHost:
-    """Holds this replica's sessions. `engine_timeout_s` bounds every wait for the engine. `pace` limits how fast a drain
-    hands over sessions in use. `settings_hash` tells old and new replicas of a rolling update apart. `on_loaded` is
-    called with the seconds that loading a session took."""
+    """Holds this replica's sessions. `engine_timeout_s` bounds every wait for the engine. `pace` limits how fast a
+    drain hands over sessions in use. `settings_hash` tells old and new replicas of a rolling update apart. `on_loaded`
+    is called with the seconds that loading a session took."""
 
     def __init__(
         self,
@@ -142,8 +141,8 @@ class SessionHost:
     async def offer(self, session_id: str, epoch: int) -> None:
         """Offers the session to other replicas if this one is crowded, or if it drains and the pace allows it.
 
-        Called for a turn that begins; that turn keeps other turns away meanwhile. Raises SessionMoved if another replica
-        took the session. The caller must then end the turn with `let_go`."""
+        Called for a turn that begins; that turn keeps other turns away meanwhile. Raises SessionMoved if another
+        replica took the session. The caller must then end the turn with `let_go`."""
         if self._draining and not self._pace.may_go(self._sessions.committed_len(session_id)):
             return
         if self._draining or self._crowded:
@@ -289,8 +288,8 @@ class SessionHost:
         return self._draining and not self._stuck and bool(len(self._sessions))
 
     async def farewell(self, fault: str = "") -> None:
-        """Tells the controller that this replica answers nothing any more, and its `fault`, if that is the reason. Raises
-        no ControllerError: without the farewell, the controller notices the silence."""
+        """Tells the controller that this replica answers nothing any more, and its `fault`, if that is the reason. A
+        ControllerError is only logged: without the farewell, the controller notices the silence."""
         self._left = True
         try:
             if fault:

@@ -139,8 +139,8 @@ class TurnRunner:
                 await self._tasks.outcome(self._leave(begun))
 
     def abort(self, request_id: str | None, tenant: str) -> int:
-        """Aborts the tenant's requests with this id (None: all of them); returns how many. They end with reason "abort".
-        """
+        """Aborts the tenant's requests with this id (None: all of them), and returns how many. They end with reason
+        "abort"."""
         chosen = [live.request_id for live in self._live.values() if live.call.named(request_id, tenant)]
         try:
             for engine_id in chosen:
@@ -159,8 +159,8 @@ class TurnRunner:
         await self._tasks.outcome(self._tasks.start(self._say_nothing(turn)))
 
     async def keep_note(self, call: KeepNote) -> None:
-        """Commits an empty turn with a note, once per key. Like a rewind it completes if the caller is cancelled. Raises
-        ControllerError."""
+        """Commits an empty turn with a note, once per key. Like a rewind it completes if the caller is cancelled.
+        Raises ControllerError."""
         await self._ended(call.session_id, call.key)
         await self._host.hold(call.session_id, call.epoch)
         turn = self._sessions.begin_turn(

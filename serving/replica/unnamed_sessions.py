@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 EPOCH = 1
 MOST_TOKENS = 2**24
-"""The limit for all conversations together: 64 MiB at four bytes per token. The engine's token chains come on top."""
+"""The limit for all conversations together: 64 MiB at four bytes per token, and 16 bytes more per page for its hash."""
 MOST_SESSIONS = 16_384
 
 
@@ -53,8 +53,8 @@ class UnnamedSessions:
         return self._num_tokens
 
     def begin(self, call: TurnCall) -> Turn | None:
-        """Begins a turn of the conversation that the call continues, or of a new one. None if the call has a session, or
-        is not a chat that can be recognized."""
+        """Begins a turn of the conversation that the call continues, or of a new one. None if the call has a session,
+        is not a chat that can be recognized, or wants log-probabilities of its input."""
         prompt = call.prompt
         if call.session is not None or not isinstance(prompt, ChatPrompt) or not prompt.said:
             return None
