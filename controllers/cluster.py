@@ -138,8 +138,8 @@ class Cluster:
         )
 
     def report_unreachable(self, replica_id: str, died: bool) -> bool:
-        """Notes that a front end could not reach a replica. `died`: its process has certainly ended. True if the replica
-        now counts as gone: its sessions move when they are next used."""
+        """Notes that a front end could not reach a replica. `died`: its process has certainly ended. True if the
+        replica now counts as gone: its sessions move when they are next used."""
         gone = self._replicas.unreachable(replica_id, died=died) is ReplicaState.GONE
         if gone:
             self._reports.forget(replica_id)

@@ -55,8 +55,8 @@ class ClusterController:
 
     `settings` apply until a deployment is announced. From then on those of the newest deployment apply, also after the
     actor has restarted. `cluster` names the cluster to others on the same session log. `link_secret` is shared by the
-    processes of the cluster; Ray keeps it for a restart of the actor. `clock` returns Unix time, `timer` monotonic time,
-    in seconds. Construction raises StoreError if the session log cannot be used.
+    processes of the cluster; Ray keeps it for a restart of the actor. `clock` returns Unix time and `timer` monotonic
+    time, in seconds. Construction raises StoreError if the session log cannot be used.
     """
 
     version = WIRE_VERSION
