@@ -369,8 +369,8 @@ class Cluster:
         return session_figures(self._ledger, self._replicas) | self._stats.figures()
 
     def measures(self, commits_queued: int = 0) -> list[Measure]:
-        """The same figures with labels and buckets. `commits_queued`: how many turns wait for their group of commits.
-        """
+        """The same figures with labels and buckets. `commits_queued`: how many turns wait for their group of
+        commits."""
         queued = Measure("controller_commits_queued", float(commits_queued))
         return [*measures(self._ledger, self._replicas, self._stats), queued]
 

@@ -46,8 +46,8 @@ class ClusterWatch:
         self.events.note("moved", entry.session_id, entry.replica_id, to_replica_id, why)
 
     def taken_over(self, entry: LedgerEntry, to_replica_id: str) -> None:
-        """Notes a takeover: the session's owner is gone. The event of that replica comes before those of its sessions.
-        """
+        """Notes a takeover: the session's owner is gone. The event of that replica comes before those of its
+        sessions."""
         self.look()
         self.events.note("taken_over", entry.session_id, entry.replica_id, to_replica_id, "its owner is gone")
 

@@ -120,8 +120,8 @@ class ToolsDiffer(ControllerError):
 
 
 class ModelChanged(ControllerError):
-    """The tokenizer or vocabulary of the served model differs from that of the model that made the session's history.
-    """
+    """The tokenizer or vocabulary of the served model differs from that of the model that made the session's
+    history."""
 
     code = "model_changed"
     field = "session_id"

@@ -21,7 +21,7 @@ def open_store(log: LogSettings, cluster: str, clock: Callable[[], float]) -> Se
     `clock` returns Unix time in seconds. The keys of an encrypted log are in the environment. Raises StoreError."""
     cipher = LogCipher.parse(os.environ.get(LOG_KEYS, ""), encrypts=log.encrypted)
     if isinstance(log, RedisLogSettings):
-        from controllers.redis_store import RedisSessionStore  # only here: else every process would load redis
+        from controllers.redis_store import RedisSessionStore  # here, so that others do not load redis
 
         return RedisSessionStore(log, cluster, clock=clock, open_patience_s=OPEN_PATIENCE_S, cipher=cipher)
     return SqliteSessionStore(log.path, clock=clock, full_sync=log.full_sync, cipher=cipher)

@@ -99,7 +99,7 @@ class Rebalancing:
 
 
 def kv_tokens_at_owner(entry: LedgerEntry) -> int:
-    """Tokens whose KV a move throws away: 0 if the owner reported that it has none, and the session was not used since.
-    """
+    """Tokens whose KV a move throws away: 0 if the owner reported that it has none, and the session was not used
+    since."""
     told = entry.reported_s is not None and not entry.used_since_report
     return 0 if told and not entry.in_turn and entry.size_bytes == 0 else entry.tokens

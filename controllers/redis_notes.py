@@ -27,8 +27,8 @@ class RedisNotes:
     def notes(
         self, entry: LedgerEntry, fields: Mapping[bytes, bytes], starts: Mapping[int, int]
     ) -> list[TurnNote]:
-        """The notes that count. `starts` says where turns begin, by index: earlier versions write turns without a note.
-        """
+        """The notes that count. `starts` says where turns begin, by index: earlier versions write turns without a
+        note."""
         notes = {note.turn_index: note for note in self._parsed(entry.session_id, fields)}
         unsaid = (TurnNote(at, start, start, start) for at, start in starts.items() if at not in notes)
         found = counting((*notes.values(), *unsaid), entry.tokens)

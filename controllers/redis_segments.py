@@ -85,8 +85,8 @@ class RedisSegments:
     def made(
         self, base: Base, end_len: int, tokens: bytes, uses: dict[str, int]
     ) -> tuple[str, list[Command]]:
-        """A new segment's id and the commands that make it. The caller must record that it uses its base (`changed`).
-        """
+        """A new segment's id and the commands that make it. The caller must record that it uses its base
+        (`changed`)."""
         segment = secrets.token_hex(SEGMENT_ID_BYTES)
         pairs = [word for user, length in uses.items() for word in (length, user)]
         return segment, [

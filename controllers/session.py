@@ -49,8 +49,8 @@ from controllers.turns import Fork, Replay, Turn
 MOST_CHECKPOINTS = 1024
 """The most checkpoints of one session. A conversation that goes back further is recognized by its tokens."""
 TRIED_AGAIN_WITHIN_S = 60.0
-"""A retry comes within this time. OpenAI's SDKs wait for at most 8 s, or as long as `retry-after` says, up to a minute.
-"""
+"""A retry comes within this time. OpenAI's SDKs wait for at most 8 s, or as long as `retry-after` says, up to a
+minute."""
 
 
 class SessionController:

@@ -1,4 +1,4 @@
-"""SessionNotes: what a session's turns said, read back from the session log. Pure logic."""
+"""SessionNotes: reads what a session's turns said back from the session log. Pure logic."""
 
 from __future__ import annotations
 

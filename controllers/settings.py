@@ -95,8 +95,8 @@ class ClusterSettings:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What a deployment of the application announces to the controller. Each `serve deploy` has a new `deployment_id`.
-    """
+    """What a deployment of the application announces to the controller. Each `serve deploy` has a new
+    `deployment_id`."""
 
     deployment_id: str
     settings: ClusterSettings

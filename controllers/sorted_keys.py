@@ -1,5 +1,5 @@
-"""A sorted set of texts that is read in pages from any text on. It is many short sorted lists, like a B-tree's leaves.
-"""
+"""A sorted set of texts that is read in pages from any text on. It is many short sorted lists, like a B-tree's
+leaves."""
 
 from __future__ import annotations
 

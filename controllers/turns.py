@@ -1,4 +1,4 @@
-"""What is in flight in a session: a turn or a fork."""
+"""What can be in flight in a session (a turn or a fork), and the answer of a turn that ran before."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ class LiveTurn:
     `turn` is None outside a session. `named` is the turn only if the client names the session. `emit` sends the turn's
     events to the client while it is there. `finish` and `ended` are set once the engine has sent its final delta.
     `settled` is set once the turn has been committed or rolled back, or a task is sure to do so. `resumed` is the part
-    of the answer that an earlier replica has sent: the engine's first delta repeats its tokens, they do not count for
-    timing, and its log-probabilities are added to the first event. Times are those of the replica's clock. `queued_s`
-    is how long the turn waited in the engine.
+    of the answer that a lost replica had sent. The engine's first delta repeats its tokens, which do not count for
+    timing. The first event also has the log-probabilities of `resumed`. Times are those of the replica's clock.
+    `queued_s` is how long the turn waited in the engine.
     """
 
     call: TurnCall
@@ -120,7 +120,7 @@ class EventMaker:
         self._clock = clock
 
     def take(self, live: LiveTurn, delta: TokenDelta) -> None:
-        """Emits what the delta brings, if anything. If that fails, the turn ends with an error."""
+        """Emits what the delta brings, if anything. If that fails, it ends the turn with an error and raises."""
         try:
             live.queued_s = delta.queued_s
             self._time(live, len(delta.token_ids) - len(live.resumed.token_ids))

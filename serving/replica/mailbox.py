@@ -17,8 +17,8 @@ TakeDelta = Callable[[TokenDelta], None]
 
 
 class Mailbox:
-    """Passes each request's deltas to its taker. `deliver` is the engine's DeltaSink. Call the rest on the event loop.
-    """
+    """Passes each request's deltas to its taker. `deliver` is the engine's DeltaSink. Call the rest on the event
+    loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

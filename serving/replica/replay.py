@@ -1,5 +1,5 @@
-"""A turn's answer as bytes for the session log, and back. A retried turn gets the logged answer and does not run again.
-"""
+"""A turn's answer as bytes for the session log, and back. A retried turn gets the logged answer and does not run
+again."""
 
 from __future__ import annotations
 

@@ -312,8 +312,8 @@ class LLMReplica:
             raise RuntimeError("drained, as an operator asked for")
 
     async def __del__(self) -> None:
-        """Stops the replica. Serve also calls this after `__init__` has raised: that error must stay the visible one.
-        """
+        """Stops the replica. Serve also calls this after `__init__` has raised: that error must stay the visible
+        one."""
         engine: Engine | None = getattr(self, "_engine", None)
         if engine is None:
             return

@@ -158,7 +158,7 @@ class SessionHost:
         except (ControllerError, TimeoutError) as error:
             # If it was moved after all, the epoch refuses the turn, which then continues at the new owner.
             logger.warning("session %s: not offered to others: %r", session_id, error)
-            self._crowded = False  # until the controller says so again: no other turn shall wait in vain
+            self._crowded = False  # until the controller says so again, so that no other turn waits in vain
             moved = False
         if moved:
             audit_event(

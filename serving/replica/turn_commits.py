@@ -23,8 +23,8 @@ LONGEST_PAUSE_S = 0.5
 
 
 class TurnCommits:
-    """Commits turns. `patience_s` bounds each commit, by the event loop's time. Used on the replica's event loop only.
-    """
+    """Commits turns. `patience_s` bounds each commit, by the event loop's time. Used on the replica's event loop
+    only."""
 
     def __init__(self, controller: ControllerCalls, metrics: ReplicaMetrics, *, patience_s: float) -> None:
         self._controller = controller

@@ -128,8 +128,8 @@ class RequestBuilder:
     async def tokenize(
         self, prompt: ChatPrompt | TextPrompt, add_special_tokens: bool, *, with_token_strs: bool
     ) -> TokenizedPrompt:
-        """The tokens of a prompt outside a session. Raises InvalidRequest, ContextLengthExceeded and EngineOverloaded.
-        """
+        """The tokens of a prompt outside a session. Raises InvalidRequest, ContextLengthExceeded and
+        EngineOverloaded."""
 
         def work() -> TokenizedPrompt:
             token_ids = self._text.tokenize(prompt, add_special_tokens=add_special_tokens)
@@ -193,8 +193,8 @@ def history_chain(lent: Turn | Fork | None) -> TokenChain | None:
 
 
 def _namespace(call: TurnCall) -> str:
-    """The namespace whose prefixes the call may share. No tenant's name has a NUL, so no salt leads to another tenant.
-    """
+    """The namespace whose prefixes the call may share. No tenant's name has a NUL, so no salt leads to another
+    tenant."""
     return f"{call.tenant}\0{call.cache_salt}" if call.cache_salt else call.tenant
 
 

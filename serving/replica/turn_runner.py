@@ -101,8 +101,8 @@ class TurnRunner:
         self._overlaps = Overlaps()
 
     async def run(self, call: TurnCall, epoch: int | None, tell: Emit) -> TurnEvent:
-        """Runs a turn. Calls `tell` with its events as they come; returns the last one, which has a finish or an error.
-        """
+        """Runs a turn. Calls `tell` with its events as they come; returns the last one, which has a finish or an
+        error."""
         with self._overlaps.client() as left, self._traces.turn(call, epoch) as trace:
             try:
                 last = await self._run(call, epoch, Asker(tell, left, trace))

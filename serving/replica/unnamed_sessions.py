@@ -111,7 +111,7 @@ class UnnamedSessions:
             self._end_if_idle(session_id)
 
     def _idle_with(self, prompt: ChatPrompt) -> str | None:
-        """The conversation with the longest match of the prompt's messages, if it is not in a turn."""
+        """The conversation with the longest match of the prompt's messages, of those that are not in a turn."""
         for said in reversed(prompt.said):
             session_id = self._by_digest.get(said.digest)
             if session_id is not None and not self._in_turn(session_id):

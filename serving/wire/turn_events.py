@@ -34,8 +34,8 @@ def event_weight(event: TurnEvent) -> int:
 
 
 def split_event(event: TurnEvent, most: int) -> Iterator[TurnEvent]:
-    """Splits an event into events of at most `most` log-probabilities. Text, tokens and the end come with the last one.
-    """
+    """Splits an event into events of at most `most` log-probabilities. Text, tokens and the end come with the last
+    one."""
     if event_weight(event) <= most:
         yield event
         return

@@ -22,8 +22,8 @@ from serving.text.tool_calls.formats import FormatName
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """The first `num_messages` messages of a prompt. `digest` is a hash of them and of all else that affects rendering.
-    """
+    """The first `num_messages` messages of a prompt. `digest` is a hash of them and of all else that affects
+    rendering."""
 
     num_messages: int
     digest: bytes
@@ -183,8 +183,8 @@ class TurnCall(msgspec.Struct, frozen=True):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether its messages may continue a known conversation: it is a usual chat prompt, whole and without a salt.
-        """
+        """Whether its messages may continue a known conversation: it is a usual chat prompt, whole and without a
+        salt."""
         usual = isinstance(self.prompt, ChatPrompt) and self.prompt.is_usual
         return usual and self.keep_last is None and not self.cache_salt
 
