@@ -1,4 +1,4 @@
-"""Whether a session may be opened. Pure. (Turns are admitted where they run, see serving/replica/tenant_load.py.)"""
+"""Decides whether a session may be opened. Pure. (Replicas admit turns, see serving/replica/tenant_load.py.)"""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 def admit_session(sessions: int, max_sessions: int, next_expiry_s: float | None = None) -> None:
-    """Allows one more session. `next_expiry_s`: seconds until an idle session expires, if one will.
+    """Allows one more session. `next_expiry_s`: seconds until an idle session expires (None: none will).
 
-    Raises Overloaded, with the estimate when there will be room.
+    Raises Overloaded with an estimate of when there will be room.
     """
     if sessions < max_sessions:
         return
@@ -22,14 +22,14 @@ def admit_session(sessions: int, max_sessions: int, next_expiry_s: float | None 
 
 
 def admit_timeout(timeout_s: float | None, settings: ClusterSettings) -> None:
-    """Raises InvalidTimeout for one that is longer than the operator lets sessions idle."""
+    """Raises InvalidTimeout if the timeout is longer than the operator allows sessions to idle."""
     if timeout_s is not None and timeout_s > settings.max_timeout_s:
         message = f"sessions may idle for {settings.max_timeout_s:g} s at most, not for {timeout_s:g} s"
         raise InvalidTimeout(message, "timeout_s")
 
 
 def admit_to_tenant(use: TenantUse, settings: ClusterSettings, *, copied_tokens: int = 0) -> None:
-    """Allows its tenant one more session, with so many tokens in its history. Raises Overloaded."""
+    """Allows the tenant one more session, whose history begins with `copied_tokens` tokens. Raises Overloaded."""
     most = settings.tenant_sessions
     if most is not None and use.sessions >= most:
         message = f"this tenant has {use.sessions} sessions open, its limit: close some, or wait until they idle out"

@@ -1,4 +1,4 @@
-"""Time as its owner was there to see it: what it slept through is not held against those who could not reach it."""
+"""A clock without the time in which its owner stood still. Nobody could reach the owner then, so nobody was silent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LATE_AFTER_S = 1.0
 class AttendedClock:
     """Monotonic seconds, less the spans in which the owner stood still. `timer` returns monotonic seconds.
 
-    The owner calls `tick` every TICK_S from where its calls run. A tick that is later than LATE_AFTER_S says that no
-    call could run meanwhile: a frozen process, a machine without CPU, a log that did not answer. An owner that never
-    ticks has the timer's own time. Invariant: the clock never goes back.
+    The owner calls `tick` every TICK_S on the loop that runs its calls. A tick more than LATE_AFTER_S after the last
+    one means that no call could run meanwhile: the process was frozen, the machine had no CPU, or a log did not answer.
+    Without ticks the clock is the timer's. Invariant: the clock never goes back.
     """
 
     def __init__(self, timer: Callable[[], float], late_after_s: float = LATE_AFTER_S) -> None:
@@ -32,7 +32,7 @@ class AttendedClock:
         return now_s - self._stood_still_s - self._overdue_s(now_s)
 
     def _overdue_s(self, now_s: float) -> float:
-        """Calls that run before the tick that is due see the pause, too."""
+        """Seconds of standing still since the last tick. So calls that run before the next tick allow for a pause."""
         if self._ticked_s is None:
             return 0.0
         return max(0.0, now_s - self._ticked_s - self._late_after_s)

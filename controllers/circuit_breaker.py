@@ -1,6 +1,6 @@
-"""Keeps calls from a server that does not answer, and finds out, at little cost, when it does again.
+"""Refuses calls to a server that does not answer, and finds out cheaply when it answers again.
 
-A caller that waits for a dead server does nothing else meanwhile. So once it has waited in vain, calls are refused at
+A caller that waits for a dead server does nothing else meanwhile. So after one call has timed out, calls are refused at
 once, and the server is only probed.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 REST_S = 0.3
-"""Between two probes. Together with the probe's own time and the pauses of who asks it makes less than a second."""
+"""Seconds between two probes. With the time of a probe and the pauses of the callers, that is less than a second."""
 
 PROBE_S = 0.1
-"""How long a probe may take: a tenth of what a call may, so that somebody who waits on the caller hardly notices."""
+"""How long a probe may take. It is a tenth of a call's time, so that whoever waits for the caller hardly notices."""
 
 PATIENT_EVERY = 8
-"""Of so many probes one has the time that a call has: a server may be slow, and yet be there."""
+"""One in this many probes may take as long as a call, for a server that is slow but there."""
 
 
 class CircuitBreaker:
-    """Closed until `open`; then whoever asks whether it is closed has the server probed, as often as it may be.
+    """Closed until `open` is called. Then `closed` probes the server, at most every REST_S, until it answers.
 
-    `probe` returns whether the server answers within so many seconds, of which a call has `call_timeout_s`. `timer`
-    returns monotonic seconds. One user.
+    `probe` returns whether the server answers within the given number of seconds. A call may take `call_timeout_s`.
+    `timer` returns monotonic seconds. One user.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class CircuitBreaker:
         self._rests_until_s = 0.0
 
     def open(self) -> None:
-        """The server has not answered a call in time."""
+        """To be called when the server has not answered a call in time."""
         self._probes = 0
         self._rests_until_s = self._timer() + REST_S
 
     def closed(self) -> bool:
-        """Whether calls may be made. Takes as long as a probe at most."""
+        """Whether calls may be made. Takes at most as long as a probe."""
         if self._probes is None:
             return True
         if self._timer() < self._rests_until_s:

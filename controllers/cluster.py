@@ -1,6 +1,6 @@
-"""ClusterController's logic without Ray: the ledger, the replicas and the session log kept in step.
+"""ClusterController's logic without Ray. It keeps the ledger, the replicas and the session log in step.
 
-Invariant: the log is written before the ledger, so whatever the ledger says survives a crash.
+Invariant: the log is written before the ledger, so everything in the ledger survives a crash.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _TOUCH_LOG_AFTER_S = 30.0
 _EXPIRE_INTERVAL_S = 1.0
 _FORGET_REPLICA_AFTER_S = 3600.0
 _LATE_AFTER = 1 / 3
-"""Of the timeout after which a silent replica is dead: settings keep heartbeats more frequent than that."""
+"""A heartbeat is late after this share of the replica timeout. Settings make heartbeats more frequent than that."""
 
 
 class Cluster:
-    """Who owns what. `clock` returns Unix time in seconds, for what the log keeps; `timer` a monotonic time, for all
-    else.
+    """Which replica owns which session. `clock` returns Unix time in seconds, for what the log keeps. `timer` returns
+    monotonic seconds, for everything else.
 
-    Whoever runs it calls `tick` every attended_clock.TICK_S. The constructor rebuilds the ledger from the store. Every
-    method may raise StoreError.
+    The owner calls `tick` every attended_clock.TICK_S. The constructor rebuilds the ledger from the store. Every method
+    may raise StoreError.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class Cluster:
         self._next_expiry_s = 0.0
 
     def tick(self) -> None:
-        """Says that calls can run: the time in which none could is held against no replica. What was deleted leaves the
-        log's files."""
+        """Tells the clock that calls can run, so that no replica counts as silent while none could. Also removes
+        deleted data from the log's files."""
         self._attended.tick()
         self.watch.look()
         with suppress(StoreError):  # the next tick tries again
             self._store.purge()
 
     def configure(self, settings: ClusterSettings) -> None:
-        """Other settings from now on. Sessions, replicas and what is known of them stay."""
+        """Changes the settings. Sessions, replicas and what is known of them stay."""
         if settings.rebalancing != self._settings.rebalancing:
             self._rebalancing = self._rebalancing_by(settings)
         self._replicas.configure(settings.replica_timeout_s, settings.heartbeat_interval_s)
@@ -105,15 +105,15 @@ class Cluster:
         self._settings = settings
 
     def register_replica(self, status: ReplicaStatus) -> None:
-        """Makes a replica known, also one that was taken for gone."""
+        """Registers a replica, also one that counted as gone."""
         self._replicas.register(status)
         self.watch.look()
 
     def heartbeat(
         self, status: ReplicaStatus, report: SessionReport | Sequence[SessionStatus]
     ) -> HeartbeatReply:
-        """Notes a replica's load and what it says of its sessions; tells it which of them it does not own, and whether
-        it is crowded. A replica before wire version 3 names all of its sessions, every time."""
+        """Notes a replica's load and its report of its sessions. The reply names the sessions that it does not own, and
+        says whether it is crowded. Replicas before wire version 3 name all of their sessions every time."""
         replica_id = status.replica_id
         known, understood = self._replicas.heartbeat(status), True
         if not known:
@@ -138,8 +138,8 @@ class Cluster:
         )
 
     def report_unreachable(self, replica_id: str, died: bool) -> bool:
-        """Somebody could not reach a replica; `died`: its process has ended for certain. True if it counts as gone now:
-        its sessions move when they are next used."""
+        """Notes that a front end could not reach a replica. `died`: its process has certainly ended. True if the
+        replica now counts as gone: its sessions move when they are next used."""
         gone = self._replicas.unreachable(replica_id, died=died) is ReplicaState.GONE
         if gone:
             self._reports.forget(replica_id)
@@ -147,13 +147,13 @@ class Cluster:
         return gone
 
     def drain_replica(self, replica_id: str) -> None:
-        """The replica is to go: it gets no more sessions, and is told to hand over those that it has. Raises NoReplica,
-        and changes nothing, where nobody else could take them."""
+        """Makes the replica drain: it gets no more sessions, and is told to hand over those that it has. Raises
+        NoReplica, and changes nothing, if no other replica could take them."""
         self._replicas.order_drain(replica_id)
         self.watch.look()
 
     def deregister_replica(self, replica_id: str) -> int:
-        """The replica says farewell. Sessions that it still owns move when they are next used; returns how many."""
+        """Notes a replica's farewell. Returns how many sessions it still owns: they move when they are next used."""
         drained_s = self._replicas.deregister(replica_id)
         if drained_s is not None:
             self._stats.drained(drained_s)
@@ -170,10 +170,10 @@ class Cluster:
         open_key: str | None = None,
         preferred: str | None = None,
     ) -> Assignment:
-        """Registers and places a session, at the `preferred` replica while its load allows it; None lets the controller
-        pick the id.
+        """Opens a session and places it, at the `preferred` replica if its load allows. With `session_id` None the
+        controller picks the id.
 
-        Repeating an open with the same `open_key` gives the same assignment.
+        Repeating an open with the same `open_key` returns the same assignment.
         Raises SessionExists, NoReplica, InvalidTimeout and Overloaded.
         """
         key = session_key(tenant, session_id or secrets.token_urlsafe(_SESSION_ID_BYTES))
@@ -203,11 +203,12 @@ class Cluster:
         return _assignment(entry, fresh=True)
 
     def fork_session(self, parent_id: str, epoch: int, replica_id: str, order: ForkOrder) -> SessionRecord:
-        """Starts a session at the first tokens of another, beside it. For the parent's owner, between its turns.
+        """Starts a session from the first tokens of its parent, at the same replica. The parent's owner calls this
+        between two turns.
 
-        Gives the child's record without its history. Repeating a fork with the same `fork_key` gives the same child,
-        brought to the parent's replica. Raises SessionNotFound, StaleEpoch, SessionExists, InvalidFork, InvalidTimeout,
-        Overloaded.
+        Returns the child's record without its history. Repeating a fork with the same `fork_key` returns the same
+        child, and moves it to the parent's replica. Raises SessionNotFound, StaleEpoch, SessionExists, InvalidFork,
+        InvalidTimeout, Overloaded.
         """
         parent = self._claims.fence(parent_id, epoch, replica_id)
         order = replace(order, child_id=session_key(parent.tenant, order.child_id))
@@ -234,29 +235,29 @@ class Cluster:
         return self._ledger.add(forked).record()
 
     def resolve(self, session_id: str, create: bool, tenant: str, preferred: str | None = None) -> Assignment:
-        """The session's owner; a session whose owner is gone, or is another cluster's, is moved first, at the next
-        epoch. An owner that drains hands its sessions over itself, since it alone knows of turns in flight.
+        """The session's owner. A session whose owner is gone, or that another cluster owns, first moves, at the next
+        epoch. A draining owner hands its sessions over itself, since it alone knows of turns in flight.
 
-        Raises SessionNotFound for ids that the tenant has not (unless `create`); NoReplica.
+        Raises SessionNotFound if the tenant has no such session (unless `create`), and NoReplica.
         """
         key = session_key(tenant, session_id)
         try:
             return self._resolve(key, create, tenant, preferred)
-        except SessionTakenOver:  # between two turns of which this is the second: it comes back
+        except SessionTakenOver:  # another cluster took it since its last turn here: the retry claims it back
             return self._resolve(key, create, tenant, preferred)
 
     def load_session(self, session_id: str, epoch: int, replica_id: str) -> SessionRecord:
-        """The session with its committed history, for its owner. Raises SessionNotFound, StaleEpoch."""
+        """The session with its committed history. The owner calls this. Raises SessionNotFound, StaleEpoch."""
         self._claims.fence(session_id, epoch, replica_id)
         self._ledger.touch(session_id)
         with self._claims.changing(session_id), self._stats.timed("load"):
             return self._store.load(session_id)
 
     def offer_session(self, session_id: str, epoch: int, replica_id: str) -> bool:
-        """True if the session was moved, to a less busy replica, or since its owner drains. For its owner, while no
-        turn of it is in flight. One that is to be closed stays where it is.
+        """Moves the session if its owner drains, or to a less busy replica. Returns whether it moved. The owner calls
+        this while no turn of the session is in flight. A session that is to be closed stays.
 
-        Raises SessionNotFound, and StaleEpoch, also for a repeated call of which the first moved it.
+        Raises SessionNotFound and StaleEpoch. A repeated call raises StaleEpoch if the first one moved the session.
         """
         entry = self._claims.fence(session_id, epoch, replica_id)
         if entry.closes_after is not None:
@@ -276,8 +277,9 @@ class Cluster:
         return True
 
     def move_session(self, session_id: str, epoch: int, replica_id: str, to: str | None) -> Assignment:
-        """Moves a session to the replica `to` (None: to the best of the others), unless that owns it. For its owner,
-        while it has no turn. Raises SessionNotFound, StaleEpoch, SessionClosing, InvalidMove and NoReplica."""
+        """Moves a session to the replica `to` (None: to the best of the others), unless `to` owns it already. The owner
+        calls this while the session has no turn. Raises SessionNotFound, StaleEpoch, SessionClosing, InvalidMove and
+        NoReplica."""
         entry = self._claims.fence(session_id, epoch, replica_id)
         if entry.closes_after is not None:
             raise SessionClosing(f"{named(session_id)} is being closed")
@@ -292,10 +294,11 @@ class Cluster:
         epoch: int | None = None,
         open_key: str | None = None,
     ) -> bool:
-        """Ends a session and deletes its log. False if it was unknown. Without `tenant` it is named by its key.
+        """Ends a session and deletes its log. False if it was unknown. Without `tenant`, `session_id` is its key.
 
-        An owner gives its `epoch`, so that a former one cannot close a session that moved on: raises StaleEpoch. Others
-        give its `open_key`: the call may be repeated late, when another session has its name.
+        An owner gives its `epoch`, so that a former owner cannot close a session that has moved: that raises
+        StaleEpoch. Other callers give the `open_key`, since the call may be repeated late, when another session has the
+        same name.
         """
         key = session_key(tenant or "", session_id)
         try:
@@ -316,18 +319,18 @@ class Cluster:
         return closed
 
     def close_after(self, session_id: str, epoch: int, turn_key: str) -> None:
-        """The session is to be closed when the turn of that idempotency key has ended, whoever owns it by then. For its
-        owner, at which that turn is in flight. Raises SessionNotFound and StaleEpoch."""
+        """Records that the session is to be closed when the turn with this idempotency key has ended, whoever owns it
+        then. The owner calls this while that turn is in flight. Raises SessionNotFound and StaleEpoch."""
         self._claims.fence(session_id, epoch)
         with self._claims.changing(session_id), self._stats.timed("close_after"):
             self._store.close_after(session_id, turn_key)
         self._ledger.close_after(session_id, turn_key)
 
     def expire_idle(self) -> list[str]:
-        """Ends sessions past their idle timeout, or to be closed, that no owner will end; returns their ids.
+        """Ends sessions that are past their idle timeout or to be closed, if no owner will end them. Returns their ids.
 
-        An owner that reports a session expires it itself. Nothing expires before owners had time to report
-        after a restart of the controller. Sessions of clusters that are gone end here, too.
+        An owner that reports a session ends it itself. After a restart of the controller, nothing expires before owners
+        have had time to report. Sessions of clusters that are gone also end here.
         """
         now_s = self._clock()
         self._forget_gone()
@@ -343,7 +346,7 @@ class Cluster:
     def sessions(
         self, tenant: str | None = None, after: str | None = None, limit: int | None = None
     ) -> list[LedgerEntry]:
-        """A page of the ledger, see OwnershipLedger.page."""
+        """A page of the ledger's sessions, see OwnershipLedger.page."""
         return self._ledger.page(tenant, after, limit)
 
     def session(self, session_id: str) -> LedgerEntry:
@@ -362,11 +365,12 @@ class Cluster:
         ]
 
     def stats(self) -> dict[str, float]:
-        """Figures for metrics: `*_total` only grow until the controller restarts, others are gauges."""
+        """Figures for metrics. `*_total` only grow until the controller restarts; the others are gauges."""
         return session_figures(self._ledger, self._replicas) | self._stats.figures()
 
     def measures(self, commits_queued: int = 0) -> list[Measure]:
-        """The same with labels and buckets. So many turns wait for their group of commits."""
+        """The same figures with labels and buckets. `commits_queued`: how many turns wait for their group of
+        commits."""
         queued = Measure("controller_commits_queued", float(commits_queued))
         return [*measures(self._ledger, self._replicas, self._stats), queued]
 
@@ -383,19 +387,19 @@ class Cluster:
             if self._must_move(entry):
                 return self._take_over(entry)
             if self._clock() - entry.last_used_s > _TOUCH_LOG_AFTER_S:
-                # It only sets an idle clock: a log that is away keeps nobody from an owner that is known.
+                # This only restarts the idle clock: while the log is away, turns still reach a known owner.
                 with suppress(StoreError), self._stats.timed("touch"):
                     self._store.touch(session_id, self._clock())
         return _assignment(self._ledger.touch(session_id), fresh=claimed)
 
     def _unused(self, entry: LedgerEntry, now_s: float) -> bool:
-        """Of a session past its timeout: whether nobody holds it. Its owner ends what it holds by itself."""
+        """Whether no owner holds a session that is past its timeout. An owner ends the sessions that it holds."""
         owner_gone = self._replicas.gone(entry.replica_id)
         if entry.reported_s is not None and not owner_gone:
             return False
         if not entry.in_turn:
             return True
-        # Its owner went away in a turn, of which it told when it began: the timeout begins when it was last heard.
+        # The owner went away during a turn that it had reported. The timeout begins when the owner was last heard.
         used_s = now_s - self._replicas.silence_s(entry.replica_id)
         if used_s > entry.last_used_s:
             entry = self._ledger.touch(entry.session_id, used_s)
@@ -412,11 +416,11 @@ class Cluster:
         owner = entry.replica_id
         if self._replicas.ended(owner):
             return True
-        # A silent owner may only be slow: better to ask it than nobody.
+        # A silent owner may only be slow. If no other replica is there, it is better to ask it than nobody.
         return self._replicas.gone(owner) and bool(self._replicas.candidates(self._ledger.count_of))
 
     def _drain_session(self, entry: LedgerEntry) -> bool:
-        """To a live replica; while there is none the one that drains serves it."""
+        """Moves the session to a live replica. While there is none, the draining owner serves it."""
         takers = self._replicas.candidates(self._ledger.count_of, (ReplicaState.LIVE,))
         if not takers:
             return False
@@ -452,7 +456,7 @@ class Cluster:
         return choose_replica(self._replicas.candidates(self._ledger.count_of), preferred)
 
     def _takers(self, owner_id: str) -> list[str]:
-        """Replicas that may take sessions of this one. Who is late with a heartbeat may be in trouble."""
+        """Replicas that may take sessions of this one. A replica whose heartbeat is late may be in trouble."""
         recent = self._replicas.recent(self._settings.replica_timeout_s * _LATE_AFTER)
         return [status.replica_id for status in recent if status.replica_id != owner_id]
 
@@ -469,7 +473,7 @@ class Cluster:
         return None if rebalancing is None else Rebalancing(rebalancing, self._attended)
 
     def _end(self, idle: Sequence[str]) -> list[str]:
-        """Ends those that are still this cluster's."""
+        """Ends those of the sessions that are still this cluster's. Returns their ids."""
         ended = []
         for session_id in idle:
             try:
@@ -481,7 +485,7 @@ class Cluster:
         return ended
 
     def _forget(self, session_id: str, why: str) -> bool:
-        """False if the log did not have it any more."""
+        """Deletes the session. False if it was not in the log any more."""
         with self._claims.changing(session_id), self._stats.timed("close"):
             closed = self._store.close(session_id)
         self._ledger.expire(session_id)

@@ -1,10 +1,10 @@
 """The cluster controller as a detached, named Ray actor. The only file of this package that imports Ray.
 
-The actor dies with nothing lost: a restarted one rebuilds the ledger from the session log, and replicas make
-themselves known again with their next heartbeat. Methods run one at a time on the actor's event loop. None awaits, but
-those that commit turns: these wait for the next group of turns, which is fenced and written in one step. So each is
-atomic, a commit at the moment at which its group is written. A method may run twice if the actor dies just before it
-answers; `open_key`, `fork_key`, the turn index and the epoch make the repetition harmless.
+Nothing is lost when the actor dies: a restarted actor rebuilds the ledger from the session log, and replicas register
+again with their next heartbeat. Methods run one at a time on the actor's event loop. They do not await, so each is
+atomic. Only the methods that commit turns wait: their turns are fenced and written in one step with the next group. A
+method may run twice if the actor dies just before it answers. `open_key`, `fork_key`, the turn index and the epoch make
+the repetition harmless.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ LINK_SECRET_BYTES = 32
 
 
 class ClusterController:
-    """Actor methods; `controllers.cluster.Cluster` says what each does and which ControllerError it raises.
+    """The actor's methods. `controllers.cluster.Cluster` says what each does and which ControllerError it raises.
 
-    `settings` count until a deployment is announced, and after that those of the newest one, also once the actor has
-    been started again. `cluster` names the cluster to others on the same session log. `link_secret` is what the
-    processes of the cluster share; Ray keeps it for an actor that is started again. `clock` returns Unix time, `timer`
-    monotonic time, in seconds. Construction raises StoreError if the session log cannot be used.
+    `settings` apply until a deployment is announced. From then on those of the newest deployment apply, also after the
+    actor has restarted. `cluster` names the cluster to others on the same session log. `link_secret` is shared by the
+    processes of the cluster; Ray keeps it for a restart of the actor. `clock` returns Unix time and `timer` monotonic
+    time, in seconds. Construction raises StoreError if the session log cannot be used.
     """
 
     version = WIRE_VERSION
-    """That of the code that the actor was made with, which it runs for as long as it lives."""
+    """The wire version of the code that the actor was created with, which it runs for as long as it lives."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class ClusterController:
         logging.getLogger(__name__).info("session log %s: %d sessions", log, count)
 
     async def announce(self, deployment: Deployment) -> None:
-        """The settings of a new deployment take effect, see Deployments.announce. Raises SettingsRefused."""
+        """Makes the settings of a new deployment take effect, see Deployments.announce. Raises SettingsRefused."""
         if self._deployments.announce(deployment):
             self._cluster.configure(deployment.settings)
 
     async def link_secret(self) -> bytes:
-        """For the processes of the cluster, and nobody else."""
+        """The secret that the cluster's processes share. It is for nobody else."""
         return self._link_secret
 
     async def register_replica(self, status: ReplicaStatus) -> None:
@@ -106,7 +106,8 @@ class ClusterController:
         return self._cluster.report_unreachable(replica_id, died)
 
     async def report_lost(self, replica_id: str) -> int:
-        """What front ends of wire version 1 call instead: to them a replica that they could not reach has died."""
+        """Front ends of wire version 1 call this instead of `report_unreachable`. For them a replica that they cannot
+        reach has died."""
         return int(self._cluster.report_unreachable(replica_id, True))
 
     async def drain_replica(self, replica_id: str) -> None:
@@ -153,7 +154,7 @@ class ClusterController:
         return self._cluster.move_session(session_id, epoch, replica_id, to)
 
     async def commit_turn(self, record: TurnRecord) -> None:
-        """What replicas before wire version 3 call instead of `commit_turns`."""
+        """Replicas before wire version 3 call this instead of `commit_turns`."""
         (refusal,) = await self._commits.commit([record])
         if refusal is not None:
             raise refusal
@@ -180,7 +181,7 @@ class ClusterController:
     async def sessions(
         self, tenant: str | None = None, after: str | None = None, limit: int | None = None
     ) -> list[LedgerEntry]:
-        """Front ends before wire version 3 ask for all of them."""
+        """A page of the sessions. Front ends before wire version 3 ask for all of them at once."""
         return self._cluster.sessions(tenant, after, limit)
 
     async def session(self, session_id: str) -> LedgerEntry:
@@ -199,8 +200,9 @@ class ClusterController:
         return self._cluster.watch.view(after, limit)
 
     def _attend(self) -> None:
-        """From a replica's first call on, ticks come from the loop of the calls: they are late when calls cannot run.
-        Until then time stands still: nobody is silent who could not be heard."""
+        """Starts the ticks at the first call of a replica. They run on the loop that runs the calls, so they are late
+        when calls cannot run. Until then the attended time stands still: no replica can be silent that could not yet be
+        heard."""
         if self._ticks is None:
             self._ticks = asyncio.create_task(self._tick())
 
@@ -213,10 +215,10 @@ class ClusterController:
 def get_or_create_controller(
     name: str, namespace: str, settings: ClusterSettings, log: LogSettings
 ) -> ActorHandle:
-    """The cluster controller's handle; creates the actor if there is none. Does not wait for it to be up.
+    """The cluster controller's handle. Creates the actor if there is none, and does not wait for it to be up.
 
     A running controller keeps its settings until a new deployment is announced to it. The actor lives on the head node,
-    beside a log in a file. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the
+    where a log in a file also is. If the log cannot be used, calls on the handle raise Ray's ActorDiedError with the
     StoreError's text.
     """
     actor_class = ray.remote(ClusterController).options(
@@ -228,22 +230,22 @@ def get_or_create_controller(
         max_task_retries=-1,
         num_cpus=0,
         resources={_HEAD_NODE: _HEAD_NODE_SHARE},
-        scheduling_strategy="DEFAULT",  # else it would join the placement group of the replica that creates it
+        scheduling_strategy="DEFAULT",  # else it joins the placement group of the replica that creates it
     )
     with class_kept_whole():
-        # Ray keeps its session's name for as long as a cluster lives, also through a restart of the head node from
-        # Ray's own state in Redis. No two clusters have the same one.
+        # Ray keeps its session's name as long as a cluster lives, even if the head node restarts from Ray's own state
+        # in Redis. No two clusters have the same name.
         cluster = ray.get_runtime_context().get_session_name()
         return actor_class.remote(settings, log, cluster, secrets.token_bytes(LINK_SECRET_BYTES))
 
 
 @contextmanager
 def class_kept_whole() -> Iterator[None]:
-    """In here the actor's class is pickled with the code of its methods, not as references to this module.
+    """Within this context the actor's class is pickled with the code of its methods, not as a reference to this module.
 
-    Ray builds every caller's handle from the class that it keeps of the actor. That class must load in processes of the
-    versions before and after, whose module of this name has other methods. What its code names of other modules must be
-    in those versions, too.
+    Ray builds every caller's handle from the pickled class of the actor. The class must load in processes of the
+    version before and the version after, where this module has other methods. Names that its code uses from other
+    modules must exist in those versions, too.
     """
     module = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(module)
@@ -254,8 +256,8 @@ def class_kept_whole() -> Iterator[None]:
 
 
 async def version_of(controller: ActorHandle) -> int:
-    """The wire version of the code that the actor runs, asked in its own process: a handle to an actor of version 1
-    may show the methods of the caller's class, or methods that take no positional arguments.
+    """The wire version of the code that the actor runs. It is read in the actor's process: a handle to an actor of
+    version 1 may show the methods of the caller's class, or methods that take no positional arguments.
 
     Raises Ray's RayActorError if the actor cannot be reached.
     """

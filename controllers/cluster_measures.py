@@ -1,4 +1,4 @@
-"""The controller's figures, of ledger, replicas and log. Names are those of serving/watch/definitions.py."""
+"""The controller's figures for ledger, replicas and log. Their names are those of serving/watch/definitions.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from controllers.replicas import ReplicaDirectory, ReplicaState
 
 
 def session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dict[str, float]:
-    """Gauges without labels, of sessions and replicas."""
+    """Gauges of sessions and replicas, without labels."""
     present = [status.replica_id for status in replicas.present()]
     owned = sum(map(ledger.count_of, present))
     in_turn = sum(map(ledger.in_turn, present))
@@ -31,7 +31,7 @@ def session_figures(ledger: OwnershipLedger, replicas: ReplicaDirectory) -> dict
 
 
 def measures(ledger: OwnershipLedger, replicas: ReplicaDirectory, stats: ClusterStats) -> Iterator[Measure]:
-    """All of them. Looks at replicas, not at sessions."""
+    """All measures of the controller. O(replicas), not O(sessions)."""
     stats.count("replicas_lost", replicas.newly_lost())
     for name, value in session_figures(ledger, replicas).items():
         yield Measure(f"controller_{name}", value)
@@ -45,8 +45,11 @@ def measures(ledger: OwnershipLedger, replicas: ReplicaDirectory, stats: Cluster
 
 
 def _orphans(ledger: OwnershipLedger, status: ReplicaStatus) -> dict[str, int]:
-    """What a replica holds and the ledger does not give it; what the ledger takes it to hold and it does not; what it
-    holds and has not told. All as of its last heartbeat: each may be there for the time of one."""
+    """Numbers of sessions on which a replica and the ledger disagree, as of its last heartbeat.
+
+    "stale": the replica holds them but does not own them. "missing": the ledger counts them as held, but the replica
+    does not hold them. "untold": the replica holds them but has not reported them. Each may occur for the time of one
+    heartbeat."""
     stale = len(ledger.stale(status.replica_id))
     held = ledger.held(status.replica_id) + stale
     told = held if status.held is None else status.held

@@ -1,4 +1,4 @@
-"""What the cluster controller counts, and how long its log takes. Names are those of serving/watch/definitions.py."""
+"""The cluster controller's counters, and how long its log takes. Names are those of serving/watch/definitions.py."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class ClusterStats:
         self._groups.observe(num_turns)
 
     def drained(self, after_s: float) -> None:
-        """A replica that was to go has said farewell."""
+        """Notes that a draining replica has said farewell, `after_s` after its drain began."""
         self._drains_s.observe(after_s)
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
-        """Counts and times a store operation, also one that raises."""
+        """Counts and times a store operation, also if it raises."""
         started_s = self._timer()
         try:
             yield
@@ -79,7 +79,8 @@ class ClusterStats:
         self._failed[operation] += 1
 
     def figures(self) -> dict[str, float]:
-        """`<counter>_total`; per store operation `store_<operation>_total`, `_seconds_total`."""
+        """Figures by name: `<counter>_total`, and for each store operation `store_<operation>_total` and
+        `store_<operation>_seconds_total`."""
         figures = {f"{name}_total": float(value) for name, value in self._counts.items()}
         for operation, took_s in self._took_s.items():
             figures[f"store_{operation}_total"] = float(took_s.count)
@@ -87,7 +88,7 @@ class ClusterStats:
         return figures
 
     def measures(self) -> Iterator[Measure]:
-        """Counters, and what is counted by operation or in buckets."""
+        """The counters, and the figures by store operation or in buckets."""
         for name, value in self._counts.items():
             ownership = name in ("transfers", "rebalanced", "drained")
             yield Measure(f"{'ownership' if ownership else 'controller'}_{name}", float(value))

@@ -1,4 +1,4 @@
-"""ClusterWatch: what those see who watch the cluster: its sessions in use, its replicas, and what happens to both."""
+"""ClusterWatch: the view of the cluster for watchers: its sessions in use, its replicas, and events of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAID_STATES = MappingProxyType({state: state.value for state in ReplicaState} | 
 
 
 class ClusterWatch:
-    """Reads `ledger` and `replicas`, which are the cluster's; owns the events. `clock` returns Unix time."""
+    """Reads the cluster's `ledger` and `replicas`, and owns the events. `clock` returns Unix time."""
 
     def __init__(
         self, ledger: OwnershipLedger, replicas: ReplicaDirectory, clock: Callable[[], float]
@@ -26,7 +26,7 @@ class ClusterWatch:
         self.events = EventLog(clock)
 
     def look(self, why_gone: str = "not heard of any more") -> None:
-        """Notes which replicas have come, gone, or begun to drain since the last look. O(replicas)."""
+        """Notes events of replicas that have come, gone or begun to drain since the last look. O(replicas)."""
         states = self._replicas.states()
         for replica_id, state in states.items():
             before = self._seen.get(replica_id)
@@ -42,11 +42,12 @@ class ClusterWatch:
         self.events.note("opened", entry.session_id, entry.replica_id, detail=detail)
 
     def moved(self, entry: LedgerEntry, to_replica_id: str, why: str) -> None:
-        """`entry` is the one before."""
+        """Notes a move. `entry` is the session's entry before the move."""
         self.events.note("moved", entry.session_id, entry.replica_id, to_replica_id, why)
 
     def taken_over(self, entry: LedgerEntry, to_replica_id: str) -> None:
-        """Its owner is gone. The replicas are looked at first: their events come before those of their sessions."""
+        """Notes a takeover: the session's owner is gone. The event of that replica comes before those of its
+        sessions."""
         self.look()
         self.events.note("taken_over", entry.session_id, entry.replica_id, to_replica_id, "its owner is gone")
 
@@ -59,7 +60,7 @@ class ClusterWatch:
         self.events.note("closed", session_id, detail=why)
 
     def view(self, after: str | None, limit: int) -> ClusterView:
-        """What is now, and the events behind the cursor `after`. O(limit + replicas)."""
+        """The current state, and the events after the cursor `after`. O(limit + replicas)."""
         self.look()
         events, cursor = self.events.after(after)
         return ClusterView(

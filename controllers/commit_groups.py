@@ -1,6 +1,6 @@
-"""Turns on their way into the log, in groups: what arrives while one group is written goes with the next.
+"""Commits turns in groups: turns that arrive while one group is written form the next.
 
-So turns share what each would pay alone: a call to the controller, a transaction of the log, a flush of its disk. Group
+So turns share the cost of a call to the controller, a transaction of the log and a flush of its disk. This is group
 commit, as in DeWitt et al., "Implementation Techniques for Main Memory Database Systems" (SIGMOD 1984).
 """
 
@@ -14,19 +14,20 @@ from controllers.errors import ControllerError
 from controllers.records import TurnRecord
 
 MOST_AT_ONCE = 512
-"""Turns of one group, but for those that came together: whoever writes a group does nothing else meanwhile."""
+"""The most turns in one group: the writer does nothing else meanwhile. Records of one `commit` are never split."""
 
 Outcome = ControllerError | None
-"""Of one turn: None once the log holds it, else what it was refused with."""
+"""The outcome of one turn: None if the log holds it, else the error that it was refused with."""
 
 Write = Callable[[Sequence[TurnRecord]], Awaitable[Sequence[Outcome]]]
-"""Gives each turn's outcome, in order. What it raises is the outcome of all: nobody knows which of them the log has."""
+"""Writes turns and returns their outcomes, in order. If it raises, nobody knows which turns the log holds, and each
+waiting `commit` raises that."""
 
 
 class CommitGroups:
-    """One group is written at a time. Used on one event loop.
+    """Writes one group at a time. Used on one event loop.
 
-    With `patience_s` a group that has no answer for so long holds up the next no longer: both are on their way then.
+    With `patience_s`, the next group is sent once a group has had no answer for that long. Both are then under way.
     """
 
     def __init__(self, write: Write, *, patience_s: float | None = None) -> None:
@@ -38,11 +39,12 @@ class CommitGroups:
 
     @property
     def num_waiting(self) -> int:
-        """Turns that no group has taken yet."""
+        """How many turns are in no group yet."""
         return sum(len(records) for records, _ in self._waiting)
 
     async def commit(self, records: Sequence[TurnRecord]) -> Sequence[Outcome]:
-        """Each turn's outcome, in order. Whoever leaves takes nothing back. Raises what writing them raised."""
+        """Commits turns and returns their outcomes, in order. Raises what writing them raised. If the caller is
+        cancelled, the turns are still written."""
         answer: asyncio.Future[Sequence[Outcome]] = asyncio.get_running_loop().create_future()
         self._waiting.append((records, answer))
         if self._writer is None:
@@ -58,7 +60,7 @@ class CommitGroups:
         self._writer = None
 
     async def _write_next(self) -> None:
-        """Takes what is there when it begins, not when it was ordered."""
+        """Writes one group of the turns that wait when this begins to run, not when it was scheduled."""
         parts = [self._waiting.popleft()]
         records = list(parts[0][0])
         while self._waiting and len(records) + len(self._waiting[0][0]) <= MOST_AT_ONCE:

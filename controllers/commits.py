@@ -1,4 +1,4 @@
-"""Turns on their way into the log and the ledger: who commits is fenced, a group is written, its outcome is noted."""
+"""Commits turns to the log and the ledger: fences each turn, writes a group to the log, and notes the outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from controllers.store import SessionStore
 
 
 class Commits:
-    """Used by the owner of `ledger` and `store`."""
+    """Commits turns. Used by the owner of `ledger` and `store`."""
 
     def __init__(
         self, ledger: OwnershipLedger, claims: SessionClaims, store: SessionStore, stats: ClusterStats
@@ -25,7 +25,7 @@ class Commits:
         self._stats = stats
 
     def in_groups(self) -> CommitGroups:
-        """Turns that come at the same time are committed together, in one step of the event loop."""
+        """CommitGroups that commit turns which come at the same time together, in one step of the event loop."""
 
         async def write(records: Sequence[TurnRecord]) -> Sequence[Outcome]:
             self._stats.group_written(len(records))
@@ -34,10 +34,11 @@ class Commits:
         return CommitGroups(write)
 
     def commit(self, records: Sequence[TurnRecord]) -> list[Outcome]:
-        """Appends turns to their sessions' logs, as if one came after the other, and gives the outcome of each: one
-        that is refused changes nothing. Repeating the last commit of a session is fine.
+        """Appends turns to their sessions' logs, one after the other, and returns the outcome of each. A turn that is
+        refused changes nothing. Repeating the last commit of a session is fine.
 
-        Outcomes are SessionNotFound, StaleEpoch and IdempotencyConflict, and StoreError where nobody knows.
+        Outcomes are None, SessionNotFound, StaleEpoch, IdempotencyConflict, and StoreError if nobody knows whether the
+        log holds the turn.
         """
         outcomes = list(map(self._fenced, records))
         passed = [at for at, refusal in enumerate(outcomes) if refusal is None]
@@ -74,7 +75,7 @@ class Commits:
             return refusal
         if (
             record.session_id in self._ledger
-        ):  # else another turn of the group has shown that it is another cluster's
+        ):  # else another turn of the group has shown that it is now another cluster's
             if self._ledger.get(record.session_id).turns == record.turn_index:
                 self._stats.count("turns_committed")
             self._ledger.committed(record.session_id, tokens=record.end_len, turns=record.turn_index + 1)

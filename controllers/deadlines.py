@@ -1,6 +1,7 @@
-"""Who is due, found without looking at those who are not: a heap, corrected when an entry of it comes up.
+"""Deadlines: a heap that finds the names that are due without looking at the others.
 
-Most deadlines only ever move away, as an idle session's with each use. They are left as they are until then.
+Most deadlines only ever move later, as that of an idle session does with each use. So an entry in the heap is corrected
+only when it comes up.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ _FEWEST_COMPACTED = 64
 
 
 class Deadlines:
-    """Of each that is watched there is an entry at its deadline or before. `due_at` gives the deadline as it is now, in
-    seconds on whatever clock; None: there is no such one any more. One owner.
+    """Each watched name has an entry in the heap, at its deadline or earlier. `due_at` returns a name's current
+    deadline, in seconds on any clock (None: the name is no longer watched). One owner.
     """
 
     def __init__(self, due_at: Callable[[str], float | None]) -> None:
@@ -21,21 +22,22 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        """Entries, outdated ones included."""
+        """The number of entries in the heap, including outdated ones."""
         return len(self._heap)
 
     def watch(self, name: str, at_s: float) -> None:
-        """From now on, or from an earlier time on than before: a deadline that moves away needs no word. O(log n)."""
+        """Watches a new name, or an earlier deadline of a known one. A deadline that moves later needs no call.
+        O(log n)."""
         heapq.heappush(self._heap, (at_s, name))
 
     def watch_all(self, names: Iterable[str]) -> None:
-        """These and no others. O(n)."""
+        """Watches these names and no others. O(n)."""
         self._heap = [(at_s, name) for name in names if (at_s := self._due_at(name)) is not None]
         heapq.heapify(self._heap)
 
     def due(self, now_s: float) -> list[str]:
-        """Those whose deadline has passed; they stay watched for as long as they are there. O((those + entries that
-        were outdated) · log n), and each entry is outdated once."""
+        """The names whose deadline has passed. They stay watched while they exist. O((these + outdated entries) ·
+        log n), and each entry is outdated once."""
         due: dict[str, float] = {}
         while self._heap and self._heap[0][0] < now_s:
             name = self._heap[0][1]
@@ -51,10 +53,10 @@ class Deadlines:
         return list(due)
 
     def soonest_s(self) -> float | None:
-        """Before that none is due. What was due when it was last looked for is not told from what is."""
+        """No name becomes due before this time. Names that were due at the last look also count."""
         return self._heap[0][0] if self._heap else None
 
     def forget_outdated(self, watched: int) -> None:
-        """Keeps the entries in proportion to those that are watched, of which there are so many. O(1), amortized."""
+        """Keeps the number of entries in proportion to `watched`, the number of watched names. O(1), amortized."""
         if len(self._heap) > max(_FEWEST_COMPACTED, 2 * watched):
             self.watch_all({name for _, name in self._heap})

@@ -1,8 +1,8 @@
-"""Whose settings count: those of the newest deployment of the application, whoever tells them and however often.
+"""Which settings apply: those of the application's newest deployment, whoever announces it and however often.
 
-A rolling update has replicas of two deployments side by side, and both connect again at any time. So each deployment
-has an id, and is new to the controller once. The log keeps the ids with the settings that count: a controller that
-starts again, with the settings that it was first made with, goes on with the newest.
+In a rolling update, replicas of two deployments run side by side, and both may connect again at any time. So each
+deployment has an id, and is new to the controller only once. The log keeps the ids with the newest settings. So a
+controller that restarts, with the settings that it was first created with, continues with the newest ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from controllers.settings import (
 from controllers.store import SessionStore
 
 KEPT_IDS = 64
-"""How many deployments are remembered, the newest among them."""
+"""How many of the latest deployments are remembered."""
 
 WHAT_TO_DO = (
     "a controller keeps its session log for as long as it lives. Set it back; or give controller.name another value, "
@@ -46,10 +46,10 @@ class Deployments:
             self._ids, self.settings = _parsed(text, log)
 
     def announce(self, deployment: Deployment) -> bool:
-        """True if the deployment is new, and its settings count from now on. Those of one that is known, the newest or
-        an earlier one, change nothing.
+        """True if the deployment is new. Its settings then apply from now on. A deployment that is known, the newest or
+        an earlier one, changes nothing.
 
-        Raises SettingsRefused if its log is another one than the controller has.
+        Raises SettingsRefused if its log is not the controller's.
         """
         check_log(deployment.log, self._log)
         if deployment.deployment_id in self._ids:
@@ -61,7 +61,7 @@ class Deployments:
 
 
 def check_log(wanted: LogSettings, log: LogSettings) -> None:
-    """Raises SettingsRefused with the key at fault and what to do."""
+    """Raises SettingsRefused if the logs differ. The error names the key at fault and says what to do."""
     if wanted == log:
         return
     match wanted, log:
@@ -94,7 +94,7 @@ def _described(log: LogSettings) -> str:
 
 
 def _parsed(text: str, log: LogSettings) -> tuple[list[str], ClusterSettings]:
-    """What another version wrote may have keys that are not known here, or lack some."""
+    """The stored ids and settings. Those of another version may have unknown keys, or lack some."""
     try:
         record = json.loads(text)
         values = _known(ClusterSettings, record["settings"])

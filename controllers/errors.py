@@ -1,4 +1,4 @@
-"""Typed errors of turns, ownership and the session log. All of them pickle: they cross processes."""
+"""Typed errors of turns, ownership and the session log. All of them can be pickled, since they cross processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 class ControllerError(Exception):
     """Base of every error that the controllers answer with.
 
-    `code` is stable and machine readable; `param` names the request field at fault, if one is, which is the class's
-    `field` unless it is said. No class may have a `param`: Ray hands on a class made of this one, which asks the error
-    that was raised only for what it lacks itself.
+    `code` is stable and machine readable. `param` names the request field at fault, if there is one; its default is the
+    class's `field`. No class may define `param` itself: Ray raises a subclass of this class, which asks the original
+    error only for attributes that the class lacks.
     """
 
     code: str = "controller_error"
@@ -40,21 +40,21 @@ class TurnInFlight(ControllerError):
 
 
 class TurnDiffers(ControllerError):
-    """The turn would not have the number in its session that the client expects."""
+    """The turn's number in its session would not be the one that the client expects."""
 
     code = "turn_differs"
     field = "x-session-turn"
 
 
 class SessionIsTree(ControllerError):
-    """The session is a tree of requests, each of which goes on from another one."""
+    """The session is a tree of requests, each of which continues another one."""
 
     code = "session_is_tree"
     field = "session_id"
 
 
 class TurnNotInFlight(ControllerError):
-    """The turn was committed or aborted before: a turn ends exactly once."""
+    """The turn has already been committed or aborted: a turn ends exactly once."""
 
     code = "turn_not_in_flight"
 
@@ -67,7 +67,7 @@ class SessionClosing(ControllerError):
 
 
 class StaleEpoch(ControllerError):
-    """The caller's view of the session is out of date: it moved to another owner, or its log went on."""
+    """The caller's view of the session is out of date: it has moved to another owner, or its log has further turns."""
 
     code = "stale_epoch"
 
@@ -77,7 +77,7 @@ class SessionTakenOver(StaleEpoch):
 
 
 class SessionMoved(ControllerError):
-    """As this very call began the session was given to another owner, where it has a better place."""
+    """When this turn began, its session moved to another owner with a better place for it."""
 
     code = "session_moved"
 
@@ -113,14 +113,15 @@ class CapacityExceeded(ControllerError):
 
 
 class ToolsDiffer(ControllerError):
-    """The turn names other tools than those that the session's history begins with."""
+    """The turn names tools that differ from those that the session's history begins with."""
 
     code = "tools_differ"
     field = "tools"
 
 
 class ModelChanged(ControllerError):
-    """The session's history was made by a model of another tokenizer or vocabulary than the one that is served."""
+    """The tokenizer or vocabulary of the served model differs from that of the model that made the session's
+    history."""
 
     code = "model_changed"
     field = "session_id"
@@ -133,13 +134,13 @@ class NoReplica(ControllerError):
 
 
 class InvalidTimeout(ControllerError):
-    """A session was asked for with a longer idle timeout than the operator allows."""
+    """A session was to be opened with a longer idle timeout than the operator allows."""
 
     code = "invalid_request"
 
 
 class Overloaded(ControllerError):
-    """A limit is reached; `retry_after_s` estimates when trying again makes sense."""
+    """A limit is reached. `retry_after_s` estimates after how long a retry makes sense."""
 
     code = "overloaded"
 
@@ -149,23 +150,23 @@ class Overloaded(ControllerError):
 
 
 class IdempotencyConflict(ControllerError):
-    """The idempotency key was used before, for a different request."""
+    """The idempotency key has been used for a different request."""
 
     code = "idempotency_conflict"
     field = "idempotency_key"
 
 
 class SettingsRefused(ControllerError):
-    """A deployment asks for something that a running controller cannot change; `param` is the setting's key."""
+    """A deployment has a setting that a running controller cannot change. `param` is the setting's key."""
 
     code = "settings_refused"
 
 
 class StoreError(ControllerError):
-    """The session log cannot be opened, read or written. A change may be in it nevertheless: its answer may be what was
-    lost. So it is no refusal, and what bears repetition is asked again.
+    """The session log cannot be opened, read or written. The log may still hold the change, if only its answer was
+    lost. So this error is no refusal, and calls that may be repeated are repeated.
 
-    `detail` is for those who read the logs, and no client's business: paths, addresses, what libraries say."""
+    `detail` is for the logs and not for clients: paths, addresses, messages of libraries."""
 
     code = "store_unavailable"
 
@@ -178,6 +179,6 @@ class StoreError(ControllerError):
 
 
 class NoAnswer(StoreError):
-    """The cluster controller did not answer in time. Whether it did what it was asked is not known."""
+    """The cluster controller did not answer in time. It may have done what it was asked, or not."""
 
     code = "controller_unavailable"

@@ -1,4 +1,4 @@
-"""EventLog: what lately happened to sessions and replicas, for those who watch. Pure logic, bounded, one owner."""
+"""EventLog: recent events of sessions and replicas, for watchers. Pure logic, bounded, one owner."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import islice
 from controllers.records import ClusterEvent
 
 MOST_EVENTS = 1000
-"""Kept. Who reads more rarely than so many happen misses the oldest."""
+"""How many events are kept. A reader that falls further behind misses the oldest."""
 
 
 class EventLog:
     """Events in the order in which they happened. `clock` returns Unix time in seconds.
 
-    A cursor is an event's number behind the log's name. A log that is new, as that of a restarted controller is, does
-    not know cursors of the one before: their readers get all that it has.
+    A cursor is the log's name and an event's number. A new log, such as that of a restarted controller, does not know
+    the cursors of an earlier one: their readers get all events that it has.
     """
 
     def __init__(self, clock: Callable[[], float], most: int = MOST_EVENTS) -> None:
@@ -33,14 +33,14 @@ class EventLog:
         to_replica_id: str | None = None,
         detail: str = "",
     ) -> None:
-        """It has just happened. `kind` is one of records.EVENT_KINDS."""
+        """Adds an event that has just happened. `kind` is one of records.EVENT_KINDS."""
         self._number += 1
         self._events.append(
             ClusterEvent(self._number, self._clock(), kind, session_id, replica_id, to_replica_id, detail)
         )
 
     def after(self, cursor: str | None) -> tuple[tuple[ClusterEvent, ...], str]:
-        """What is kept of the events behind the cursor (None: of all), and the cursor of the last one."""
+        """The kept events after the cursor (None: all that are kept), and the cursor of the last one."""
         name, _, number = (cursor or "").partition("/")
         seen = int(number) if name == self._name and number.isdigit() else 0
         num_new = max(0, self._number - seen)

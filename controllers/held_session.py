@@ -1,4 +1,4 @@
-"""One session as its owner holds it, and which turns it takes. Pure."""
+"""A session as its owner holds it, and the checks that a new turn must pass. Pure."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class HeldSession:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     whole: bool = False
     awaited: str | None = None
-    """Of a session that is closing since before it was adopted: the key of the turn that may still come."""
+    """If the session was already closing when it was adopted: the key of the turn that may still come."""
     undone: str | None = None
-    """Digest of the last turn, if it was begun behind all committed ones and left no trace."""
+    """The digest of the last turn that was begun, if it was aborted and no turn has been committed since."""
 
 
 def check_free(session_id: str, session: HeldSession, turn_key: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Counts in buckets, as Prometheus has them, and figures with labels: what crosses from the controller to who tells."""
+"""Figures with labels, and Prometheus' histograms: the controller sends them to the front ends, which publish them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from controllers.wire_record import wire_record
 @wire_record
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure by the name that its definition has, less "kedge_". Of a histogram `value` is the sum of what was
-    observed, and `counts` how often it was in each bucket, the last of which has no bound; else there are none."""
+    """A figure. `name` is that of its definition without "kedge_". For a histogram, `value` is the sum of the observed
+    values, and `counts` how many fell into each bucket; the last bucket has no upper bound. Other figures have no
+    `counts`."""
 
     name: str
     value: float
@@ -22,7 +23,7 @@ class Measure:
 
 
 class Histogram:
-    """`bounds` are the buckets' upper ends, ascending; a value that is one belongs to its bucket."""
+    """A histogram. `bounds` are the buckets' upper bounds (inclusive), ascending."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)

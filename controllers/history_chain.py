@@ -1,4 +1,4 @@
-"""How a session's history is kept: its tokens, and a fingerprint of them by which an engine knows which KV is of it."""
+"""How a session's history is kept: its tokens, and a fingerprint by which the engine recognizes the history's KV."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class HistoryChain(Protocol):
-    """A history, four bytes a token, and its running fingerprint, into which only the engine looks."""
+    """A history with four bytes per token, and its running fingerprint, which only the engine reads."""
 
     def __len__(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The history, to be read. It grows and is cut with this."""
+        """The history, for reading only. It changes when the chain is extended or cut."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens. O(their number)."""
@@ -23,8 +23,8 @@ class HistoryChain(Protocol):
         """Keeps the first `length` tokens."""
 
     def prefix(self, length: int) -> HistoryChain:
-        """Another history, which begins with the first `length` tokens of this one."""
+        """A new history that consists of the first `length` tokens of this one."""
 
 
 ChainMaker = Callable[[str], HistoryChain]
-"""A tenant's history that has no token yet."""
+"""Makes an empty history for a tenant."""

@@ -1,8 +1,9 @@
-"""Which of a session's answers can be had again. Pure.
+"""Which of a session's answers are kept for replays. Pure.
 
-A client that names a key may ask again much later. A turn without one gets a key from its front end, which repeats the
-call at once if it gets no answer, as when the turn's replica is lost. So these are kept apart: however many turns come
-without a key, those with one stay. The last turn's answer is always there.
+A client that names an idempotency key may repeat its request much later. A turn without a key gets one from its front
+end, which repeats the call at once if it gets no answer, for example when the replica is lost. So the two kinds are
+counted separately: turns without a client's key never displace answers of turns with one. The last turn's answer is
+always kept.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from collections.abc import Sequence
 from controllers.records import COUNTED_KEY
 
 KEPT_ANSWERS = 8
-"""Of a session's latest turns whose clients named a key; and as many of the others."""
+"""How many answers are kept of a session's latest turns whose clients named a key, and as many of the others."""
 
 CALL_KEY = "call-"
-"""How the keys begin that front ends give to turns whose clients neither name a key nor count their tries."""
+"""The prefix of the keys that front ends give to turns whose clients neither name a key nor count their tries."""
 
 _MADE_KEY = re.compile(f"(?:{CALL_KEY}|{COUNTED_KEY})[0-9a-f]{{32}}")
 
 
 def is_clients(key: str) -> bool:
-    """Whether a client has named the key, as far as one can see."""
+    """Whether a client has named the key, judged by its form."""
     return _MADE_KEY.fullmatch(key) is None
 
 
 def outdated(keys: Sequence[str]) -> list[int]:
-    """Of the keys of a session's answers, oldest first, the places of those that are to be forgotten."""
+    """The positions in `keys` of the answers to delete. `keys` are those of a session's answers, oldest first."""
     if len(keys) <= KEPT_ANSWERS:
         return []
     seen: Counter[bool] = Counter()

@@ -1,8 +1,8 @@
-"""Values of the session log, encrypted at rest: AES-256-GCM of the `cryptography` package, under the operator's keys.
+"""Encrypts the session log's values at rest: AES-256-GCM of the `cryptography` package, with the operator's keys.
 
-An encrypted value says which key it is under, and is bound to its place in the log: one that was changed, or put in
-another place, is refused. Values that are not encrypted are read as they are, so encryption can be turned on, and off,
-with a log that has sessions.
+An encrypted value names its key and is bound to its place in the log: a value that was changed, or moved to another
+place, is refused. Values that are not encrypted are read as they are. So encryption can be turned on and off for a log
+that has sessions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from controllers.settings import LOG_KEYS
 
 KEY_BYTES = 32
 MARK = b"\x93KDGLOG\x01"
-"""How an encrypted value begins. Nothing else in the log does: it is neither JSON nor a token id of any vocabulary."""
+"""The beginning of every encrypted value. Nothing else in the log begins so: it is neither JSON nor a token id of any
+vocabulary."""
 KEY_ID_BYTES = 4
 NONCE_BYTES = 12
 
 
 class LogCipher:
-    """Encrypts under the first of `keys` if `encrypts`, and decrypts what is under any of them."""
+    """Encrypts with the first of `keys` if `encrypts`, and decrypts with any of them."""
 
     def __init__(self, keys: Sequence[bytes] = (), *, encrypts: bool = False) -> None:
         self._by_id = {_key_id(key): AESGCM(key) for key in keys}
@@ -35,7 +36,7 @@ class LogCipher:
 
     @classmethod
     def parse(cls, keys: str, *, encrypts: bool) -> LogCipher:
-        """Of keys as base64, separated by commas. Raises StoreError."""
+        """A cipher with these keys, in base64 and separated by commas. Raises StoreError."""
         parsed = [_parse(key.strip()) for key in keys.split(",") if key.strip()]
         if encrypts and not parsed:
             raise StoreError(
@@ -46,14 +47,14 @@ class LogCipher:
         return cls(parsed, encrypts=encrypts)
 
     def encrypt(self, value: bytes, place: str) -> bytes:
-        """`place` is where in the log the value is: no two values have the same one at a time."""
+        """Encrypts a value. `place` is where in the log it is. No two values have the same place at a time."""
         if self._first is None:
             return value
         nonce = secrets.token_bytes(NONCE_BYTES)
         return MARK + self._first + nonce + self._by_id[self._first].encrypt(nonce, value, place.encode())
 
     def decrypt(self, stored: bytes, place: str) -> bytes:
-        """Raises StoreError for a value under another key, and for one that was changed or moved."""
+        """Decrypts a value. Raises StoreError if its key is not known, or if it was changed or moved."""
         if not stored.startswith(MARK):
             return stored
         at = len(MARK)

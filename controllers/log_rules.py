@@ -1,4 +1,4 @@
-"""Which changes a session log takes, whatever it is kept in. Each rule sees the session as the log has it."""
+"""The rules for changes of a session log, whatever it is stored in. Each rule sees the session as the log has it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def exists(session_id: str) -> SessionExists:
 
 
 def check_fork(parent: LedgerEntry, length: int) -> None:
-    """Raises InvalidFork."""
+    """Raises InvalidFork if the parent's history is shorter than `length`."""
     if not 0 <= length <= parent.tokens:
         raise InvalidFork(f"cannot fork at {length}: committed history has {parent.tokens} tokens")
 
 
 def changes_owner(entry: LedgerEntry, replica_id: str, epoch: int) -> bool:
-    """False if the assignment is recorded already. Raises StaleEpoch."""
+    """Whether the assignment is new; False if it is already recorded. Raises StaleEpoch."""
     if (entry.epoch, entry.replica_id) == (epoch, replica_id):
         return False
     if entry.epoch + 1 != epoch:
@@ -35,13 +35,13 @@ def changes_owner(entry: LedgerEntry, replica_id: str, epoch: int) -> bool:
 
 
 def identity(record: TurnRecord) -> list[int | str | None]:
-    """What tells the turn from others, its tokens aside. As JSON it stays the same."""
+    """What identifies the turn, besides its tokens. It survives a round trip through JSON unchanged."""
     tokens = count_tokens(record.tokens)
     return [record.start_len, tokens, record.input_len, record.idempotency_key, record.digest]
 
 
 def adds_turn(entry: LedgerEntry, record: TurnRecord, is_last: Callable[[], bool]) -> bool:
-    """False if it is the last turn that the log has, told again. Raises StaleEpoch."""
+    """Whether the turn is new; False if it repeats the last turn in the log. Raises StaleEpoch."""
     if record.epoch != entry.epoch:
         raise StaleEpoch(f"{named(record.session_id)} is at epoch {entry.epoch}, not {record.epoch}")
     if record.turn_index == entry.turns - 1 and is_last():
@@ -52,14 +52,14 @@ def adds_turn(entry: LedgerEntry, record: TurnRecord, is_last: Callable[[], bool
 
 
 def set_by(record: TurnRecord) -> dict[str, Any]:
-    """What the turn makes of its session's `tools` and `model`. The turn that begins the history has the last word on
-    both. Later a replica that does not tell its model changes nothing."""
+    """The session's `tools` and `model` as the turn sets them. A turn that begins the history sets both. A later turn
+    sets only `model`, and only if its replica tells it."""
     if record.start_len == 0:
         return {"tools": record.tools, "model": record.model}
     return {} if record.model is None else {"model": record.model}
 
 
 def check_key(record: TurnRecord, kept_keys: Collection[str]) -> None:
-    """Raises IdempotencyConflict."""
+    """Raises IdempotencyConflict if another turn used the record's key."""
     if record.idempotency_key in kept_keys:
         raise IdempotencyConflict(f"key {record.idempotency_key!r} was used by another turn")

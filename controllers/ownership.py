@@ -1,7 +1,7 @@
 """OwnershipLedger: which replica owns which session, at which epoch. Pure logic, one owner.
 
-Invariant: a session's epoch grows by one with every change of owner and never otherwise. (That a session opened under
-the id of a closed one starts above it is the log's care.) So a former owner can always be told apart.
+Invariant: a session's epoch grows by one with every change of owner and never otherwise. So a former owner can always
+be recognized. (The log ensures that a session with the id of a closed one starts at a higher epoch.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from controllers.session_keys import named, tenant_in
 from controllers.sorted_keys import SortedKeys
 
 MOST_RECENT = 1000
-"""Sessions of which it is known that they were used last."""
+"""How many of the most recently used sessions are remembered in order."""
 
 
 @dataclass(slots=True)
@@ -37,10 +37,10 @@ class TenantUse:
 
 @dataclass(slots=True)
 class ReplicaUse:
-    """What a replica owns: sessions, how many of them it has said to hold, and of those to be in a turn.
+    """The sessions that a replica owns, how many of them it has reported as held, and how many of these as in a turn.
 
-    `stale`: sessions that it has said to hold, by the epoch at which it does, and that are closed by now or owned
-    elsewhere. They are kept for a replica that `reports`, since it has to hear of them.
+    `stale`: sessions that it has reported as held but that are now closed or owned elsewhere, with the epoch at which
+    it holds them. They are kept only for a replica that `reports`, since it must be told to drop them.
     """
 
     owned: set[str] = field(default_factory=set)
@@ -51,14 +51,14 @@ class ReplicaUse:
 
 
 Row = tuple[Any, ...]
-"""A LedgerEntry's values, in the order of its fields. Python's garbage collector looks at each object that refers to
-others, again and again, but at no tuple of plain values: a million entries would stop the controller for a second."""
+"""A LedgerEntry's values, in the order of its fields. Python's garbage collector scans each object that refers to other
+objects again and again, but not a tuple of plain values: a million entries would stop the controller for a second."""
 
 
 class OwnershipLedger:
     """Sessions and their owners. `clock` returns Unix time in seconds, `attended` the controller's attended time.
 
-    No method looks at all sessions, but those that say so.
+    A method looks at all sessions only if its docstring says so.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OwnershipLedger:
         return session_id in self._rows
 
     def configure(self, default_timeout_s: float) -> None:
-        """Of sessions that were opened without an idle timeout. Looks at all sessions if it has changed."""
+        """Sets the idle timeout of sessions that were opened without one. Looks at all sessions if it has changed."""
         if default_timeout_s != self._default_timeout_s:
             self._default_timeout_s = default_timeout_s
             self._expiries.watch_all(self._rows)
@@ -128,7 +128,7 @@ class OwnershipLedger:
         return LedgerEntry(*row)
 
     def fence(self, session_id: str, epoch: int, replica_id: str | None = None) -> LedgerEntry:
-        """The session's entry, if `epoch` (and `replica_id`, if given) owns it.
+        """The session's entry, if its epoch is `epoch` and its owner is `replica_id` (None: any).
 
         Raises SessionNotFound and StaleEpoch.
         """
@@ -167,21 +167,21 @@ class OwnershipLedger:
         )
 
     def touch(self, session_id: str, used_s: float | None = None) -> LedgerEntry:
-        """Restarts the session's idle clock, now or as if it was used then. Raises SessionNotFound."""
+        """Restarts the session's idle clock as of `used_s` (None: now). Raises SessionNotFound."""
         entry = self.get(session_id)
         used_s = self._clock() if used_s is None else used_s
         return self._put(replace(entry, last_used_s=used_s, used_since_report=True), entry)
 
     def close_after(self, session_id: str, turn_key: str) -> LedgerEntry:
-        """Notes that the session is to be closed when that turn has ended. Raises SessionNotFound."""
+        """Notes that the session is to be closed when the turn with this key has ended. Raises SessionNotFound."""
         entry = self.get(session_id)
         closing = self._put(replace(entry, closes_after=turn_key), entry)
         self._expiries.watch(session_id, self.expires_at_s(closing))
         return closing
 
     def report(self, replica_id: str, update: SessionStatus) -> bool:
-        """Notes what a replica says of a session it holds. False if it does not own it at that epoch: it is to drop it,
-        see `stale`."""
+        """Notes a replica's report of a session that it holds. False if the replica does not own it at that epoch: it
+        must then drop it, see `stale`."""
         session_id, use = update.session_id, self._by_replica.setdefault(replica_id, ReplicaUse())
         entry = self._find(session_id)
         use.reports = True
@@ -205,7 +205,7 @@ class OwnershipLedger:
         return True
 
     def report_dropped(self, replica_id: str, session_ids: Iterable[str]) -> None:
-        """The replica does not hold these any more, whether or not it owns them."""
+        """Notes that the replica no longer holds these sessions, whether or not it owns them."""
         use = self._by_replica.get(replica_id)
         if use is None:
             return
@@ -218,18 +218,18 @@ class OwnershipLedger:
                 self._put(replace(entry, reported_s=None, in_turn=False, size_bytes=0), entry)
 
     def report_no_others(self, replica_id: str, held: Collection[str]) -> None:
-        """The replica holds none but these. Looks at all sessions that it owns."""
+        """Notes that the replica holds no sessions except these. Looks at all sessions that it owns."""
         use = self._by_replica.setdefault(replica_id, ReplicaUse())
         use.reports = True
         self.report_dropped(replica_id, [name for name in (*use.owned, *use.stale) if name not in held])
 
     def stale(self, replica_id: str) -> dict[str, int]:
-        """The sessions that the replica is to drop, by the epoch at which it has said to hold them; to be read only."""
+        """The sessions that the replica must drop, with the epochs at which it reported them. For reading only."""
         use = self._by_replica.get(replica_id)
         return {} if use is None else use.stale
 
     def forget_stale(self, replica_id: str) -> None:
-        """The replica is not there, or has to tell everything again."""
+        """Forgets what the replica must drop: it is gone, or must report all its sessions again."""
         use = self._by_replica.get(replica_id)
         if use is not None:
             use.reports = False
@@ -237,7 +237,7 @@ class OwnershipLedger:
             self._forget_unused(replica_id)
 
     def expire(self, session_id: str) -> bool:
-        """Forgets a session that was closed, has expired or is another cluster's. False if it was unknown."""
+        """Removes a session that was closed, has expired or now belongs to another cluster. False if it was unknown."""
         entry = self._find(session_id)
         if entry is None:
             return False
@@ -255,13 +255,13 @@ class OwnershipLedger:
     def page(
         self, tenant: str | None = None, after: str | None = None, limit: int | None = None
     ) -> list[LedgerEntry]:
-        """The first `limit` sessions (None: all) of the tenant (None: of all tenants) behind the session key `after`,
-        which need not be there, in the order of tenants and keys. O(limit + log n)."""
+        """The first `limit` sessions (None: all) of the tenant (None: of all tenants) after the session key `after`,
+        ordered by tenant and key. No session need have the key `after`. O(limit + log n)."""
         return list(map(self.get, islice(self._keys_after(tenant, after), limit)))
 
     def recent(self, limit: int) -> list[LedgerEntry]:
-        """The sessions that were used last, newest first: `limit` or MOST_RECENT of them, and fewer where of those many
-        have ended. O(limit)."""
+        """The most recently used sessions, newest first: at most `limit` and MOST_RECENT of them, and fewer if some of
+        these have ended. O(limit)."""
         return list(map(self.get, islice(self._recent.newest_first(), limit)))
 
     def count_of(self, replica_id: str) -> int:
@@ -269,40 +269,40 @@ class OwnershipLedger:
         return 0 if use is None else len(use.owned)
 
     def in_turn(self, replica_id: str) -> int:
-        """How many of the replica's sessions it has said to be in a turn."""
+        """How many of its sessions the replica has reported as in a turn."""
         use = self._by_replica.get(replica_id)
         return 0 if use is None else use.in_turn
 
     def held(self, replica_id: str) -> int:
-        """How many of the replica's sessions it has said to hold."""
+        """How many of its sessions the replica has reported as held."""
         use = self._by_replica.get(replica_id)
         return 0 if use is None else use.held
 
     @property
     def tokens(self) -> int:
-        """Of all histories."""
+        """Tokens of all histories."""
         return self._tokens
 
     @property
     def size_bytes(self) -> int:
-        """Of all sessions' KV, as their owners have told it."""
+        """Size of all sessions' KV, as their owners have reported it."""
         return self._size_bytes
 
     def use_of(self, tenant: str) -> TenantUse:
-        """Not to be changed."""
+        """What the tenant has in the ledger. For reading only."""
         return self._by_tenant.get(tenant, TenantUse())
 
     def expires_at_s(self, entry: LedgerEntry) -> float:
-        """When its idle timeout ends, if nobody uses it."""
+        """When the session's idle timeout ends, if nobody uses it."""
         return expires_at_s(entry, self._default_timeout_s)
 
     def past_timeout(self, now_s: float) -> list[LedgerEntry]:
-        """Sessions whose idle timeout is over at the Unix time `now_s`. Looks at no others, but at those that were used
-        since they were looked at."""
+        """Sessions whose idle timeout is over at the Unix time `now_s`. Besides these it looks only at sessions that
+        were used since the last look."""
         return list(map(self.get, self._expiries.due(now_s)))
 
     def soonest_expiry_s(self) -> float | None:
-        """Before that no session's timeout ends that is not over yet."""
+        """No further session's timeout ends before this time. None: there are no sessions."""
         return self._expiries.soonest_s()
 
     def _expires_at_s(self, session_id: str) -> float | None:
@@ -324,7 +324,7 @@ class OwnershipLedger:
             yield from self._keys[each]
 
     def _count(self, entry: LedgerEntry) -> None:
-        """It is its owner's and its tenant's from now on."""
+        """Counts the session for its owner and its tenant."""
         use = self._by_replica.setdefault(entry.replica_id, ReplicaUse())
         use.owned.add(entry.session_id)
         tenant = self._by_tenant.setdefault(entry.tenant, TenantUse())
@@ -334,7 +334,7 @@ class OwnershipLedger:
         self._size_bytes += entry.size_bytes
 
     def _leaves_owner(self, entry: LedgerEntry) -> None:
-        """The reverse. Who has said to hold it has to hear of it."""
+        """The reverse of `_count`. If the owner has reported the session as held, it must be told to drop it."""
         use, tenant = self._by_replica[entry.replica_id], self._by_tenant[entry.tenant]
         use.owned.discard(entry.session_id)
         use.in_turn -= entry.in_turn
@@ -367,6 +367,6 @@ _USED_AT = itemgetter([field.name for field in fields(LedgerEntry)].index("last_
 
 
 def _row(entry: LedgerEntry) -> Row:
-    """The names of replicas and tenants are there once, however many sessions have them."""
+    """The entry's row. Names of replicas and tenants are interned, so each is stored once."""
     session_id, tenant, replica_id, *rest = _VALUES(entry)
     return (session_id, sys.intern(tenant), sys.intern(replica_id), *rest)

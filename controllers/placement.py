@@ -1,4 +1,4 @@
-"""Which replica gets a session: the one with the most free KV, or one that has some of its KV already. Pure."""
+"""Placement: a session goes to the replica with the most free KV, or to one that already has some of its KV. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from controllers.errors import NoReplica
 class Candidate:
     """A replica that may take a session, as placement sees it.
 
-    `free_tokens` is KV free at its last heartbeat, `assigned_tokens` what sessions placed since may take.
+    `free_tokens` is the free KV at its last heartbeat. `assigned_tokens` is the KV that sessions placed there since may
+    take.
     """
 
     replica_id: str
@@ -26,12 +27,12 @@ class Candidate:
 
 
 PREFERRED_SHARE = 0.5
-"""Of the free KV that another replica has, one with some of a session's KV must have free to get it."""
+"""A preferred replica gets the session if its free KV is at least this share of the best replica's."""
 
 
 def choose_replica(candidates: Iterable[Candidate], preferred: str | None = None) -> str:
-    """Id of the replica with the most free KV; ties: fewer sessions, then smaller id. Or of the `preferred` one, if it
-    has enough. Raises NoReplica."""
+    """The id of the `preferred` replica if it has enough free KV (PREFERRED_SHARE), else of the replica with the most.
+    Ties go to the replica with fewer sessions, then to the smaller id. Raises NoReplica."""
     candidates = list(candidates)
     best = min(
         candidates,

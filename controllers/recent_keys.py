@@ -1,4 +1,4 @@
-"""RecentKeys: what was used last, of many, without looking at the others."""
+"""RecentKeys: the most recently used of many keys, without looking at the others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 
 class RecentKeys:
-    """The `most` keys that were used last, of those that were not forgotten; each use is O(1). Keys come `oldest_first`
-    at the beginning."""
+    """The `most` keys that were used last and not forgotten since. Each use is O(1). It begins with the keys of
+    `oldest_first`."""
 
     def __init__(self, most: int, oldest_first: Iterable[str] = ()) -> None:
         self._most = most
@@ -25,5 +25,5 @@ class RecentKeys:
         self._keys.pop(key, None)
 
     def newest_first(self) -> Iterator[str]:
-        """Not to be read on once a key was used or forgotten."""
+        """The keys, newest first. The iterator is invalid once a key was used or forgotten."""
         return reversed(self._keys)

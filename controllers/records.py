@@ -1,7 +1,7 @@
 """Plain records that replicas, the cluster controller and the session log exchange. Frozen and picklable.
 
-Tokens are uint32, little endian (controllers/tokens.py). `*_s` are seconds: points in time are Unix time of
-the cluster controller's clock, `idle_s` and `timeout_s` are durations. `result` bytes are opaque here.
+Tokens are uint32, little endian (controllers/tokens.py). `*_s` are seconds. Points in time are Unix time of the cluster
+controller's clock; `idle_s` and `timeout_s` are durations. `result` bytes are opaque here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from controllers.wire_record import wire_record
 class ModelFingerprint:
     """Which model made a history, each part a hash (serving/text/fingerprint.py).
 
-    `tokenizer` identifies what each token id stands for: histories are tokens, so only a model of the same one can
-    continue them. `weights` and `template` (None: not known, none) may change; they are recorded to be told.
+    `tokenizer` identifies what each token id stands for. Histories are tokens, so only a model with the same tokenizer
+    can continue them. `weights` (None: not known) and `template` (None: there is none) may change. They are recorded
+    for information.
     """
 
     tokenizer: str
@@ -30,9 +31,10 @@ class ModelFingerprint:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A place in a history that a whole conversation is recognized by: its first `num_messages` messages, of which
-    `digest` is a hash, are the first `length` tokens, the opening of the answer to them included, as `template` writes
-    them (see ModelFingerprint)."""
+    """A place in a history by which a whole conversation is recognized.
+
+    The conversation's first `num_messages` messages, of which `digest` is a hash, are the history's first `length`
+    tokens, as `template` renders them (see ModelFingerprint). These include the opening of the answer."""
 
     num_messages: int
     digest: bytes
@@ -41,16 +43,16 @@ class Checkpoint:
 
 
 TREE_KEY = "tree-"
-"""How the `open_key` of a session begins that is a tree of requests: it takes no turns itself, its forks do."""
+"""The prefix of the `open_key` of a session that is a tree of requests. Such a session takes no turns, only forks."""
 
 COUNTED_KEY = "try-"
-"""How the keys of turns begin whose clients count their tries but name no key: the front end gives each try one."""
+"""The prefix of the keys that a front end gives to turns whose clients count their tries but name no key."""
 
 
 @wire_record
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """What a turn with an idempotency key answered. `digest` identifies the request, if one was given."""
+    """The answer of a turn with an idempotency key. `digest` identifies the request (None: not known)."""
 
     idempotency_key: str
     turn_index: int
@@ -63,11 +65,11 @@ class StoredResult:
 class SessionRecord:
     """A session as its owner needs it: identity, committed history and the results that can be replayed.
 
-    `timeout_s` None is the default idle timeout; `capacity_tokens` None is unlimited. `results` is oldest
-    first. `open_key` identifies the request that opened the session, so that a retried open is recognized. `tools`
-    identifies those that its history begins with (None: none). `model` made the last turn (None: there is no history,
-    or it was logged before models were recorded). `closes_after`: see LedgerEntry. `checkpoints` are oldest first.
-    `whole`: its client has sent whole histories.
+    `timeout_s` None is the default idle timeout; `capacity_tokens` None is unlimited. `results` are oldest first.
+    `open_key` identifies the request that opened the session, so that a retried open is recognized. `tools` identifies
+    the tools that the history begins with (None: none). `model` made the last turn (None: there is no history, or it
+    was logged before models were recorded). `closes_after`: see LedgerEntry. `checkpoints` are oldest first. `whole`:
+    the client has sent whole histories.
     """
 
     session_id: str
@@ -97,14 +99,13 @@ class SessionRecord:
 class TurnRecord:
     """One committed turn: history becomes `history[:start_len] + tokens`.
 
-    `turn_index` counts the session's committed turns before this one. The first `input_len` of `tokens` are
-    input, the rest output. `start_len` below the committed length is a rewind. `tools` identifies those that the
-    turn named; where it begins the history they are the session's. `model` made the turn (None: not told).
+    `turn_index` is the number of committed turns before this one. The first `input_len` of `tokens` are input, the rest
+    output. `start_len` below the committed length is a rewind. `tools` identifies the tools that the turn named; if the
+    turn begins the history, they become the session's. `model` made the turn (None: not told).
 
-    `checkpoint` is where its answer begins, if it was asked with a `whole` history, or began with one. `note` tells
-    what was said, for those who read the session (serving/wire/transcripts.py); empty: nothing is kept of it.
-    The last `opening_len` tokens of the input say nothing: they open the answer, and may be written otherwise when the
-    conversation goes on.
+    `checkpoint` is where the answer begins, if the request had a `whole` history or began one. `note` holds what was
+    said, for readers of the session (serving/wire/transcripts.py); empty: nothing is kept. The last `opening_len`
+    tokens of the input only open the answer. They may be rendered differently when the conversation continues.
     """
 
     session_id: str
@@ -125,7 +126,7 @@ class TurnRecord:
 
     @property
     def asked_len(self) -> int:
-        """Where its answer begins, in tokens."""
+        """Where the answer begins, in tokens."""
         return self.start_len + self.input_len
 
     @property
@@ -137,10 +138,11 @@ class TurnRecord:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class TurnNote:
-    """What is kept of a committed turn beside its tokens, which are those from `start_len` to `end_len` of the history,
-    its answer those from `asked_len`, behind `opening_len` that open it. In a fork `turn_index` is negative for turns
-    of its parent. A history that goes on from within the opening, or is cut there, has an `end_len` before
-    `asked_len`."""
+    """What is kept of a committed turn besides its tokens.
+
+    Its tokens are those of the history from `start_len` to `end_len`. The answer begins at `asked_len`, and the
+    `opening_len` tokens before that open it. In a fork `turn_index` is negative for turns of the parent. If the history
+    continues from within the opening, or is cut there, `end_len` is less than `asked_len`."""
 
     turn_index: int
     start_len: int
@@ -153,11 +155,11 @@ class TurnNote:
 
     @property
     def said_len(self) -> int:
-        """Where what the turn was asked ends."""
+        """Where the turn's input ends, without the tokens that open the answer."""
         return self.asked_len - self.opening_len
 
     def cut(self, length: int) -> TurnNote:
-        """Of a history of which only the first `length` tokens are left, `said_len` at least."""
+        """The note if only the first `length` tokens of the history are left. `length` is at least `said_len`."""
         if self.end_len <= length:
             return self
         place = self.checkpoint
@@ -169,7 +171,7 @@ class TurnNote:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class ForkOrder:
-    """A session to start from another: `child_id` gets its first `length` tokens (None: all of them).
+    """A fork to make: the session `child_id` begins with the parent's first `length` tokens (None: all).
 
     `timeout_s` None is the parent's idle timeout. `fork_key` identifies the request, so that a repeated one is
     recognized.
@@ -184,8 +186,8 @@ class ForkOrder:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who owns a session. `fresh`: created or moved by this very call, so the owner has not loaded it yet. `open_key`
-    tells it from earlier and later ones of its name."""
+    """The owner of a session. `fresh`: this call opened or moved the session, so the owner has not loaded it yet.
+    `open_key` tells it from earlier and later sessions of the same name."""
 
     session_id: str
     replica_id: str
@@ -197,12 +199,12 @@ class Assignment:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """A session as the ledger knows it. `size_bytes` and `in_turn` are what its owner said at `reported_s`, which is in
-    the controller's attended time; None: not that it holds the session. `used_since_report` is what the controller has
-    seen happen since then.
+    """A session as the ledger knows it. Its owner reported `size_bytes` and `in_turn` at `reported_s`, which is in the
+    controller's attended time (None: the owner has not reported that it holds the session). `used_since_report`:
+    the controller has seen the session used since then.
 
-    `closes_after`: the session is to be closed when the turn of this idempotency key has ended ("": whatever was in
-    flight had no key). It takes no other turn. None: it is open.
+    `closes_after`: the session is to be closed when the turn with this idempotency key has ended ("": the turn in
+    flight had no key). It takes no other turn. None: the session is open.
     """
 
     session_id: str
@@ -224,7 +226,7 @@ class LedgerEntry:
 
     @classmethod
     def of(cls, record: SessionRecord, last_used_s: float) -> LedgerEntry:
-        """Of a session that nobody has reported yet."""
+        """The entry of a session that no replica has reported yet."""
         return cls(
             session_id=record.session_id,
             tenant=record.tenant,
@@ -247,7 +249,7 @@ class LedgerEntry:
         model: ModelFingerprint | None = None,
         notes: Sequence[TurnNote] = (),
     ) -> SessionRecord:
-        """The session as its owner needs it, with what the ledger does not know."""
+        """The session as its owner needs it. The arguments are what the ledger does not know."""
         return SessionRecord(
             session_id=self.session_id,
             tenant=self.tenant,
@@ -271,9 +273,9 @@ class LedgerEntry:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """Where front ends reach a replica: those of its node by a socket's `path`, others by `url`, where it proves itself
-    with the secret half of `public_key` (CurveZMQ, Z85). `actor` and `namespace` are Ray's names for its process. The
-    cluster controller only hands it on."""
+    """Where front ends reach a replica: on its node by the socket `path`, on other nodes by `url`. There the replica
+    authenticates with the secret key of `public_key` (CurveZMQ, Z85). `actor` and `namespace` are Ray's names for its
+    process. The cluster controller only passes the address on."""
 
     node_id: str
     path: str
@@ -286,11 +288,13 @@ class ReplicaAddress:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What a replica reports of itself. `draining`: it is to go, and hands its sessions over. `step_age_s` is how long
-    the engine's step has been under way (0: none is). `seen_s` is set by the cluster controller, on a clock of its own.
-    `settings_hash` is the same of all replicas with the same settings. `held` are the named sessions whose history it
-    has, once the controller has heard of all of them (None: it has not, or an earlier version does not say). `fault`:
-    why it ends, where it is for a fault of its engine.
+    """What a replica reports of itself.
+
+    `draining`: it hands its sessions over, and ends. `step_age_s` is how long the engine's step has been under way (0:
+    none is). The cluster controller sets `seen_s`, in its attended time. `settings_hash` is the same for all replicas
+    with the same settings. `held` is the number of named sessions whose history it has, in a report with which the
+    controller knows all of them (None: it does not yet, or the replica is of an earlier version). `fault`: the fault of
+    the engine for which the replica ends, if there is one.
     """
 
     replica_id: str
@@ -311,7 +315,7 @@ class ReplicaStatus:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
-    """What a replica reports of a session it holds. `idle_s` is 0 during a turn."""
+    """What a replica reports of a session that it holds. `idle_s` is 0 during a turn."""
 
     session_id: str
     epoch: int
@@ -326,10 +330,10 @@ class SessionStatus:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """What a replica says of its sessions with a heartbeat, see controllers/session_reports.py.
+    """What a replica reports of its sessions with a heartbeat, see controllers/session_reports.py.
 
-    `changed` and `dropped` (it does not hold these any more) are new since its report `since`. With one since 0 it
-    begins to tell of every session that it holds. Numbers begin at 1 and grow.
+    `changed` and `dropped` (sessions that it no longer holds) are new since the report with the number `since`. With
+    `since` 0 the replica begins to report every session that it holds. Numbers begin at 1 and grow.
     """
 
     number: int
@@ -343,11 +347,11 @@ class SessionReport:
 class HeartbeatReply:
     """The controller's answer to a heartbeat.
 
-    `known` False: the replica was taken for gone; it must register again before it owns anything new.
-    `stale_sessions`: those that it holds, at `stale_epochs`, and that are closed or owned elsewhere; it must drop them.
-    `crowded`: it is to offer each session of which a turn begins (`offer_session`), until it hears otherwise.
-    `draining`: it is to go: to hand each of its sessions over between turns, and to end once it is empty.
-    `wants_all`: the report was not understood, and the next is to have every session.
+    `known` False: the replica counts as gone, and must register again before it owns anything new.
+    `stale_sessions`: sessions that it holds, at `stale_epochs`, but that are closed or owned elsewhere. It must drop
+    them. `crowded`: until it hears otherwise, it must offer each session of which a turn begins (`offer_session`).
+    `draining`: it must hand its sessions over between turns, and end once it is empty.
+    `wants_all`: the report was not understood, and the replica must report every session again.
     """
 
     known: bool
@@ -370,14 +374,14 @@ EVENT_KINDS = (
     "promoted",
     "audit",
 )
-"""What an event may be. The controller tells all but the last three, which front ends find in replicas' figures."""
+"""The kinds of events. The controller reports all but the last three. Front ends find these in replicas' figures."""
 
 
 @wire_record
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """Something that happened to a session, named by its key, or to a replica. `number` counts the controller's events.
-    `to_replica_id` has the session from then on."""
+    """Something that happened to a session or to a replica. `session_id` is the session's key. `number` counts the
+    controller's events. `to_replica_id` owns the session from then on."""
 
     number: int
     at_s: float
@@ -391,8 +395,8 @@ class ClusterEvent:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """What the controller tells those who watch. `recent` are those of the `sessions` that were used last, newest
-    first; `states` says of each replica that is known what it is in. The next events come behind `cursor`."""
+    """The controller's view for watchers. `sessions` is the number of sessions, and `recent` are the most recently used
+    ones, newest first. `states` are the states of all known replicas. `cursor` is that of the last event."""
 
     sessions: int
     recent: tuple[LedgerEntry, ...] = ()

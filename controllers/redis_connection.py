@@ -1,4 +1,4 @@
-"""A client of the Redis that the settings name: one server, or the master that Sentinels name at each connection."""
+"""A client of the Redis that the settings name. For each connection, Sentinels name the master, if the URL has any."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from controllers.redis_url import sentinel_address
 from controllers.settings import REDIS_PASSWORD, REDIS_SENTINEL_PASSWORD, RedisLogSettings
 
 Connect = Callable[[RedisLogSettings, float], redis.Redis]
-"""Makes a client, which has so many seconds for each answer."""
+"""Makes a client. The second argument is the timeout for each answer, in seconds."""
 
 SENTINEL_TIMEOUT_S = 0.2
-"""For each Sentinel: while one is asked, the controller does nothing else."""
+"""Timeout for each Sentinel. The controller does nothing else while it asks one."""
 
 
 def connect_redis(settings: RedisLogSettings, timeout_s: float, **options: Any) -> redis.Redis:
-    """Nothing is sent yet. `timeout_s` is for each answer of Redis. `options` are redis-py's, for its connections to
-    Redis itself. Raises ValueError if the URL is not one.
+    """Makes a client, which sends nothing yet. `timeout_s` is the timeout for each answer of Redis. `options` are
+    redis-py's, for its connections to Redis itself. Raises ValueError if the URL is not valid.
 
-    After a failover the first answer is an error of the old connection; the next connection is to the new master.
+    After a failover the first call fails on the old connection. The next connection is to the new master.
     """
     password = os.environ.get(REDIS_PASSWORD)
-    # For a connection that was closed meanwhile: every change may be made twice.
+    # One retry, for a connection that was closed meanwhile. It is safe because every change may be made twice.
     retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
     address = sentinel_address(settings.url)
     if address is None:

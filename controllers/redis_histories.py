@@ -1,11 +1,11 @@
-"""Histories in a session log in Redis: each session's turns, behind what it has in common with others. Of each session
-there is
+"""Histories in a session log in Redis: each session's turns, after the tokens that it shares with other sessions. A
+session has
 
-- `turns`, a hash: by its index each turn, its start in eight bytes before its tokens, and by `base` the segment that
-  the session begins with (redis_segments.py);
-- `history`, a string, only of a session that a version before has begun: its tokens until then.
+- `turns`, a hash: under each turn's index its start in eight bytes, followed by its tokens, and under `base` the
+  segment that the session begins with (redis_segments.py);
+- `history`, a string, only if an earlier version began the session: its tokens until then.
 
-Nothing here changes the log. What a change needs is given as commands, with the texts that it was derived from.
+Nothing here changes the log. A change is returned as commands, with the texts that it was derived from.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from controllers.session_keys import named
 from controllers.tokens import TOKEN_BYTES, count_tokens
 
 FIELDS_AT_ONCE = 1000
-"""Words of one command: a script cannot pass on much more than that."""
+"""The most fields in one command: a script cannot pass on many more words."""
 BASE = "base"
 START_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """What `turns` has of a session. `by_turn` are index, start and stored tokens, in order. Past the session's last
-    turn there is only what a failover of Redis has half forgotten."""
+    """A session's hash `turns`. `by_turn` has index, start and stored tokens of each turn, in order. Turns past the
+    session's last one are leftovers of a failover of Redis that lost part of a change."""
 
     base: Base
     by_turn: list[tuple[int, int, bytes]]
@@ -52,7 +52,7 @@ class RedisHistories:
         self._segments = RedisSegments(log, cipher)
 
     def reads(self, session_id: str) -> tuple[Command, Command]:
-        """What `history` needs the answers of."""
+        """The commands whose answers `history` needs."""
         return ("GET", self._former_key(session_id)), ("HGETALL", self._key(session_id))
 
     def history(self, entry: LedgerEntry, former: bytes | None, fields: dict[bytes, bytes]) -> bytes:
@@ -61,18 +61,18 @@ class RedisHistories:
         return self._segments.line(turns.base) + self._own(entry, former, turns)
 
     def starts(self, fields: dict[bytes, bytes]) -> dict[int, int]:
-        """Where the session's own turns begin, by index, of the second answer to `reads`."""
+        """Where the session's own turns begin, by index. `fields` is the second answer to `reads`."""
         return {index: start for index, start, _ in _Turns.parse(fields).by_turn}
 
     def read(self, entry: LedgerEntry) -> bytes:
         return self.history(entry, *self._log.read(*self.reads(entry.session_id)))
 
     def opened(self, session_id: str) -> Command:
-        """A version before may have closed one of that name, and left what it does not know."""
+        """Deletes leftovers of a closed session of this name: an earlier version leaves keys that it does not know."""
         return ("DEL", self._key(session_id), self._former_key(session_id))
 
     def appended(self, entry: LedgerEntry, record: TurnRecord) -> Change:
-        """The session's next turn. O(new tokens), unless it rewinds."""
+        """Adds the session's next turn. O(new tokens), unless it rewinds."""
         tokens = self._cipher.encrypt(record.tokens, _place(record.session_id, record.turn_index))
         turn = record.start_len.to_bytes(START_BYTES, "little") + tokens
         added: Command = ("HSET", self._key(record.session_id), record.turn_index, turn)
@@ -82,8 +82,8 @@ class RedisHistories:
         return Change([*commands, added], guards)
 
     def forked(self, parent: LedgerEntry, child_id: str, length: int) -> Change:
-        """The child begins with `length` tokens of its parent. O(what no other session has of them), so the next forks
-        there cost nothing."""
+        """Makes the child begin with `length` tokens of its parent. O(tokens that no other session shares yet), so
+        later forks at this place cost nothing."""
         user, child = user_session(parent.session_id), user_session(child_id)
         former, fields = self._log.read(*self.reads(parent.session_id))
         turns = _Turns.parse(fields)
@@ -108,7 +108,7 @@ class RedisHistories:
         return Change([*commands, *more], guards)
 
     def closed(self, session_id: str) -> Change:
-        """Nothing is left of it."""
+        """Deletes all of the session's history."""
         gone: Command = ("DEL", self._key(session_id), self._former_key(session_id))
         base = _parse_base(self._log.read(("HGET", self._key(session_id), BASE))[0])
         if base.segment is None:
@@ -117,7 +117,7 @@ class RedisHistories:
         return Change([*commands, gone], guards)
 
     def _rewound(self, session_id: str, start_len: int) -> Change:
-        """Deletes what lies wholly past it: none of that is history any more."""
+        """Deletes the turns that begin at or after `start_len`: they are no longer part of the history."""
         turns = _Turns.parse(self._log.read(("HGETALL", self._key(session_id)))[0])
         past = [index for index, start, _ in turns.by_turn if start >= start_len]
         commands: list[Command] = [
@@ -136,7 +136,7 @@ class RedisHistories:
         return Change([*commands, *more, self._based(session_id, base)], guards)
 
     def _own(self, entry: LedgerEntry, former: bytes | None, turns: _Turns) -> bytes:
-        """What the session has behind its base: every turn's tokens, after cutting what it rewound."""
+        """The session's tokens after its base: every turn's tokens, each after cutting what the turn rewound."""
         own = bytearray(former or b"")
         for index, start_len, stored in turns.by_turn:
             if index >= entry.turns:
@@ -144,7 +144,7 @@ class RedisHistories:
             del own[(start_len - turns.base.length) * TOKEN_BYTES :]
             own += self._cipher.decrypt(stored, _place(entry.session_id, index))
         own_len = entry.tokens - turns.base.length
-        del own[own_len * TOKEN_BYTES :]  # a version before left there what was rewound
+        del own[own_len * TOKEN_BYTES :]  # an earlier version left rewound tokens there
         if count_tokens(own) != own_len:
             raise StoreError(f"session log: tokens of {named(entry.session_id)} are missing")
         return bytes(own)

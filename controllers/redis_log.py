@@ -1,4 +1,4 @@
-"""A session log in Redis, as far as it is Redis: how it is opened, who may write, how it is read and changed."""
+"""The Redis part of a session log in Redis: how it is opened, who may write, how it is read and changed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from controllers.settings import RedisLogSettings
 
 LAYOUT = b"2"
 READABLE = (b"1", LAYOUT)
-"""Sessions of layout 1 are read as they are, and written anew with their next change. They name no writer: one number,
-`writer`, stood for all of them."""
+"""Sessions of layout 1 are read as they are, and written in the new layout with their next change. They name no writer:
+one number, `writer`, stood for all of them."""
 
 ALIVE_S = 60
-"""A cluster that has said nothing for so long is gone, by the clock of Redis."""
+"""A cluster is gone once it has given no sign of life for this long, by the clock of Redis."""
 
 
 TIMEOUT_S = 1.0
-"""For each answer: the controller does nothing else meanwhile. A change that takes longer is told again."""
+"""The timeout for each answer: the controller does nothing else meanwhile. A change that takes longer is repeated."""
 
 OPEN_PAUSE_S = 0.2
 
@@ -87,17 +87,17 @@ return outcomes
 Word = str | bytes | int | float
 Command = tuple[Word, ...]
 Guards = Mapping[str, bytes | None]
-"""What a change was derived from: keys and the texts that they had; None: the key did not exist."""
+"""What a change was derived from: keys and the texts that they had (None: the key did not exist)."""
 
 
 class RedisLog:
-    """Owns the connection. `cluster` names the cluster that writes, through all restarts of its controller.
+    """Owns the connection. `cluster` names the writing cluster, and stays the same when the controller restarts.
 
-    Of each cluster the controller that opened the log last may write: it takes the place of those before it. Clusters
-    do not fence each other: which of them may change a session is part of what the session's guards compare.
+    In each cluster only the controller that opened the log last may write. Clusters do not fence each other: a
+    session's text, which guards compare, says which cluster may change it.
 
-    Raises StoreError if Redis cannot be reached within `open_patience_s`, takes no writes, may forget keys, or has
-    something else there.
+    Raises StoreError if Redis cannot be reached within `open_patience_s`, takes no writes or may drop keys, or if the
+    log there has an unknown layout.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class RedisLog:
         return self._prefix + ":".join(parts)
 
     def alive_key(self, cluster: str) -> str:
-        """The key that is there while the cluster's controller sweeps."""
+        """The key that exists while the cluster's controller is alive. Each sweep renews it."""
         return self.key("alive", cluster)
 
     def read(self, *commands: Command) -> list[Any]:
-        """Their answers, in one round trip; nobody writes in between."""
+        """The commands' answers, in one round trip. Nobody writes in between."""
         with self._asked():
             pipeline = self._redis.pipeline(transaction=len(commands) > 1)
             for command in commands:
@@ -141,17 +141,18 @@ class RedisLog:
             return list(pipeline.execute())
 
     def change(self, commands: Sequence[Command], guards: Guards | None = None) -> bool:
-        """All of the commands at once, in one round trip, or none. False, and none, if a guard does not hold any more.
+        """Runs all of the commands at once, in one round trip. Returns False, and runs none, if a guard does not hold
+        any more.
 
-        A change whose answer was lost is repeated: its guards fail then, though it was made. Raises StoreError if
-        another controller of this cluster has taken the log over, or too few replicas of Redis have the change in time:
-        it is made then, but may be lost with the master.
+        When a change whose answer was lost is repeated, its guards fail although the change was made. Raises StoreError
+        if another controller of this cluster has taken the log over. Also raises StoreError if too few replicas of
+        Redis have the change in time: it is then made, but may be lost with the master.
         """
         (made,) = self.change_each([(commands, guards or {})])
         return made
 
     def change_each(self, changes: Sequence[tuple[Sequence[Command], Guards]]) -> list[bool]:
-        """Several changes, one after the other, in one round trip: each by itself is made or not, see `change`."""
+        """Makes several changes one after the other, in one round trip. Each is made or not by itself, see `change`."""
         words: list[Word] = [self.cluster, self._number, self._nonce]
         for commands, guards in changes:
             words.append(len(guards))
@@ -167,8 +168,8 @@ class RedisLog:
             return [outcome == 1 for outcome in outcomes]
 
     def confirm(self) -> None:
-        """Makes sure that what the log has is at as many replicas of Redis as the settings say, or raises StoreError:
-        for a change that was found to be made already, by a try that may have failed for just that."""
+        """Makes sure that as many replicas of Redis as the settings say have all of the log, or raises StoreError. It
+        is for a change that an earlier try has already made: that try may have failed for lack of replicas."""
         if self._settings.wait_replicas:
             self.change([("SET", self.alive_key(self.cluster), 1, "EX", ALIVE_S)])
 
@@ -176,12 +177,12 @@ class RedisLog:
         self._redis.close()
 
     def error(self, reason: str, said: str | None = None) -> StoreError:
-        """`said` is what a library says: it may name addresses."""
+        """An error of the log. `said` is the message of a library, which may name addresses; clients do not see it."""
         where = str(self._settings)
         return StoreError(f"session log: {reason}", detail=where if said is None else f"{where}: {said}")
 
     def _await_server(self, timer: Callable[[], float], deadline_s: float) -> None:
-        """Until Redis answers. What is wrong with one that does not by then is for opening the log to find."""
+        """Waits until Redis answers, or until `deadline_s`. If it does not answer, opening the log gives the reason."""
         while timer() < deadline_s and not self._answers(TIMEOUT_S):
             time.sleep(OPEN_PAUSE_S)
 
@@ -202,8 +203,8 @@ class RedisLog:
             return int(number)
 
     def _run(self, script: str, keys: Sequence[str], words: Sequence[Word]) -> Any:
-        """The script's answer, once enough replicas have what it wrote. The whole script travels only to a server that
-        does not know it: after its restart, or a failover."""
+        """Runs a script and returns its answer once enough replicas have what it wrote. The whole script is sent only
+        to a server that does not know it, after a restart or a failover."""
         digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         wait_replicas, wait_ms = self._settings.wait_replicas, self._settings.wait_ms
         for command in (("EVALSHA", digest), ("EVAL", script)):
@@ -235,7 +236,7 @@ class RedisLog:
             raise self.error("Redis does not answer as it should", str(error)) from error
 
     def _answers(self, timeout_s: float) -> bool:
-        """Over a connection of its own, as the log would make it, but with less patience."""
+        """Whether Redis answers a ping within `timeout_s`, on a new connection that is made like the log's own."""
         pool = self._redis.connection_pool
         patience = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
         connection = pool.connection_class(**pool.connection_kwargs | patience)

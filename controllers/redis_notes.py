@@ -1,6 +1,6 @@
-"""The session log's notes of turns in Redis: of each session `notes`, a hash, by the index of the turn.
+"""The session log's notes of turns in Redis: each session has a hash `notes`, by the index of the turn.
 
-Nothing here changes the log. What a change needs is given as commands.
+Nothing here changes the log. A change is returned as commands.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ class RedisNotes:
         self._cipher = cipher
 
     def reads(self, session_id: str) -> Command:
-        """What `notes` needs the answer of."""
+        """The command whose answer `notes` needs."""
         return ("HGETALL", self._key(session_id))
 
     def notes(
         self, entry: LedgerEntry, fields: Mapping[bytes, bytes], starts: Mapping[int, int]
     ) -> list[TurnNote]:
-        """`starts` are where turns begin, by index: versions before write turns without a note."""
+        """The notes that count. `starts` says where turns begin, by index: earlier versions write turns without a
+        note."""
         notes = {note.turn_index: note for note in self._parsed(entry.session_id, fields)}
         unsaid = (TurnNote(at, start, start, start) for at, start in starts.items() if at not in notes)
         found = counting((*notes.values(), *unsaid), entry.tokens)
         return [note for note in found if note.turn_index in notes and note.turn_index < entry.turns]
 
     def opened(self, session_id: str) -> Command:
-        """A version before may have closed one of that name, and left what it does not know."""
+        """Deletes leftovers of a closed session of this name: an earlier version leaves keys that it does not know."""
         return ("DEL", self._key(session_id))
 
     def appended(self, entry: LedgerEntry, record: TurnRecord) -> list[Command]:
-        """The session's next turn. `entry` is the session before it. O(new bytes), unless it rewinds."""
+        """Adds the next turn's note. `entry` is the session before the turn. O(new bytes), unless it rewinds."""
         commands: list[Command] = []
         if record.start_len < entry.tokens:
             (fields,) = self._log.read(self.reads(record.session_id))
@@ -55,7 +56,7 @@ class RedisNotes:
     def forked(
         self, parent: LedgerEntry, notes: Iterable[TurnNote], child_id: str, length: int
     ) -> list[Command]:
-        """The child has what its parent said within its first `length` tokens."""
+        """Gives the child the notes of its parent's turns within its first `length` tokens."""
         return [self._set(child_id, note) for note in inherited(counting(notes, length), parent)]
 
     def forgotten(self, session_id: str, turn_index: int) -> list[Command]:

@@ -1,11 +1,10 @@
-"""Segments of histories in a session log in Redis: what sessions have in common, see sqlite_histories.py. Of each there
-is
+"""Segments of histories in a session log in Redis: tokens that sessions share, see sqlite_histories.py. A segment has
 
-- `segment`, a string: what it begins with, where it ends and how often it has changed, as JSON;
+- `segment`, a string: its base, where it ends and how often it has changed, as JSON;
 - `tokens`, a string;
 - `uses`, a sorted set: how many tokens of its line each session, and each segment, uses.
 
-Nothing here changes the log. What a change needs is given as commands, with the texts that it was derived from.
+Nothing here changes the log. A change is returned as commands, with the texts that it was derived from.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SEGMENT_ID_BYTES = 8
 
 
 class LogReader(Protocol):
-    """A RedisLog, as far as it is read."""
+    """The reading part of a RedisLog."""
 
     def key(self, *parts: str) -> str: ...
 
@@ -45,7 +44,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """`text` is what the log has of it, None of a new one."""
+    """A segment. `text` is its text in the log (None: it is new)."""
 
     base: Base
     end_len: int
@@ -62,7 +61,7 @@ class RedisSegments:
         self._cipher = cipher
 
     def line(self, base: Base) -> bytes:
-        """Its tokens."""
+        """The tokens of the line."""
         parts = []
         while base.segment is not None:
             text, stored = self._log.read(
@@ -75,7 +74,7 @@ class RedisSegments:
         return b"".join(reversed(parts))
 
     def cut(self, base: Base, length: int) -> Base:
-        """The first `length` of its tokens, by the segment that the last of them is in."""
+        """The base of the first `length` tokens of the line: it names the segment with the last of them."""
         while base.segment is not None:
             before = self._read(base.segment).base
             if before.length < length:
@@ -86,7 +85,8 @@ class RedisSegments:
     def made(
         self, base: Base, end_len: int, tokens: bytes, uses: dict[str, int]
     ) -> tuple[str, list[Command]]:
-        """A new segment and how to make it. That it uses its base is its caller's to say (`changed`)."""
+        """A new segment's id and the commands that make it. The caller must record that it uses its base
+        (`changed`)."""
         segment = secrets.token_hex(SEGMENT_ID_BYTES)
         pairs = [word for user, length in uses.items() for word in (length, user)]
         return segment, [
@@ -96,10 +96,10 @@ class RedisSegments:
         ]
 
     def changed(self, uses: dict[str, dict[str, int]]) -> Change:
-        """Of some segments some users use so many tokens from now on; 0: they leave it. Whoever leaves one comes before
-        those that it is based on.
+        """Changes how many tokens users use of segments. `uses` is by segment, then by user; 0: the user leaves it. A
+        segment that is left comes before the segments that it is based on.
 
-        A segment is cut to the longest use of it; without one it goes, and leaves its own base."""
+        A segment is cut to its longest use. A segment without users is deleted, and leaves its own base."""
         commands: list[Command] = []
         guards: dict[str, bytes | None] = {}
         todo = {segment: dict(users) for segment, users in uses.items()}
@@ -132,7 +132,7 @@ class RedisSegments:
         return commands
 
     def _used_by_others(self, segment: str, users: dict[str, int]) -> int:
-        """The longest use of the segment by nobody of `users`; 0 if there is none."""
+        """The longest use of the segment by users that are not in `users`; 0 if there is none."""
         (longest,) = self._log.read(("ZREVRANGE", self._uses(segment), 0, len(users)))
         other = next((user for user in longest if user.decode() not in users), None)
         if other is None:
@@ -160,7 +160,7 @@ def _parsed(segment: str, text: bytes | None) -> _Segment:
 
 
 def user_session(session_id: str) -> str:
-    """What a session is called among the users of a segment."""
+    """A session's name among the users of a segment."""
     return f"session {session_id}"
 
 

@@ -1,4 +1,4 @@
-"""What a session log in Redis has of a session beside its tokens and results, as JSON."""
+"""A session in a session log in Redis, without its tokens and results, as JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from controllers.records import LedgerEntry, ModelFingerprint
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """`writer` is the cluster that claimed it last; empty: none did. `last` identifies the last turn, its tokens aside.
-    `kept` are the turns whose results are, oldest first: index, idempotency key, digest. Layout 1 has neither `model`
-    nor `writer`."""
+    """A stored session. `writer` is the cluster that opened or claimed it last (empty: none). `last` identifies the
+    last turn, without its tokens. `kept` are the turns whose results are kept, oldest first: index, idempotency key,
+    digest. Layout 1 has neither `model` nor `writer`."""
 
     entry: LedgerEntry
     tools: str | None = None
@@ -36,12 +36,12 @@ class StoredSession:
 
     def text(self) -> bytes:
         entry = _values(self.entry)
-        if self.entry.closes_after is None:  # versions without it read all other sessions
+        if self.entry.closes_after is None:  # so that versions without this field can read the session
             del entry["closes_after"]
         model = None if self.model is None else _values(self.model)
         return json.dumps(_values(self) | {"entry": entry, "model": model}).encode()
 
 
 def _values(record: Any) -> dict[str, Any]:
-    """Of a dataclass, by field. `asdict` copies what is in them, too: that was a third of a commit's time."""
+    """A dataclass's values by field. `asdict` also copies the values, which took a third of a commit's time."""
     return {field.name: getattr(record, field.name) for field in fields(record)}

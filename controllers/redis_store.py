@@ -1,18 +1,18 @@
-"""RedisSessionStore: the session log in Redis, for clusters whose log has to outlive the controller's machine.
+"""RedisSessionStore: the session log in Redis, for clusters whose log must outlive the controller's machine.
 
-Of each session there are
+A session has
 
 - `session`, a string: all but its tokens and results, as JSON (redis_session.py);
 - its tokens, see redis_histories.py;
-- `results`, a hash: what turns with an idempotency key answered, by their index;
+- `results`, a hash: the answers of turns with an idempotency key, by the turn's index;
 - `notes`, a hash: what turns said, see redis_notes.py.
 
-Besides there are `sessions`, the set of all ids, and `epoch_floor`. Of each cluster there are `alive`, which is there
-while it lives, `deployment`, and `taken`, a hash: the sessions that others took from it, and at which epochs.
+The log also has `sessions`, the set of all ids, and `epoch_floor`. A cluster has `alive`, which exists while the
+cluster lives, `deployment`, and `taken`, a hash: the sessions that others took from it, and at which epochs.
 
-Several clusters may write one log, each its own sessions: a session names the cluster that claimed it last. Each
-change is made only if the session is still as it was read, so whoever lost it in between changes nothing. What has no
-tokens, texts or answers of sessions is not encrypted: names, and `epoch_floor`.
+Several clusters may write to one log, each to its own sessions. A session names the cluster that opened or claimed it
+last. A change is made only if the session is still as it was read, so a cluster that has lost the session in between
+changes nothing. If the log is encrypted, `session`, tokens, results and notes are; ids, lengths and the rest are not.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ from controllers.tokens import TOKEN_BYTES
 
 ENTRIES_AT_ONCE = 1000
 SWEPT_AT_ONCE = 100
-"""Sessions of the whole log that one call of `changes` looks at: each sweep costs the same, however many there are."""
+"""How many sessions of the whole log one call of `changes` looks at. So its cost does not depend on their number."""
 
 TAKEN_KEPT_S = 3600
-"""A cluster that has not asked for so long what was taken from it is not coming back."""
+"""How long the log keeps what was taken from a cluster. A cluster that has not asked for so long does not come back."""
 
 DEPLOYMENT_KEPT_S = 30 * 24 * 3600
-"""After its last sweep a cluster may come back with its settings for so long: Ray can restore it from its own state."""
+"""How long after its last sweep a cluster may come back with its settings: Ray can restore it from Ray's own state."""
 
 MOST_TRIES = 5
-"""Of a change in whose way others came: an answer that was lost is one, a session that is taken over another."""
+"""How often a change is tried when guards fail, for example because an answer was lost or a session was taken over."""
 
 
 class RedisSessionStore:
-    """A SessionStore in Redis. `cluster` names the cluster that writes, see RedisLog, which also says when StoreError
-    is raised. `clock` returns Unix time, `timer` monotonic time, in seconds.
+    """A SessionStore in Redis. For `cluster` and StoreError see RedisLog. `clock` returns Unix time and `timer`
+    monotonic time, in seconds.
 
-    What outlives Redis itself is for its configuration to say.
+    The configuration of Redis determines what survives a failure of Redis itself.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RedisSessionStore:
         self._notes = RedisNotes(self._log, self._cipher)
         self._clock = clock
         self._deployment_key = self._log.key("deployment", cluster)
-        self._cursor = 0  # of the walk over all sessions that `changes` goes on with
+        self._cursor = 0  # of the walk over all sessions that `changes` continues
 
     def open(self, record: SessionRecord) -> SessionRecord:
         assert not record.history
@@ -119,7 +119,8 @@ class RedisSessionStore:
         self._change(session_id, assigned)
 
     def append_turns(self, records: Sequence[TurnRecord]) -> list[ControllerError | None]:
-        """Two round trips for all of them, but for those of one session, which are told one after the other."""
+        """Two round trips for all turns, if no two are of the same session. Turns of one session are appended one after
+        the other."""
         outcomes: dict[int, ControllerError | None] = {}
         for turns in _once_each(records):
             left = turns
@@ -218,7 +219,7 @@ class RedisSessionStore:
         for tries in range(MOST_TRIES):
             found, floor = self._log.read(("GET", self._key(session_id)), ("GET", floor_key))
             if found is None:
-                return tries > 0  # by an earlier try, whose answer was lost
+                return tries > 0  # an earlier try has closed it, and its answer was lost
             session = self._checked(session_id, found)
             gone, guards = self._histories.closed(session_id)
             commands: list[Command] = [
@@ -242,7 +243,7 @@ class RedisSessionStore:
         )
 
     def purge(self) -> None:
-        """What Redis keeps of it in files of its own is Redis' affair."""
+        """Does nothing: Redis itself removes deleted data from its files."""
 
     def deployment(self) -> str | None:
         (text,) = self._log.read(("GET", self._deployment_key))
@@ -261,7 +262,7 @@ class RedisSessionStore:
         return self._log.key("results", session_id)
 
     def _any(self, session_id: str) -> tuple[StoredSession, bytes]:
-        """The session, whoever writes it, and the text that it has in the log."""
+        """The session, whichever cluster writes it, and its text in the log."""
         (found,) = self._log.read(("GET", self._key(session_id)))
         if found is None:
             found = self._brought_under_its_key(session_id)
@@ -274,7 +275,7 @@ class RedisSessionStore:
         return self._checked(session_id, found), found
 
     def _checked(self, session_id: str, found: bytes | None) -> StoredSession:
-        """Raises SessionNotFound and SessionTakenOver."""
+        """The parsed session. Raises SessionNotFound and SessionTakenOver."""
         if found is None:
             raise not_found(session_id)
         session = self._parsed(session_id, found)
@@ -285,7 +286,7 @@ class RedisSessionStore:
     def _change(
         self, session_id: str, changed: Callable[[StoredSession], tuple[list[Command], Guards]]
     ) -> None:
-        """Does what `changed` makes of the session, which is nothing if that is done already."""
+        """Runs the commands that `changed` returns for the session. No commands: the change is already made."""
         for _ in range(MOST_TRIES):
             session, text = self._own(session_id)
             commands, guards = changed(session)
@@ -301,8 +302,8 @@ class RedisSessionStore:
     def _add(
         self, made: Callable[[], tuple[SessionRecord, int, list[Command], Guards]]
     ) -> tuple[SessionRecord, LedgerEntry]:
-        """Adds the session that `made` gives, of so many tokens, with what else is to be done and what it derives from,
-        above the epochs of all closed ones. Raises SessionExists."""
+        """Adds the session that `made` returns, at an epoch above those of all closed sessions. `made` also returns its
+        number of tokens, further commands, and guards. Raises SessionExists."""
         added = b""
         for _ in range(MOST_TRIES):
             record, tokens, commands, guards = made()
@@ -310,7 +311,7 @@ class RedisSessionStore:
             key, floor_key = self._key(session_id), self._log.key("epoch_floor")
             found, floor = self._log.read(("GET", key), ("GET", floor_key))
             if found is not None:
-                if found == added:  # by an earlier try, whose answer was lost
+                if found == added:  # an earlier try has added it, and its answer was lost
                     self._log.confirm()
                     entry = self._parsed(session_id, found).entry
                     return replace(record, epoch=entry.epoch), entry
@@ -333,8 +334,8 @@ class RedisSessionStore:
     def _append(
         self, turns: dict[int, TurnRecord], outcomes: dict[int, ControllerError | None]
     ) -> dict[int, TurnRecord]:
-        """Appends turns of as many sessions; gives those back in whose way others came. Raises StoreError where nobody
-        knows of those without an outcome."""
+        """Appends turns, each of another session, and notes their outcomes. Returns the turns whose guards failed.
+        After a StoreError the log may or may not hold the turns without an outcome."""
         if not turns:
             return turns
         texts = self._log.read(*(("GET", self._key(record.session_id)) for record in turns.values()))
@@ -386,7 +387,7 @@ class RedisSessionStore:
         return self._notes.notes(entry, notes, self._histories.starts(turns))
 
     def _sessions(self, session_ids: list[str]) -> Iterator[StoredSession]:
-        """Those of them that have not been closed meanwhile."""
+        """The sessions with these ids, except those that have been closed meanwhile."""
         for start in range(0, len(session_ids), ENTRIES_AT_ONCE):
             some = session_ids[start : start + ENTRIES_AT_ONCE]
             (texts,) = self._log.read(("MGET", *map(self._key, some)))
@@ -397,7 +398,8 @@ class RedisSessionStore:
                     raise self._log.error(f"{named(session_id)} is missing")
 
     def _brought_under_its_key(self, key: str) -> bytes | None:
-        """Versions before kept a tenant's session under the client's id. None: they have kept none of that name."""
+        """Renames a session that an earlier version stored under the client's id instead of its key. Returns its text;
+        None if there is none."""
         former = id_in(key)
         (found,) = self._log.read(("GET", self._key(former))) if former != key else (None,)
         session = None if found is None else self._parsed(former, found)
@@ -418,7 +420,7 @@ class RedisSessionStore:
         return text if self._log.change(commands, {self._key(former): found}) else None
 
     def _abandoned(self, session_ids: list[str]) -> tuple[LedgerEntry, ...]:
-        """Those of them whose writer is not there any more, or that never had one."""
+        """Those of the sessions whose writing cluster is gone, or that never had one."""
         others = [s for s in self._sessions(session_ids) if s.writer != self._log.cluster]
         if not others:
             return ()
@@ -447,14 +449,15 @@ class RedisSessionStore:
             raise self._log.error(f"what turn {index} answered is missing") from None
 
     def _is_last(self, session: StoredSession, record: TurnRecord) -> bool:
-        """True if the last turn is just this record, results aside: they are no part of the history."""
+        """True if the last turn is this record. Results are not compared: they are not part of the history."""
         if session.last != identity(record):
             return False
         return self._histories.read(session.entry)[record.start_len * TOKEN_BYTES :] == record.tokens
 
 
 def _once_each(records: Sequence[TurnRecord]) -> list[dict[int, TurnRecord]]:
-    """The turns by their place, in parts that have no session twice: what one changes another of it is derived from."""
+    """Splits the turns, by their position, into parts in which no session occurs twice: each turn of a session depends
+    on the one before it."""
     parts: list[dict[int, TurnRecord]] = []
     seen: Counter[str] = Counter()
     for at, record in enumerate(records):

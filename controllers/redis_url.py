@@ -1,4 +1,4 @@
-"""`redis+sentinel://` addresses: which Sentinels to ask for the master of which service."""
+"""`redis+sentinel://` addresses: which Sentinels to ask, and for the master of which service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORM = f"{SENTINEL_SCHEME}://host:port,host:port/service or {SENTINEL_SCHEME}://
 
 @dataclass(frozen=True, slots=True)
 class SentinelAddress:
-    """`sentinels` are hosts and ports. `username` and `db` are those of Redis itself."""
+    """A parsed address. `sentinels` are hosts and ports. `username` and `db` are those of Redis itself."""
 
     sentinels: tuple[tuple[str, int], ...]
     service: str
@@ -21,7 +21,7 @@ class SentinelAddress:
 
 
 def sentinel_address(url: str) -> SentinelAddress | None:
-    """None if the URL has another scheme. Raises ValueError that says what was expected."""
+    """Parses the URL. None if it has another scheme. Raises a ValueError that says what was expected."""
     parts = urlsplit(url)
     if parts.scheme != SENTINEL_SCHEME:
         return None

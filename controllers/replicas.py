@@ -1,11 +1,12 @@
-"""ReplicaDirectory: which replicas are there, and may have what. Pure logic, one owner; nobody else decides it.
+"""ReplicaDirectory: which replicas there are, and in which states. It alone decides that. Pure logic, one owner.
 
-    JOINING → LIVE ⇄ SUSPECT → GONE        a replica that was taken for gone by mistake registers again → LIVE
+    JOINING → LIVE ⇄ SUSPECT → GONE        a replica that wrongly counted as gone registers again → LIVE
     any of the three → DRAINING → GONE     for good: neither heartbeats nor a registration bring it back
 
-Observers feed it: a replica's own registration, heartbeats and farewell; front ends, which tell what they cannot reach.
-Time is the controller's attended time, so neither a step of the wall clock nor a pause of the controller looks like
-silence. Sessions that moved away from a replica taken for gone stay moved: their epoch fences the former owner.
+Its inputs are each replica's registration, heartbeats and farewell, and the front ends' reports of replicas that they
+cannot reach. Time is the controller's attended time, so neither a step of the wall clock nor a pause of the controller
+looks like silence. Sessions that have moved away from a replica stay moved, even if it comes back: their epoch fences
+the former owner.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from controllers.records import ReplicaStatus
 
 
 class ReplicaState(Enum):
-    """JOINING: it may be there, and has not been heard since the controller began. SUSPECT: somebody cannot reach it,
-    its heartbeats decide."""
+    """A replica's state. JOINING: it may be there, but has not been heard since the controller started. SUSPECT: a
+    front end cannot reach it, and its heartbeats decide what comes next."""
 
     JOINING = "joining"
     LIVE = "live"
@@ -31,7 +32,7 @@ class ReplicaState(Enum):
 
 
 SUSPECT_BEATS = 2
-"""A suspect that misses so many heartbeats is gone; after so many more it is trusted again."""
+"""A suspect replica that misses this many heartbeats is gone. After this many heartbeats it is live again."""
 
 BY_PREFERENCE = (
     ReplicaState.LIVE,
@@ -39,14 +40,15 @@ BY_PREFERENCE = (
     ReplicaState.SUSPECT,
     ReplicaState.DRAINING,
 )
-"""Who gets a session: the later ones only where there is no better. One that drains serves until another can."""
+"""The order in which states get sessions: a later state only if no replica is in an earlier one. A draining replica
+serves until another one can."""
 
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """`drains`: it is to go, by its own word or an operator's, and does so since `drains_since_s`. `beats` counts its
-    heartbeats since somebody last failed to reach it, `suspect_since_s` since when they do. `told_end`: it has said
-    farewell, or was counted as lost."""
+    """A replica. `drains`: it drains since `drains_since_s`, by its own decision or an operator's. `beats` counts its
+    heartbeats since a front end last failed to reach it. `suspect_since_s` is when the first of these failures was.
+    `ended`: it is gone for certain. `told_end`: it has said farewell, or was counted as lost."""
 
     seen_s: float
     status: ReplicaStatus | None = None
@@ -62,7 +64,7 @@ class _Replica:
 class ReplicaDirectory:
     """Replicas by id. `clock` returns attended monotonic seconds.
 
-    A replica unheard of for `timeout_s` is gone; a suspect one after SUSPECT_BEATS × `heartbeat_s`.
+    A replica that is silent for `timeout_s` is gone. A suspect replica is gone after SUSPECT_BEATS × `heartbeat_s`.
     """
 
     def __init__(self, clock: Callable[[], float], timeout_s: float, heartbeat_s: float) -> None:
@@ -76,7 +78,7 @@ class ReplicaDirectory:
         self._suspect_timeout_s = min(timeout_s, SUSPECT_BEATS * heartbeat_s)
 
     def register(self, status: ReplicaStatus) -> None:
-        """A replica makes itself known, or known again. One that drains goes on draining."""
+        """Registers a replica, for the first time or again. A draining replica goes on draining."""
         known = self._replicas.get(status.replica_id)
         if known is None or known.ended or self.state(status.replica_id) is ReplicaState.GONE:
             drains = known is not None and known.drains
@@ -85,7 +87,7 @@ class ReplicaDirectory:
         self._note(status)
 
     def heartbeat(self, status: ReplicaStatus) -> bool:
-        """Notes a sign of life. False, and nothing noted, if the replica counts as gone: it has to register."""
+        """Notes a sign of life. False, and nothing noted, if the replica counts as gone: it must register again."""
         known = self._replicas.get(status.replica_id)
         if known is not None:
             if self.state(status.replica_id) is ReplicaState.GONE:
@@ -98,9 +100,9 @@ class ReplicaDirectory:
         return True
 
     def unreachable(self, replica_id: str, *, died: bool) -> ReplicaState:
-        """Somebody could not reach it; `died`: its process has ended for certain. Returns what it counts as now.
+        """Notes that a front end could not reach a replica. `died`: its process has certainly ended. Returns its state.
 
-        Who cannot be reached for as long as `timeout_s` is gone, whatever its heartbeats say: they take another way.
+        A replica that cannot be reached for `timeout_s` is gone even if its heartbeats arrive: they take another way.
         """
         known = self._replicas.setdefault(replica_id, _Replica(self._clock()))
         known.beats = 0
@@ -110,20 +112,21 @@ class ReplicaDirectory:
         return self.state(replica_id)
 
     def drain(self, replica_id: str) -> None:
-        """It is to go, by its own word or an operator's. One that is not known yet is to go, too."""
+        """Makes the replica drain, by its own decision or an operator's. It need not be known yet."""
         known = self._replicas.setdefault(replica_id, _Replica(self._clock()))
         known.drains = True
         self._note_drain(known)
 
     def order_drain(self, replica_id: str) -> None:
-        """An operator's word. Raises NoReplica, and changes nothing, where nobody else could take its sessions."""
+        """Makes the replica drain on an operator's order. Raises NoReplica, and changes nothing, if no other live
+        replica could take its sessions."""
         if all(status.replica_id == replica_id for status in self.in_state(ReplicaState.LIVE)):
             raise NoReplica(f"no other live replica could take the sessions of {replica_id!r}")
         self.drain(replica_id)
 
     def deregister(self, replica_id: str) -> float | None:
-        """It says farewell: it answers nothing any more. Gives how long it drained; None if it did not, or had said so
-        before."""
+        """Notes the replica's farewell: it answers nothing any more. Returns how long it drained (None: it did not, or
+        its farewell is a repeated one)."""
         known = self._replicas.get(replica_id)
         if known is None:
             return None
@@ -133,7 +136,7 @@ class ReplicaDirectory:
         return None if again or known.drains_since_s is None else self._clock() - known.drains_since_s
 
     def newly_lost(self) -> int:
-        """Of the replicas that are gone without a farewell, or for a fault, those that were not counted yet."""
+        """How many more replicas are gone without a farewell, or because of a fault, since the last call."""
         lost = [
             known
             for replica_id, known in self._replicas.items()
@@ -144,8 +147,8 @@ class ReplicaDirectory:
         return len(lost)
 
     def state(self, replica_id: str) -> ReplicaState:
-        """One never heard of is JOINING for `timeout_s` from the directory's start, since a restart of the controller
-        must not move every session; then it is GONE."""
+        """The replica's state. A replica that was never heard is JOINING for `timeout_s` after the directory's start,
+        so that a restart of the controller does not move every session. After that it is GONE."""
         known = self._replicas.get(replica_id)
         if known is None:
             late = self._clock() - self._started_s > self._timeout_s
@@ -161,36 +164,36 @@ class ReplicaDirectory:
         return ReplicaState.LIVE if known.status is not None else ReplicaState.JOINING
 
     def states(self) -> dict[str, ReplicaState]:
-        """Of all that are known, those that are gone among them."""
+        """The states of all known replicas, including those that are gone."""
         return {replica_id: self.state(replica_id) for replica_id in self._replicas}
 
     def ended(self, replica_id: str) -> bool:
-        """True if it is gone for certain. One that is only silent may be slow, and is better asked than nobody."""
+        """True if the replica is gone for certain. A replica that is only silent may be slow."""
         known = self._replicas.get(replica_id)
         return known is not None and known.ended
 
     def gone(self, replica_id: str) -> bool:
-        """True if sessions that it owns should move."""
+        """True if the replica counts as gone, so that its sessions should move."""
         return self.state(replica_id) is ReplicaState.GONE
 
     def silence_s(self, replica_id: str) -> float:
-        """For how long nothing was heard of it. Of one that is not known: since there is anybody who could hear it."""
+        """How long nothing was heard of the replica. If it is unknown, that is since the directory's start."""
         known = self._replicas.get(replica_id)
         return self._clock() - (self._started_s if known is None else known.seen_s)
 
     def assign_tokens(self, replica_id: str, tokens: int) -> None:
-        """Counts KV that a session placed there may take, until the replica's next heartbeat."""
+        """Counts the KV that a session placed at the replica may take, until the replica's next heartbeat."""
         if replica_id in self._replicas:
             self._replicas[replica_id].assigned_tokens += tokens
 
     def candidates(
         self, count_sessions: Callable[[str], int], states: Sequence[ReplicaState] = BY_PREFERENCE
     ) -> list[Candidate]:
-        """Replicas for placement, of the first of `states` that any is in. `count_sessions` gives the sessions of an
-        id.
+        """The replicas for placement: those in the first of `states` that has any. `count_sessions` returns the number
+        of sessions of a replica.
 
-        In a rolling update those that have the settings of one that drains are to go next: they get sessions only
-        where no others are.
+        In a rolling update, replicas with the settings of a draining one will drain next. They get sessions only if
+        there are no others.
         """
         outgoing = {status.settings_hash for status in self.in_state(ReplicaState.DRAINING)}
         for state in states:
@@ -210,8 +213,8 @@ class ReplicaDirectory:
         return []
 
     def taker(self, to: str | None, owner_id: str, count_sessions: Callable[[str], int]) -> str:
-        """The live replica that gets a session of `owner_id`: `to`, or the best of the others. Raises InvalidMove if
-        `to` is not there, and NoReplica if it takes no sessions, or nobody does."""
+        """The live replica that gets a session of `owner_id`: `to` (None: the best of the others). Raises InvalidMove
+        if there is no replica `to`, and NoReplica if it takes no sessions, or if no replica does."""
         if to is None:
             live = self.candidates(count_sessions, (ReplicaState.LIVE,))
             return choose_replica(each for each in live if each.replica_id != owner_id)
@@ -223,7 +226,7 @@ class ReplicaDirectory:
         return to
 
     def in_state(self, *states: ReplicaState) -> list[ReplicaStatus]:
-        """The last reports of replicas in these states; `draining` says that they drain, for whatever reason."""
+        """The last reports of replicas in these states. `draining` is set if they drain for any reason."""
         return [
             replace(known.status, draining=known.drains)
             for replica_id, known in self._replicas.items()
@@ -231,16 +234,16 @@ class ReplicaDirectory:
         ]
 
     def present(self) -> list[ReplicaStatus]:
-        """All that are not gone."""
+        """The last reports of replicas that are not gone."""
         return self.in_state(*(state for state in ReplicaState if state is not ReplicaState.GONE))
 
     def recent(self, within_s: float) -> list[ReplicaStatus]:
-        """Live ones that reported so lately. Who is late may be in trouble."""
+        """The last reports of live replicas, if not older than `within_s`. A replica that is late may be in trouble."""
         oldest_s = self._clock() - within_s
         return [status for status in self.in_state(ReplicaState.LIVE) if status.seen_s >= oldest_s]
 
     def forget_silent(self, after_s: float) -> None:
-        """Drops what is kept of replicas not heard of for `after_s`. Replica ids are not reused."""
+        """Forgets replicas that were silent for `after_s`. Replica ids are not reused."""
         oldest_s = self._clock() - after_s
         self._replicas = {name: known for name, known in self._replicas.items() if known.seen_s >= oldest_s}
 

@@ -1,15 +1,16 @@
-"""How long a session may be idle. Pure policy. (Which KV gives way first is the session cache's affair.)"""
+"""How long a session may be idle. Pure policy. (The session cache decides which KV is evicted first.)"""
 
 from __future__ import annotations
 
 from controllers.records import LedgerEntry
 
 CLOSING_TIMEOUT_S = 60.0
-"""Of a session that is to be closed after a turn, whose owner was lost: so long may that turn look for another one."""
+"""The idle timeout of a session that is to be closed after a turn. If the owner is lost, that turn has this long to
+find another one."""
 
 
 def idle_timeout_s(timeout_s: float, *, closing: bool) -> float:
-    """Of a session that was opened with `timeout_s`."""
+    """The idle timeout of a session that was opened with `timeout_s`."""
     return min(timeout_s, CLOSING_TIMEOUT_S) if closing else timeout_s
 
 

@@ -1,4 +1,4 @@
-"""Whether the model that a replica runs can go on from a history. Pure."""
+"""Whether the model that a replica runs can continue a history. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _WHAT_TO_DO = "Open another session, or deploy the model that the session was be
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model of one replica. `vocab_size` is that of its embedding: ids from 0 to one below."""
+    """The model of one replica. `vocab_size` is that of its embedding: token ids are below it."""
 
     fingerprint: ModelFingerprint
     vocab_size: int
 
     def check(self, session_id: str, made_by: ModelFingerprint | None, history: Sequence[int]) -> None:
-        """Raises ModelChanged if `history` means nothing to this model. Other weights or another chat template may
-        go on: what the session said stays the same tokens, and its KV is computed again. O(history).
+        """Raises ModelChanged if this model cannot read `history`. A model with other weights or another chat template
+        may continue it: the tokens keep their meaning, and their KV is computed again. O(history).
 
-        `made_by` None: nobody wrote down whose history it is; then only its ids can be looked at.
+        `made_by` None: the log does not say which model made the history. Then only the token ids are checked.
         """
         if len(history) and made_by is not None and made_by.tokenizer != self.fingerprint.tokenizer:
             raise ModelChanged(

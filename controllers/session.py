@@ -1,7 +1,7 @@
-"""SessionController: turns of the sessions one replica owns. Pure logic; one owner, the replica's event loop.
+"""SessionController: turns of the sessions that one replica owns. Pure logic; one owner, the replica's event loop.
 
-A turn commits whole or leaves no trace: `begin_turn` only lends the history out, `commit_turn` is the one
-place where history changes. A rewind, too, takes effect only there. A fork takes the place of a turn in its parent.
+A turn commits whole or leaves no trace: `begin_turn` only lends the history out. History changes only in `commit_turn`;
+a rewind also takes effect there. A fork takes the place of a turn in its parent.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ from controllers.tokens import encode_tokens, unpack_tokens
 from controllers.turns import Fork, Replay, Turn
 
 MOST_CHECKPOINTS = 1024
-"""Of one session. Who goes back further is recognized by its tokens."""
+"""The most checkpoints of one session. A conversation that goes back further is recognized by its tokens."""
 TRIED_AGAIN_WITHIN_S = 60.0
-"""OpenAI's SDKs wait for 8 s at most, or as long as `retry-after` says, which they heed up to a minute."""
+"""A retry comes within this time. OpenAI's SDKs wait for at most 8 s, or as long as `retry-after` says, up to a
+minute."""
 
 
 class SessionController:
-    """Begin, commit and abort turns; idle clocks; closing. `clock` returns seconds and never goes back.
+    """Begins, commits and aborts turns, and keeps idle clocks. `clock` returns seconds and never goes back.
 
-    `model` is the one that runs the turns; without it (for tests of what does not depend on it) any history is adopted.
-    `make_chain` makes what histories are kept in.
+    `model` is the model that runs the turns. Without it any history is adopted, as in tests and for unnamed sessions.
+    `make_chain` makes the chains that hold histories.
     """
 
     def __init__(
@@ -76,15 +77,15 @@ class SessionController:
         self._changed: set[str] = set()
 
     def __len__(self) -> int:
-        """Sessions that are held."""
+        """The number of sessions that are held."""
         return len(self._sessions)
 
     def adopt(self, record: SessionRecord) -> None:
-        """Takes a session over. Adopting an epoch that is held already changes nothing. One that `closes_after` a turn
-        takes that turn, and no other.
+        """Takes a session over. Adopting an epoch that is already held changes nothing. A session with `closes_after`
+        takes only that turn.
 
-        Raises StaleEpoch if a newer epoch is held, TurnInFlight while an older one has a turn in flight, ModelChanged
-        if the history is nothing to this replica's model.
+        Raises StaleEpoch if a newer epoch is held, TurnInFlight while an older one has a turn in flight, and
+        ModelChanged if this replica's model cannot continue the history.
         """
         held = self._sessions.get(record.session_id)
         if held is not None:
@@ -107,7 +108,7 @@ class SessionController:
         return session is not None and session.epoch == epoch
 
     def epoch(self, session_id: str) -> int | None:
-        """Epoch the session is held at; None if it is not held."""
+        """The epoch at which the session is held; None if it is not held."""
         session = self._sessions.get(session_id)
         return None if session is None else session.epoch
 
@@ -123,16 +124,16 @@ class SessionController:
         cuttable: bool = False,
         expected_turn: int | None = None,
     ) -> Turn | Replay:
-        """Starts a turn, or returns the stored result if the idempotency key has run before.
+        """Starts a turn, or returns the stored result if a turn with the idempotency key ran before.
 
-        `rewind_to` is the number of history tokens to keep. `digest` identifies the request: a replay under
-        another digest is refused. `tools` identifies those that the turn names (None: none): with a history they
-        must be the ones that it begins with. `cuttable`: the turn may yet be cut (`cut_turn`), so it may begin in a
-        session that is full.
+        `rewind_to` is the number of history tokens to keep. `digest` identifies the request: a replay with another
+        digest is refused. `tools` identifies the tools that the turn names (None: none). If there is a history, they
+        must be those that it begins with. `cuttable`: the turn may still be cut (`cut_turn`), so it may begin in a full
+        session.
 
         Raises SessionNotFound, StaleEpoch, IdempotencyConflict, SessionClosing, TurnInFlight, SessionIsTree,
-        TurnDiffers if it is not the `expected_turn` (None: any), InvalidRewind, ToolsDiffer and CapacityExceeded;
-        nothing is changed then.
+        TurnDiffers if it is not the `expected_turn` (None: any), InvalidRewind, ToolsDiffer and CapacityExceeded. After
+        an error nothing is changed.
         """
         session = self._at_epoch(session_id, epoch)
         if idempotency_key is not None and idempotency_key in session.results:
@@ -169,19 +170,19 @@ class SessionController:
         return session.turn
 
     def cut_turn(self, turn: Turn, length: int) -> Turn:
-        """The turn in flight goes on from the first `length` tokens of its history, as one that rewinds. Raises
-        TurnNotInFlight."""
+        """Makes the turn in flight continue from the first `length` tokens of its history, like a turn that rewinds.
+        Raises TurnNotInFlight."""
         session = self._in_flight(turn)
         assert 0 <= length <= turn.history_len
         session.turn = replace(turn, history_len=length, room_tokens=room_tokens_behind(session, length))
         return session.turn
 
     def tried_key(self, session_id: str, epoch: int, digest: str) -> str | None:
-        """The key of the turn that a client tries again without naming a key; None if its earlier try left no trace.
+        """The key of the turn that a client retries without naming a key; None if its earlier try left no trace.
 
-        That is the turn in flight, or the last one that was committed, if its client counts its tries and asked the
-        same (`digest`). Clients try again soon: a turn that is older than TRIED_AGAIN_WITHIN_S is another, and so is
-        one behind which a try to ask the same has come to nothing.
+        It is the turn in flight, or the last committed one, if its client counts its tries and its request was the same
+        (`digest`). Clients retry soon, so a turn older than TRIED_AGAIN_WITHIN_S does not count. Neither does the last
+        turn if a later one with the same request was aborted.
 
         Raises SessionNotFound and StaleEpoch.
         """
@@ -198,9 +199,10 @@ class SessionController:
         return key if key is not None and key.startswith(COUNTED_KEY) and asked == digest else None
 
     def begin_fork(self, session_id: str, epoch: int, length: int | None) -> Fork:
-        """Lends the first `length` tokens (None: all) of the committed history to a child to be.
+        """Begins a fork: lends the first `length` tokens (None: all) of the committed history to a future child.
 
-        Raises SessionNotFound, StaleEpoch, SessionClosing, TurnInFlight and InvalidFork; nothing is changed then.
+        Raises SessionNotFound, StaleEpoch, SessionClosing, TurnInFlight and InvalidFork. After an error nothing is
+        changed.
         """
         session = self._at_epoch(session_id, epoch)
         check_free(session_id, session)
@@ -215,8 +217,9 @@ class SessionController:
     def finish_fork(self, fork: Fork, child: SessionRecord) -> None:
         """Ends the fork: `child` (a record without history) is held from now on, with the lent history.
 
-        Call it once the log holds the child. A namesake of an earlier epoch makes way unless it has a turn in flight;
-        the child is then loaded from the log when it is used. Raises TurnNotInFlight.
+        Call it once the log holds the child. The child replaces a session of the same name and an earlier epoch. If
+        that has a turn in flight, the child is not held, and is loaded from the log when it is used. Raises
+        TurnNotInFlight.
         """
         parent = self._in_flight(fork)
         namesake = self._sessions.get(child.session_id)
@@ -242,10 +245,10 @@ class SessionController:
         note: bytes = b"",
         opening_len: int = 0,
     ) -> TurnRecord:
-        """Describes the turn for the session log; changes nothing. The turn stays in flight. `checkpoint`, `whole`,
-        `note` and `opening_len` are those of its TurnRecord.
+        """Makes the turn's record for the session log. Changes nothing: the turn stays in flight. `checkpoint`,
+        `whole`, `note` and `opening_len` are those of its TurnRecord.
 
-        Raises TurnNotInFlight if it has ended and CapacityExceeded if it is too long to be committed.
+        Raises TurnNotInFlight if the turn has ended, and CapacityExceeded if it is too long to be committed.
         """
         session = self._in_flight(turn)
         end_len = turn.history_len + len(new_tokens) + len(output_tokens)
@@ -274,7 +277,7 @@ class SessionController:
     def commit_turn(self, turn: Turn, record: TurnRecord) -> None:
         """Ends the turn: history becomes `history[:start_len]` plus the record's tokens. O(new tokens).
 
-        Call it once the log holds `record`, as `prepare_commit` made it. Raises TurnNotInFlight.
+        Call it once the log holds `record`, which `prepare_commit` made. Raises TurnNotInFlight.
         """
         session = self._in_flight(turn)
         assert (record.session_id, record.epoch) == (turn.session_id, turn.epoch)
@@ -307,10 +310,10 @@ class SessionController:
         self._end_turn(turn.session_id, session)
 
     def close(self, session_id: str) -> str | None:
-        """Takes no more turns. None: it waits for none either, so `drop` it now.
+        """Closes the session to new turns. Returns None if it waits for no turn: `drop` it now.
 
-        Else the idempotency key of the turn that its end waits for, "" if that has none; once the turn has ended
-        `is_closed` tells to drop the session. Raises SessionNotFound.
+        Else returns the idempotency key of the turn that it waits for ("": it has none). Once that turn has ended,
+        `is_closed` is true. Raises SessionNotFound.
         """
         session = self._get(session_id)
         session.closing = True
@@ -320,21 +323,22 @@ class SessionController:
         return (isinstance(session.turn, Turn) and session.turn.idempotency_key) or ""
 
     def is_closed(self, session_id: str) -> bool:
-        """True if it is closing, and waits for no turn (any more): `drop` it."""
+        """True if the session is closing and waits for no turn: `drop` it."""
         session = self._sessions.get(session_id)
         return session is not None and session.closing and session.turn is None and not session.awaited
 
     def expired(self) -> list[str]:
-        """Sessions that are expired. Looks at no others, but at those that were used since they were looked at."""
+        """The expired sessions. Besides these it looks only at sessions that were used since the last look."""
         return self._expiries.due(self._clock())
 
     def is_expired(self, session_id: str) -> bool:
-        """Idle for longer than its timeout; if it is closing, than the turn may take to come. Never in a turn."""
+        """Whether the session was idle for longer than its timeout. If it is closing, that is the time that an awaited
+        turn has to come. Never true in a turn."""
         at_s = self._expires_at_s(session_id)
         return at_s is not None and at_s < self._clock()
 
     def drop(self, session_id: str) -> None:
-        """Forgets the session. Unknown ids are fine. Raises TurnInFlight: end the turn first."""
+        """Forgets the session. Unknown ids are fine. Raises TurnInFlight if it has a turn: end that first."""
         session = self._sessions.get(session_id)
         if session is None:
             return
@@ -344,7 +348,7 @@ class SessionController:
         self._changed.add(session_id)
 
     def take_changed(self) -> set[str]:
-        """The sessions whose status has changed since this was last called, dropped ones included."""
+        """The sessions whose status has changed since the last call, including dropped ones."""
         changed, self._changed = self._changed, set()
         return changed
 
@@ -353,7 +357,7 @@ class SessionController:
         return list(self._sessions)
 
     def status(self, session_id: str) -> SessionStatus | None:
-        """None if it is not held. `size_bytes` is left 0: the engine knows it."""
+        """The session's status; None if it is not held. `size_bytes` is left 0: only the engine knows it."""
         session = self._sessions.get(session_id)
         if session is None:
             return None
@@ -368,11 +372,11 @@ class SessionController:
         )
 
     def snapshot(self) -> list[SessionStatus]:
-        """Every held session."""
+        """The status of every held session."""
         return [status for name in self._sessions if (status := self.status(name)) is not None]
 
     def checkpoints(self, session_id: str) -> Sequence[Checkpoint]:
-        """Oldest first; to be read only. Raises SessionNotFound."""
+        """The session's checkpoints, oldest first, for reading only. Raises SessionNotFound."""
         return self._get(session_id).checkpoints
 
     def committed_len(self, session_id: str) -> int:
@@ -381,7 +385,7 @@ class SessionController:
 
     @property
     def _template(self) -> str | None:
-        """What this replica's histories are written with: what another wrote is compared by its tokens."""
+        """The template that renders this replica's prompts. Checkpoints of another template are not used."""
         return None if self._model is None else self._model.fingerprint.template
 
     def _get(self, session_id: str) -> HeldSession:
@@ -415,7 +419,7 @@ class SessionController:
         self._watch(record.session_id)
 
     def _watch(self, session_id: str) -> None:
-        """It is new, or may be due earlier than before."""
+        """Watches the deadline of a session that is new, or may be due earlier than before."""
         at_s = self._expires_at_s(session_id)
         assert at_s is not None
         self._expiries.watch(session_id, at_s)
@@ -423,7 +427,7 @@ class SessionController:
         self._changed.add(session_id)
 
     def _expires_at_s(self, session_id: str) -> float | None:
-        """When it is to be ended, if it is not used. In a turn: not before it could, if the turn ended now."""
+        """When the session is to be ended, if it is not used until then. In a turn: as if the turn ended now."""
         session = self._sessions.get(session_id)
         if session is None:
             return None

@@ -1,9 +1,9 @@
-"""SessionClaims: of a session log that several clusters share, which sessions are this cluster's. Pure logic.
+"""SessionClaims: which sessions of a session log that several clusters share are this cluster's. Pure logic.
 
-Invariant: the ledger holds only sessions that this cluster opened or claimed. A session that is not there is looked
-for in the log and claimed at its first turn here, so a cluster that starts beside another takes nothing before traffic
-moves. What another claims from this cluster leaves the ledger when a change of it is refused, or with the next
-changes that the log tells of.
+Invariant: the ledger holds only sessions that this cluster opened or claimed. A session that is not in the ledger is
+looked up in the log and claimed at its first turn here. So a cluster that starts beside another takes nothing before
+traffic moves. A session that another cluster claims leaves the ledger when a change of it is refused, or with the next
+report of the log's changes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from controllers.session_keys import named, tenant_in
 from controllers.store import SessionStore
 
 ABANDONED_GRACE_S = 60.0
-"""Beyond its timeout, for a session of a cluster that is gone: the clocks of the two may differ."""
+"""A session of a cluster that is gone ends this long after its timeout: the clocks of the two clusters may differ."""
 
 
 class SessionClaims:
-    """Used by the owner of `ledger` and `store`. Every method may raise StoreError."""
+    """Keeps ledger and log in step about claims. Used by the owner of `ledger` and `store`. Every method may raise
+    StoreError."""
 
     def __init__(
         self, ledger: OwnershipLedger, store: SessionStore, stats: ClusterStats, watch: ClusterWatch
@@ -35,7 +36,8 @@ class SessionClaims:
         self._watch = watch
 
     def fence(self, session_id: str, epoch: int, replica_id: str | None = None) -> LedgerEntry:
-        """As the ledger's. Raises SessionNotFound only if the log does not have the session either."""
+        """Like OwnershipLedger.fence, but raises SessionNotFound only if the log does not have the session either, and
+        SessionTakenOver if only the log has it."""
         try:
             return self._ledger.fence(session_id, epoch, replica_id)
         except SessionNotFound:
@@ -43,7 +45,7 @@ class SessionClaims:
         raise SessionTakenOver(f"{named(session_id)} has been taken over by another cluster")
 
     def claimable(self, session_id: str) -> bool:
-        """True if the log has a session that the ledger does not."""
+        """True if the log has this session and the ledger does not."""
         if session_id in self._ledger:
             return False
         try:
@@ -52,7 +54,7 @@ class SessionClaims:
             return False
 
     def claim(self, session_id: str, replica_id: str) -> LedgerEntry:
-        """Takes a claimable session, for the replica. Raises SessionNotFound."""
+        """Claims a session for the replica. Raises SessionNotFound."""
         with self._stats.timed("claim"):
             entry = self._store.claim(session_id, replica_id)
         self._stats.count("sessions_claimed")
@@ -61,18 +63,19 @@ class SessionClaims:
 
     @contextmanager
     def changing(self, session_id: str) -> Iterator[None]:
-        """Around what needs the session to be this cluster's: it leaves the ledger if it is not any more."""
+        """Wraps a change of a session of this cluster. The session leaves the ledger if it turns out to be another
+        cluster's, or closed."""
         try:
             yield
-        except (SessionTakenOver, SessionNotFound):  # or it was closed there
+        except (SessionTakenOver, SessionNotFound):  # not found: another cluster took it and closed it
             self._drop(session_id)
             raise
-        except StaleEpoch:  # of whom the ledger took for the owner: a failover of Redis lost what the log had
+        except StaleEpoch:  # log and ledger differ: a failover of Redis lost changes of the log
             self.still_held(session_id)
             raise
 
     def still_held(self, session_id: str) -> bool:
-        """True if the ledger has the session, and the log agrees. Else it leaves the ledger."""
+        """True if the ledger has the session and the log agrees. Otherwise it leaves the ledger."""
         if session_id not in self._ledger:
             return False
         try:
@@ -85,8 +88,8 @@ class SessionClaims:
         return False
 
     def refresh(self, expires_at_s: Callable[[LedgerEntry], float], now_s: float) -> list[str]:
-        """Lets go of what others took. Claims the sessions of clusters that are gone which are past their timeout, and
-        returns them: they are to be ended."""
+        """Drops sessions that other clusters took. Claims sessions of clusters that are gone, if they are past their
+        timeout, and returns these: the caller must end them."""
         with self._stats.timed("changes"):
             changes = self._store.changes()
         for session_id, epoch in changes.taken:
@@ -99,7 +102,7 @@ class SessionClaims:
         ]
 
     def _claim_unused(self, abandoned: LedgerEntry) -> bool:
-        """False if it was used since it was read: then it stays open."""
+        """Claims an abandoned session. False if it was used since it was read: it then stays open."""
         if abandoned.session_id in self._ledger:
             return False
         try:

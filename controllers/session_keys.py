@@ -1,8 +1,8 @@
-"""What the cluster calls a tenant's session: one name that no other tenant's session can have.
+"""Session keys: the names that the cluster uses for sessions. No two tenants' sessions can have the same key.
 
-A key is the tenant, a space and the id that the client knows; of the tenant "" the id alone. Neither of the two has a
-space in it. Ledger, log and replicas know sessions by their keys only, so none of their calls can reach a session of
-another tenant by a name that both use.
+A key is the tenant, a space and the id that the client knows. For the tenant "" it is the id alone. Tenants and ids
+contain no space. Ledger, log and replicas know sessions only by their keys, so no call can reach a session of another
+tenant because both use the same id.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _BETWEEN = " "
 
 
 def session_key(tenant: str, session_id: str) -> str:
-    """`session_id` may be a key of the tenant already."""
+    """The key of the tenant's session. `session_id` may already be a key of the tenant."""
     if not tenant or tenant_in(session_id) == tenant:
         return session_id
     return tenant + _BETWEEN + session_id
@@ -27,5 +27,5 @@ def id_in(key: str) -> str:
 
 
 def named(key: str) -> str:
-    """The session in a message to its client."""
+    """How messages to a client name the session."""
     return f"session {id_in(key)!r}"

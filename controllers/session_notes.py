@@ -1,4 +1,4 @@
-"""SessionNotes: what a session's turns said, read back from the session log. Pure logic."""
+"""SessionNotes: reads what a session's turns said back from the session log. Pure logic."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from controllers.session_keys import session_key
 from controllers.store import SessionStore
 
 PAGE_BYTES = 2**20
-"""Of one answer, which keeps the controller from others meanwhile."""
+"""The most bytes of notes in one answer: the controller does nothing else while it makes one."""
 
 
 class SessionNotes:
-    """Only of sessions that the ledger has. Every method raises SessionNotFound and StoreError."""
+    """Reads and deletes notes of sessions that the ledger has. Every method raises SessionNotFound and StoreError."""
 
     def __init__(
         self, ledger: OwnershipLedger, claims: SessionClaims, store: SessionStore, stats: ClusterStats
@@ -25,8 +25,8 @@ class SessionNotes:
         self._stats = stats
 
     def page(self, session_id: str, tenant: str, after: int | None = None) -> list[TurnNote]:
-        """The notes of the turns that the session's history is of, in their order: those behind the turn `after` that
-        PAGE_BYTES have room for, at least one. Empty: there are no more."""
+        """A page of the notes of the turns that make up the session's history, in their order. It has the notes after
+        the turn `after` (None: from the first) that fit into PAGE_BYTES, but at least one. Empty: there are no more."""
         key = session_key(tenant, session_id)
         self._ledger.get(key)
         with self._claims.changing(key), self._stats.timed("notes"):
@@ -43,7 +43,7 @@ class SessionNotes:
         return page
 
     def forget(self, session_id: str, tenant: str, turn_index: int) -> None:
-        """Deletes what a turn's note says. A turn that has none is fine."""
+        """Deletes what a turn's note says. A turn without a note is fine."""
         key = session_key(tenant, session_id)
         self._ledger.get(key)
         with self._claims.changing(key), self._stats.timed("notes"):

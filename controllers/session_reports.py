@@ -1,9 +1,9 @@
-"""What replicas hold, told with their heartbeats: what has changed, once, and everything only where it is asked for.
+"""Reports of the sessions that replicas hold, sent with heartbeats: changes, or everything if the controller asks.
 
-Reports are numbered. Each has what changed since the last one that the replica knows to be taken, the longest known
-first, and no more than MOST_IN_REPORT of it. So one that is lost is made good by the next, and one that comes late or
-twice is passed over. A controller that does not have the report which another is based on, because it has just started
-or took the replica for gone, asks for everything; that comes in as many reports as it takes.
+Reports are numbered. Each has the changes since the last report that the replica knows to have arrived, oldest first,
+but at most MOST_IN_REPORT of them. So the next report makes up for a lost one, and the controller ignores a report that
+comes late or twice. A report may be based on one that the controller does not have, because it has just started or took
+the replica for gone. It then asks for everything, which comes in as many reports as needed.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from controllers.ownership import OwnershipLedger
 from controllers.records import HeartbeatReply, SessionReport, SessionStatus
 
 MOST_IN_REPORT = 1000
-"""Sessions. So many take the event loops of both ends a few milliseconds."""
+"""The most sessions in one report. They take the event loops of both ends a few milliseconds."""
 
 
 class ReportWriter:
-    """The replica's half: what of its sessions the controller has not heard. One owner."""
+    """The replica's half: the changes of its sessions that the controller has not received. One owner."""
 
     def __init__(self) -> None:
         self._number = 0
         self._taken = 0
         self._tells_all = True
         self._changed: dict[str, int] = {}
-        """By session, in the order in which they are told, the first report that could have its latest change."""
+        """By session, the number of the first report that could have its latest change. In the order of reporting."""
 
     def note(self, session_ids: Iterable[str]) -> None:
-        """These have changed, or are not held any more."""
+        """Notes sessions that have changed or are no longer held."""
         self._changed.update(dict.fromkeys(session_ids, self._number + 1))
 
     def next(
         self, status_of: Callable[[str], SessionStatus | None], held: Callable[[], Iterable[str]]
     ) -> SessionReport:
-        """`status_of` is None for a session that is not held. `held` gives all that are; it is asked where everything
-        has to be told."""
+        """Makes the next report. `status_of` returns None for a session that is not held. `held` returns all held
+        sessions; it is called if everything must be reported."""
         if self._tells_all:
             self.note(held())
             self._tells_all = False
@@ -50,7 +50,7 @@ class ReportWriter:
         )
 
     def answered(self, report: SessionReport, reply: HeartbeatReply) -> None:
-        """Replies may come late and in any order."""
+        """Takes the reply to a report. Replies may come late and in any order."""
         if reply.wants_all:
             self._taken, self._tells_all = 0, True
             return
@@ -60,25 +60,26 @@ class ReportWriter:
                 del self._changed[name]
 
     def tells_all_in(self, report: SessionReport) -> bool:
-        """Whether nothing is left to be told when this report, the last one, is taken."""
+        """Whether the controller knows everything once it has this report, which must be the last one made."""
         return len(self._changed) == len(report.changed) + len(report.dropped)
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something that is not known to be taken."""
+        """Whether there are changes that the controller is not known to have received."""
         return self._tells_all or bool(self._changed)
 
 
 class ReportReader:
-    """The controller's half, which brings the ledger up to date. One owner."""
+    """The controller's half: it updates the ledger. One owner."""
 
     def __init__(self, ledger: OwnershipLedger) -> None:
         self._ledger = ledger
         self._taken: dict[str, int] = {}
-        """By replica its last report, of those whose reports are understood."""
+        """By replica, the number of its last report. Has only replicas whose reports were understood."""
 
     def take(self, replica_id: str, report: SessionReport) -> bool:
-        """False if it is based on one that is not here: then everything has to be told. O(what it has)."""
+        """Takes a report. False if it is based on a report that is not here: the replica must then report everything.
+        O(size of the report)."""
         taken = self._taken.get(replica_id, 0)
         if report.since > taken:
             return False
@@ -91,17 +92,17 @@ class ReportReader:
         return True
 
     def take_all(self, replica_id: str, sessions: Sequence[SessionStatus]) -> None:
-        """Of a replica before wire version 3, which tells everything every time, without numbers."""
+        """Takes a report of a replica before wire version 3, which has everything every time, without a number."""
         self._taken.setdefault(replica_id, 0)
         for status in sessions:
             self._ledger.report(replica_id, status)
         self._ledger.report_no_others(replica_id, {status.session_id for status in sessions})
 
     def forget(self, replica_id: str) -> None:
-        """What it has told is worth nothing any more."""
+        """Forgets the replica's reports: they no longer count."""
         self._taken.pop(replica_id, None)
         self._ledger.forget_stale(replica_id)
 
     def replicas(self) -> list[str]:
-        """Of whose reports something is kept."""
+        """The replicas with a report that counts."""
         return list(self._taken)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from controllers.wire_record import wire_record
 
 REDIS_PASSWORD = "KEDGE_REDIS_PASSWORD"
-"""The environment variable of the controller's process that has it: Ray writes settings to its logs."""
+"""The environment variable of the controller's process with the password of Redis. It is no setting because Ray writes
+settings to its logs."""
 
 REDIS_SENTINEL_PASSWORD = "KEDGE_REDIS_SENTINEL_PASSWORD"
-"""The same for Sentinels, which have one of their own, or none."""
+"""The same for Sentinels, which have their own password or none."""
 
 LOG_KEYS = "KEDGE_LOG_KEYS"
-"""The same for the keys that the session log is encrypted under."""
+"""The same for the keys that encrypt the session log."""
 
 
 @wire_record
@@ -21,8 +22,9 @@ LOG_KEYS = "KEDGE_LOG_KEYS"
 class RebalancingSettings:
     """When sessions move to even out load, see controllers/rebalancing.py.
 
-    `min_gap`: how many turns in flight a replica must have more than another, on average; 2 at least, or a move might
-    make the other the busier one. `tokens_per_s` is how fast a replica computes a history, which is what a move costs.
+    `min_gap`: how many more turns in flight than another a replica must have on average. It is at least 2, else a move
+    might make the other replica the busier one. `tokens_per_s` is how fast a replica computes a history, which is the
+    cost of a move.
     """
 
     min_gap: float = 3.0
@@ -32,7 +34,7 @@ class RebalancingSettings:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class SqliteLogSettings:
-    """The session log's file on the head node. `full_sync` makes every commit survive a loss of power, not only of the
+    """The session log's file on the head node. With `full_sync` every commit survives a loss of power, not only of the
     process, at the price of a disk flush per commit. `encrypted`: see controllers/log_cipher.py."""
 
     path: str
@@ -46,7 +48,7 @@ class SqliteLogSettings:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class RedisLogSettings:
-    """A session log in Redis, under keys that begin with `name`. The password is none of the settings.
+    """A session log in Redis, under keys that contain `name`. The password is not a setting.
 
     A change counts as made once `wait_replicas` replicas of Redis have it, which must be within `wait_ms`.
     """
@@ -67,14 +69,16 @@ LogSettings = SqliteLogSettings | RedisLogSettings
 @wire_record
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What the cluster controller needs to know.
+    """The settings of the cluster controller.
 
-    Replicas report every `heartbeat_interval_s`; one unheard of for `replica_timeout_s` is gone. `session_timeout_s` is
-    the idle timeout of sessions opened without one. `placement_tokens` is the KV that placement expects a new session
-    to take before the next heartbeat. Without `rebalancing` sessions stay where they are while their owner lives.
+    Replicas report every `heartbeat_interval_s`. A replica that is silent for `replica_timeout_s` is gone.
+    `session_timeout_s` is the idle timeout of sessions that were opened without one. `placement_tokens` is the KV that
+    placement expects a new session to take before the next heartbeat. Without `rebalancing`, sessions stay where they
+    are while their owner lives.
 
-    Who opens a session may ask for an idle timeout up to `max_timeout_s`. A tenant may have `tenant_sessions` open, and
-    opens no more while its histories have `tenant_history_tokens` in all; None: no limit of its own.
+    A client that opens a session may ask for an idle timeout up to `max_timeout_s`. A tenant may have `tenant_sessions`
+    sessions open. It can open no more if its histories would then exceed `tenant_history_tokens` in total. None: the
+    tenant has no limit of its own.
     """
 
     replica_timeout_s: float = 10.0
@@ -91,7 +95,8 @@ class ClusterSettings:
 @wire_record
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What a deployment of the application, each `serve deploy`, tells the controller. `deployment_id` is unique."""
+    """What a deployment of the application announces to the controller. Each `serve deploy` has a new
+    `deployment_id`."""
 
     deployment_id: str
     settings: ClusterSettings

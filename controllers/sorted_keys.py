@@ -1,4 +1,5 @@
-"""A sorted set of texts that is read in pages, from any of them on. Many short sorted lists, as a B-tree's leaves."""
+"""A sorted set of texts that is read in pages from any text on. It is many short sorted lists, like a B-tree's
+leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ _MOST_IN_PART = 512
 
 
 class SortedKeys:
-    """To add or discard costs O(log n + size of a part), to begin to read O(log n). One owner."""
+    """A sorted set. Adding or discarding is O(log n + size of a part), beginning to read O(log n). One owner."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         in_order = sorted(set(keys))
@@ -18,7 +19,7 @@ class SortedKeys:
         self._firsts = [part[0] for part in self._parts]
 
     def add(self, key: str) -> None:
-        """One that is not there yet."""
+        """Adds a key, which must not be there yet."""
         if not self._parts:
             self._parts, self._firsts = [[key]], [key]
             return
@@ -33,7 +34,7 @@ class SortedKeys:
             self._firsts.insert(at + 1, later[0])
 
     def discard(self, key: str) -> None:
-        """One that is there."""
+        """Removes a key, which must be there."""
         at = bisect_right(self._firsts, key) - 1
         part = self._parts[at]
         del part[bisect_left(part, key)]
@@ -43,7 +44,7 @@ class SortedKeys:
             del self._parts[at], self._firsts[at]
 
     def after(self, key: str) -> Iterator[str]:
-        """Those behind `key`, which need not be there, in order. The set must not change meanwhile."""
+        """The keys after `key`, in order. `key` need not be in the set. The set must not change meanwhile."""
         at = max(0, bisect_right(self._firsts, key) - 1)
         begin = bisect_right(self._parts[at], key) if self._parts else 0
         for part in self._parts[at:]:

@@ -1,11 +1,11 @@
-"""Histories in the session log's SQLite file: each session's turns, behind what it has in common with others.
+"""Histories in the session log's SQLite file: each session's turns, after the tokens that it shares with others.
 
-What sessions have in common is a *segment*: tokens that were a session's own until it was forked. A segment may begin
-where another one is left; the segments that a history begins with are its line. A session, or a segment, uses the first
-`base_len` tokens of the line that ends with the segment `base`.
+Shared tokens are in *segments*: tokens that were a session's own until it was forked. A segment may continue another
+one. The segments that a history begins with are its line. A session, or a segment, uses the first `base_len` tokens of
+the line that ends with the segment `base`.
 
-Invariant: a segment is as long as the longest use of it, so nothing stays of a history that no session has. One that
-nobody uses is gone.
+Invariant: a segment is as long as its longest use, so no tokens stay that are in no session's history. A segment
+without users is deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Base = tuple[int | None, int]
 
 
 class SqliteHistories:
-    """The tables `turns` and `segments`, and of `sessions` the columns `base` and `base_len`. Every method is part of
+    """The tables `turns` and `segments`, and the columns `base` and `base_len` of `sessions`. Every method is part of
     its caller's transaction."""
 
     def __init__(self, cipher: LogCipher) -> None:
@@ -35,7 +35,7 @@ class SqliteHistories:
         return self._line(db, base) + self._own(db, entry, base[1])
 
     def append(self, db: sqlite3.Connection, entry: LedgerEntry, record: TurnRecord) -> None:
-        """The session's next turn. O(new tokens), unless it rewinds to what is shared."""
+        """Adds the session's next turn. O(new tokens), unless it rewinds into shared tokens."""
         tokens = self._cipher.encrypt(record.tokens, _place(record.session_id, record.turn_index))
         if record.start_len < entry.tokens:
             self._rewind(db, record.session_id, record.start_len)
@@ -45,22 +45,22 @@ class SqliteHistories:
         )
 
     def fork(self, db: sqlite3.Connection, parent: LedgerEntry, child_id: str, length: int) -> None:
-        """The child, which has nothing yet, begins with `length` tokens of its parent. O(what no other session has of
-        them), so the next forks there cost nothing."""
+        """Makes the child, which has no tokens yet, begin with `length` tokens of its parent. O(tokens that no other
+        session shares yet), so later forks at this place cost nothing."""
         base, base_len = _base(db, parent.session_id)
         if length > base_len:
             base = self._share(db, parent, (base, base_len))
         _set_base(db, child_id, _cut(db, (base, length)))
 
     def delete(self, db: sqlite3.Connection, session_id: str) -> None:
-        """The session itself is its caller's to delete, before."""
+        """Deletes the session's history. The caller deletes the session itself."""
         base, _ = _base(db, session_id)
         db.execute("DELETE FROM turns WHERE session_id = ?", (session_id,))
         _set_base(db, session_id, (None, 0))
         self._release(db, base)
 
     def _rewind(self, db: sqlite3.Connection, session_id: str, start_len: int) -> None:
-        """Deletes what lies wholly past it: none of that is history any more."""
+        """Deletes the turns that begin at or after `start_len`: they are no longer part of the history."""
         db.execute("DELETE FROM turns WHERE session_id = ? AND start_len >= ?", (session_id, start_len))
         base, base_len = _base(db, session_id)
         if start_len < base_len:
@@ -68,7 +68,7 @@ class SqliteHistories:
             self._release(db, base)
 
     def _share(self, db: sqlite3.Connection, entry: LedgerEntry, base: Base) -> int:
-        """Makes a segment of what is the session's own."""
+        """Makes a segment of the session's own tokens. Returns its number."""
         (segment,) = db.execute("SELECT coalesce(max(segment), 0) + 1 FROM segments").fetchone()
         tokens = self._cipher.encrypt(self._own(db, entry, base[1]), _place_of_segment(segment))
         db.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?)", (segment, *base, entry.tokens, tokens))
@@ -77,7 +77,7 @@ class SqliteHistories:
         return int(segment)
 
     def _own(self, db: sqlite3.Connection, entry: LedgerEntry, base_len: int) -> bytes:
-        """What the session has behind its base: every turn's tokens, after cutting what it rewound."""
+        """The session's tokens after its base: every turn's tokens, each after cutting what the turn rewound."""
         own = bytearray()
         for turn_index, start_len, tokens in db.execute(
             "SELECT turn_index, start_len, tokens FROM turns WHERE session_id = ? ORDER BY turn_index",
@@ -102,7 +102,7 @@ class SqliteHistories:
         return b"".join(reversed(parts))
 
     def _release(self, db: sqlite3.Connection, segment: int | None) -> None:
-        """Somebody uses it less, or not any more."""
+        """Cuts or deletes the segment as needed, after one of its uses has ended or become shorter."""
         while segment is not None:
             before, start_len, end_len, tokens = db.execute(
                 "SELECT base, base_len, end_len, tokens FROM segments WHERE segment = ?", (segment,)
@@ -134,7 +134,7 @@ def _set_base(db: sqlite3.Connection, session_id: str, base: Base) -> None:
 
 
 def _cut(db: sqlite3.Connection, base: Base) -> Base:
-    """The same tokens, by the segment that the last of them is in."""
+    """The base for the same tokens that names the segment with the last of them."""
     segment, length = base
     while segment is not None:
         before, start_len = db.execute(
@@ -147,7 +147,7 @@ def _cut(db: sqlite3.Connection, base: Base) -> Base:
 
 
 def _used_len(db: sqlite3.Connection, segment: int) -> int:
-    """How long the longest use of the segment is; 0 if nobody uses it."""
+    """The length of the longest use of the segment; 0 if it has no users."""
     longest = [
         db.execute(f"SELECT max(base_len) FROM {table} WHERE base = ?", (segment,)).fetchone()[0] or 0
         for table in ("sessions", "segments")

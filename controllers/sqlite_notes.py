@@ -1,4 +1,4 @@
-"""The session log's notes of turns in its SQLite file. The column `asked_len` has their `said_len`."""
+"""The session log's notes of turns in its SQLite file. The column `asked_len` holds a note's `said_len`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SqliteNotes:
         self._cipher = cipher
 
     def append(self, db: sqlite3.Connection, entry: LedgerEntry, record: TurnRecord) -> None:
-        """The session's next turn. `entry` is the session before it."""
+        """Adds the next turn's note. `entry` is the session before the turn."""
         if record.start_len < entry.tokens:
             db.execute(
                 "DELETE FROM notes WHERE session_id = ? AND asked_len > ?",
@@ -34,7 +34,7 @@ class SqliteNotes:
         return counting((self._note(entry.session_id, *row) for row in rows), entry.tokens)
 
     def fork(self, db: sqlite3.Connection, parent: LedgerEntry, child_id: str, length: int) -> None:
-        """The child has what its parent said within its first `length` tokens."""
+        """Gives the child the notes of its parent's turns within its first `length` tokens."""
         for note in inherited(counting(self.read(db, parent), length), parent):
             self._insert(db, child_id, note)
 
@@ -50,7 +50,8 @@ class SqliteNotes:
         db.execute("DELETE FROM notes WHERE session_id = ?", (session_id,))
 
     def _cut_last(self, db: sqlite3.Connection, record: TurnRecord) -> None:
-        """`record` goes on from within the last answer that is left. It may leave no note that tells where."""
+        """Cuts the last note if `record` continues from within its answer. `record` itself may have no note that would
+        show where."""
         row = db.execute(
             "SELECT turn_index, note FROM notes WHERE session_id = ? ORDER BY turn_index DESC LIMIT 1",
             (record.session_id,),

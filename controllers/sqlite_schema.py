@@ -1,4 +1,4 @@
-"""The session log's SQLite file: how it is opened, recognized and laid out."""
+"""The session log's SQLite file: how it is opened and recognized, and its layout."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from controllers.errors import StoreError
 _APPLICATION_ID = int.from_bytes(b"KEDG", "big")
 _SCHEMA_VERSION = 6
 _READABLE = (1, 2, 3, 4, 5, _SCHEMA_VERSION)
-"""Older ones are brought up to the newest when they are opened."""
+"""Opening a file of an older layout brings it to the newest one."""
 _LOCK_TIMEOUT_S = 20.0
-"""How long a restarted controller waits for its former process to be gone: if it gives up, it stays down."""
+"""How long a restarted controller waits for its former process to end. If it gives up, it stays down."""
 
 _IN_MEMORY = ":memory:"
 
@@ -134,15 +134,15 @@ UPDATE sessions SET session_id = key FROM renamed WHERE session_id = former;
 DROP TABLE renamed;
 COMMIT;
 """
-"""Versions before kept a tenant's session under the client's id. Those of no tenant they still read."""
+"""Earlier versions stored a tenant's session under the client's id. They can still read sessions without a tenant."""
 
 
 def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
-    """Opens the log for one exclusive writer, creating file and folders as needed. Only its user may read it, also one
-    that was there: it has what was said.
+    """Opens the log for one exclusive writer, creating file and folders as needed. The file becomes readable only by
+    its user, also if it existed before, since it has what was said.
 
-    Write-ahead log. `synchronous=NORMAL` keeps every commit through the death of the process, but the last ones
-    may be lost with the machine's power; `full_sync` keeps those too. The exclusive lock ends with the process.
+    The file has a write-ahead log. With `synchronous=NORMAL` every commit survives the death of the process, but a loss
+    of power may lose the last ones. With `full_sync` these survive too. The exclusive lock ends with the process.
 
     Raises StoreError if the path cannot be written, is not a session log, is damaged, or is in use elsewhere.
     """
@@ -155,7 +155,7 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
             path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        connection.execute("PRAGMA secure_delete = ON")  # as Debian's SQLite is built, and others are not
+        connection.execute("PRAGMA secure_delete = ON")  # the default only in some builds, such as Debian's
         layout = _layout(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if full_sync else 'NORMAL'}")
@@ -182,7 +182,8 @@ def open_session_log(path: Path, *, full_sync: bool) -> sqlite3.Connection:
 
 
 def _make_private(path: Path) -> None:
-    """The files that SQLite makes beside it have its mode. Raises OSError for a file of another user."""
+    """Makes the file readable only by its user. SQLite gives the files that it creates beside it the same mode. Raises
+    OSError for a file of another user."""
     if str(path) == _IN_MEMORY:
         return
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)) as file:
@@ -191,7 +192,8 @@ def _make_private(path: Path) -> None:
 
 
 def _layout(connection: sqlite3.Connection, path: Path) -> int:
-    """Reads only: a file that is something else stays as it is. An empty one is ours to fill."""
+    """The file's layout. An empty file counts as the newest layout. Only reads, so a file of another kind stays as it
+    is. Raises StoreError for such a file and for an unknown layout."""
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
         return _SCHEMA_VERSION
     application_id = connection.execute("PRAGMA application_id").fetchone()[0]

@@ -1,10 +1,10 @@
 """SqliteSessionStore: the session log in one SQLite file. One owner; calls must not overlap.
 
-A turn's row is written once and costs O(new tokens), however long the history. A rewind deletes the rows of
-turns that lie wholly past its start, so the log stays in proportion to the histories it holds. A fork shares its
-parent's tokens (sqlite_histories.py), and parent and child may end in any order.
+A turn's row is written once and costs O(new tokens), however long the history is. A rewind deletes the rows of turns
+that lie wholly past its start, so the log stays in proportion to the histories it holds. A fork shares its parent's
+tokens (sqlite_histories.py), and parent and child may end in any order.
 
-What is deleted is overwritten. The write-ahead log still has it until `purge`.
+Deleted data is overwritten, but stays in the write-ahead log until `purge`.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ _ENTRY_FIELDS = (
     "open_key",
     "closes_after",
 )
-"""Of a LedgerEntry: the columns that are named like them."""
+"""The fields of a LedgerEntry that have columns of the same name."""
 _ENTRY_COLUMNS = ", ".join(_ENTRY_FIELDS)
 
 _MODELS_AT_ONCE = 16
-"""Whose texts are at hand: those that the replicas of a cluster have, before and after an update."""
+"""How many models' texts are cached. A cluster's replicas have few models, even during an update."""
 
 
 class SqliteSessionStore:
     """A SessionStore in the file `path`. `clock` returns Unix time in seconds.
 
-    Raises StoreError if the file cannot be used; see `open_session_log` for what `full_sync` buys.
+    Raises StoreError if the file cannot be used. `open_session_log` says what `full_sync` does.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SqliteSessionStore:
             )
 
     def append_turns(self, records: Sequence[TurnRecord]) -> list[ControllerError | None]:
-        """One transaction, so one flush of the disk."""
+        """One transaction for all turns, so one flush of the disk."""
         with self._transaction() as db:
             return [self._outcome(db, record) for record in records]
 
@@ -153,7 +153,7 @@ class SqliteSessionStore:
             return _entry(db, session_id)
 
     def claim(self, session_id: str, replica_id: str) -> LedgerEntry:  # noqa: ARG002
-        """The file has one writer: each session is its already."""
+        """Changes nothing: the file has one writer, so each session is already its own."""
         return self.find(session_id)
 
     def changes(self) -> LogChanges:
@@ -221,7 +221,8 @@ class SqliteSessionStore:
         self._connection.close()
 
     def _outcome(self, db: sqlite3.Connection, record: TurnRecord) -> ControllerError | None:
-        """A turn that cannot be added is taken back alone. Raises what concerns them all, as a full disk."""
+        """Appends a turn and returns its outcome. If it cannot be added, only this turn is rolled back. Raises errors
+        that concern all turns, such as a full disk."""
         db.execute("SAVEPOINT turn")
         try:
             self._append(db, record)
@@ -287,7 +288,7 @@ class SqliteSessionStore:
         return record
 
     def _is_last_turn(self, db: sqlite3.Connection, entry: LedgerEntry, record: TurnRecord) -> bool:
-        """True if the last turn is just this record, results aside: they are no part of the history."""
+        """True if the last turn is this record. Results are not compared: they are not part of the history."""
         (stored,) = db.execute(
             "SELECT last_turn FROM sessions WHERE session_id = ?", (entry.session_id,)
         ).fetchone()
@@ -296,7 +297,7 @@ class SqliteSessionStore:
         return self._histories.read(db, entry)[record.start_len * TOKEN_BYTES :] == record.tokens
 
     def _insert_result(self, db: sqlite3.Connection, record: TurnRecord) -> None:
-        """Keeps the turn's result and forgets those that are outdated with it."""
+        """Keeps the turn's result and deletes those that are now outdated."""
         session_id, index, key = record.session_id, record.turn_index, record.idempotency_key
         assert key is not None
         kept = db.execute(
@@ -335,7 +336,7 @@ class SqliteSessionStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing: commits at the end of the block, rolls back if it raises."""
+        """A transaction: commits at the end of the block, rolls back if it raises."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -372,7 +373,7 @@ def _model_text(model: ModelFingerprint | None) -> str | None:
 
 
 def _to_entry(row: tuple[Any, ...]) -> LedgerEntry:
-    """What nobody has reported yet stands between the columns, in the order of a LedgerEntry's fields."""
+    """The LedgerEntry of a row. Fields that replicas report have no columns and get their initial values."""
     timeout_s, capacity_tokens, open_key, closes_after = row[8:]
     values = (*row[:8], 0, False, None, timeout_s, capacity_tokens, open_key, True, closes_after)
     return LedgerEntry(*values)

@@ -1,7 +1,7 @@
-"""SessionStore: the durable session log that ownership and histories are rebuilt from.
+"""SessionStore: the durable session log from which ownership and histories are rebuilt.
 
-One log may serve several clusters, as during an upgrade that starts the next before the last one ends. Each session has
-one writer, the cluster that opened or claimed it last. A log in a file has one writer for all of them.
+One log may serve several clusters, for example during an upgrade in which a new cluster starts before the old one ends.
+Each session has one writer: the cluster that opened or claimed it last. A log in a file has one writer for them all.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ from controllers.records import LedgerEntry, SessionRecord, TurnNote, TurnRecord
 
 @dataclass(frozen=True, slots=True)
 class LogChanges:
-    """What other clusters on the same session log have done. `taken`: sessions that they took from this one, and the
-    epochs at which they did. `abandoned`: some of those sessions whose cluster is gone, with each call others."""
+    """What other clusters on the same session log have done. `taken`: sessions that they took from this cluster, and
+    the epochs at which they did. `abandoned`: some of the sessions whose cluster is gone; each call returns others."""
 
     taken: tuple[tuple[str, int], ...] = ()
     abandoned: tuple[LedgerEntry, ...] = ()
 
 
 class SessionStore(Protocol):
-    """Sessions and their committed turns. Every method raises StoreError if it cannot read or write the log, and all
-    that change or load a session SessionTakenOver if another cluster has claimed it.
+    """Sessions and their committed turns. Every method raises StoreError if it cannot read or write the log. Methods
+    that change or load a session raise SessionTakenOver if another cluster has claimed it.
 
-    Each change is atomic (of several turns each by itself) and, once the method has returned, survives the death of the
+    Each change is atomic (each of several turns by itself). Once the method has returned, it survives the death of the
     process.
     """
 
     def open(self, record: SessionRecord) -> SessionRecord:
-        """Adds a session without history, at its epoch or above `epoch_floor`. Gives it as it was added.
+        """Adds a session without history, at its epoch or, if that is higher, just above `epoch_floor`. Returns the
+        session as it was added.
 
         Raises SessionExists.
         """
 
     def fork(self, parent_id: str, length: int, record: SessionRecord) -> LedgerEntry:
         """Adds a session that begins with the first `length` tokens of its parent. Either may change and end without
-        the other; what they have in common is stored once.
+        the other. The tokens that they share are stored once.
 
-        Gives it as it was added, at an epoch like `open`. Raises SessionNotFound, InvalidFork and SessionExists.
+        Returns the session as it was added, at an epoch as in `open`. Raises SessionNotFound, InvalidFork and
+        SessionExists.
         """
 
     def assign(self, session_id: str, replica_id: str, epoch: int) -> None:
@@ -51,61 +53,63 @@ class SessionStore(Protocol):
         """
 
     def append_turns(self, records: Sequence[TurnRecord]) -> Sequence[ControllerError | None]:
-        """Appends committed turns, as if one came after the other, and gives the outcome of each; one that is refused
-        changes nothing. Repeating the last turn of a session is fine. `start_len` below the length is a rewind.
+        """Appends committed turns, one after the other, and returns the outcome of each. A turn that is refused changes
+        nothing. Repeating the last turn of a session is fine. A `start_len` below the history's length is a rewind.
 
-        Outcomes are SessionNotFound and SessionTakenOver; StaleEpoch if the epoch is not the stored one, the turn is
-        not the next one or starts past the history's end; IdempotencyConflict if a recent turn had the same key; and
-        StoreError where nobody knows whether the log has it. Raises StoreError where nobody knows that of any.
+        Outcomes are None, SessionNotFound and SessionTakenOver; StaleEpoch if the epoch is not the stored one, or if
+        the turn is not the next one or starts past the history's end; IdempotencyConflict if a recent turn had the same
+        key; and StoreError if the log may or may not hold the turn. Raises StoreError if that is so for all turns.
         """
 
     def load(self, session_id: str) -> SessionRecord:
         """The session with its whole history. Raises SessionNotFound."""
 
     def notes(self, session_id: str) -> Sequence[TurnNote]:
-        """Of the turns that the session's history is of, in their order. Raises SessionNotFound."""
+        """The notes of the turns that make up the session's history, in their order. Raises SessionNotFound."""
 
     def forget_note(self, session_id: str, turn_index: int) -> None:
-        """Deletes what the turn's note says; its checkpoint stays. A turn that has none is fine. Raises
+        """Deletes what the turn's note says; its checkpoint stays. A turn without a note is fine. Raises
         SessionNotFound."""
 
     def find(self, session_id: str) -> LedgerEntry:
-        """The session as the log has it, whoever its writer is. Raises SessionNotFound."""
+        """The session as the log has it, whichever cluster is its writer. Raises SessionNotFound."""
 
     def claim(self, session_id: str, replica_id: str) -> LedgerEntry:
-        """Makes this cluster the session's writer and the replica its owner, at the next epoch: whoever was is stale.
+        """Makes this cluster the session's writer and the replica its owner, at the next epoch. The former owner is
+        then stale.
 
-        A session of this cluster stays as it is. Gives it as it is then. Raises SessionNotFound.
+        A session of this cluster stays as it is. Returns the session as it is then. Raises SessionNotFound.
         """
 
     def changes(self) -> LogChanges:
-        """What other clusters did; tells them that this one lives. To be called every few seconds."""
+        """What other clusters did since the last call. Also tells them that this cluster lives. To be called every few
+        seconds."""
 
     def load_all_entries(self) -> Iterable[LedgerEntry]:
-        """Every session of this cluster, without histories, as they are read: to the end, before any other call."""
+        """Every session of this cluster, without histories. Read it to the end before any other call."""
 
     def epoch_floor(self) -> int:
-        """The highest epoch that any closed session had; 0 if there was none."""
+        """The highest epoch of any closed session; 0 if there was none."""
 
     def touch(self, session_id: str, last_used_s: float) -> None:
         """Records when the session was last used, in Unix seconds. Raises SessionNotFound."""
 
     def close(self, session_id: str) -> bool:
-        """Deletes the session and its turns; its epoch stays in `epoch_floor`. False if it was unknown."""
+        """Deletes the session and its turns, and raises `epoch_floor` to its epoch. False if it was unknown."""
 
     def close_after(self, session_id: str, turn_key: str) -> None:
-        """Records that the session is to be closed when the turn of that idempotency key has ended. Raises
+        """Records that the session is to be closed when the turn with this idempotency key has ended. Raises
         SessionNotFound."""
 
     def purge(self) -> None:
-        """Leaves nothing of what was deleted before in the files that the log itself writes. To be called again and
-        again: it does nothing where nothing was deleted."""
+        """Removes deleted data from the files that the log itself writes. To be called regularly: it does nothing if
+        nothing was deleted."""
 
     def deployment(self) -> str | None:
-        """What `set_deployment` was given last; None if nothing was."""
+        """The text that `set_deployment` last stored; None if there is none."""
 
     def set_deployment(self, text: str) -> None:
-        """Keeps which deployment's settings count for this cluster (controllers/deployments.py)."""
+        """Stores which deployment's settings apply to this cluster (controllers/deployments.py)."""
 
     def disconnect(self) -> None:
         """Releases the log. The store is unusable afterwards."""

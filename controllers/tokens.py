@@ -1,4 +1,4 @@
-"""Token ids as bytes: uint32, little endian, four bytes a token, as logs and messages carry them."""
+"""Token ids as bytes, as logs and messages carry them: uint32, little endian, four bytes per token."""
 
 from __future__ import annotations
 

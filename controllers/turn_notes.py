@@ -1,7 +1,7 @@
-"""Notes of turns as the session log keeps them, whatever it is kept in: their bytes, and which of them still count.
+"""Notes of turns in any session log: their bytes, and which of them still count.
 
-A turn's note counts as long as all of its input is part of the history, but for what opens the answer. A turn that
-goes on from within an answer leaves the note of that answer's turn, whose end is there then.
+A turn's note counts as long as all of its input, except the opening of the answer, is part of the history. If a turn
+continues from within an answer, the note of that answer's turn stays and is cut there.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from controllers.records import Checkpoint, LedgerEntry, TurnNote, TurnRecord
 
 
 def has_note(record: TurnRecord) -> bool:
-    """Whether there is anything to keep beside the turn's tokens."""
+    """Whether there is anything to keep besides the turn's tokens."""
     return bool(record.note) or record.checkpoint is not None or record.whole
 
 
 def encode_note(note: TurnNote) -> bytes:
-    """A line of JSON, and the note as it is. Its `turn_index` is for the log to keep."""
+    """A line of JSON, followed by the note's bytes. The log keeps the `turn_index` elsewhere."""
     place = note.checkpoint
     at = None if place is None else [place.num_messages, place.digest.hex(), place.length, place.template]
     return (
@@ -50,12 +50,12 @@ def note_of(record: TurnRecord) -> TurnNote:
 
 
 def inherited(notes: Iterable[TurnNote], parent: LedgerEntry) -> list[TurnNote]:
-    """Of a fork, whose own turns begin at 0: it has those that its parent had, numbered before them."""
+    """The notes that a fork inherits. The fork's own turns begin at 0, so these get negative numbers."""
     return [replace(note, turn_index=note.turn_index - parent.turns) for note in notes]
 
 
 def counting(notes: Iterable[TurnNote], length: int) -> list[TurnNote]:
-    """Those that count in a history of `length` tokens, in the order of their turns, each cut where the next begins."""
+    """The notes that count in a history of `length` tokens, ordered by turn. Each is cut where the next one begins."""
     kept: list[TurnNote] = []
     for note in sorted(notes, key=lambda note: note.turn_index):
         _cut(kept, note.start_len)

@@ -1,4 +1,4 @@
-"""What is in flight in a session: a turn or a fork."""
+"""What can be in flight in a session (a turn or a fork), and the answer of a turn that ran before."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from controllers.records import Checkpoint
 class Turn:
     """A turn in flight. Ended by exactly one of `commit_turn` and `abort_turn`.
 
-    Ownership: `history` is the session's own, lent for reading; its first `history_len` entries do not change until the
-    turn ends, nor does what `chain` has of them. `room_tokens` is how many tokens the turn may add (None: no limit).
-    `open_key` tells the session from others of its name, before it and after. `checkpoints`, oldest first, are lent
-    likewise. `whole`: the session's client has sent whole histories before.
+    Ownership: `history` is the session's own, lent for reading. Its first `history_len` tokens do not change until the
+    turn ends, nor does that part of `chain`. `checkpoints`, oldest first, are lent in the same way. `room_tokens` is
+    how many tokens the turn may add (None: no limit). `open_key` tells the session from earlier and later ones of its
+    name. `whole`: the session's client has sent whole histories before.
     """
 
     session_id: str
@@ -36,10 +36,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fork:
-    """A fork being made; until it ends the parent takes no turn. Ended by one of `finish_fork` and `abort_fork`.
+    """A fork in flight. Until it ends the parent takes no turn. Ended by one of `finish_fork` and `abort_fork`.
 
-    Ownership: `history` is the parent's own, lent for reading, as is its `chain`; nothing of them changes until the
-    fork ends.
+    Ownership: `history` and `chain` are the parent's own, lent for reading. They do not change until the fork ends.
     """
 
     session_id: str
@@ -51,7 +50,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The turn ran before; `result` is what it answered."""
+    """A turn that ran before. `result` is its answer."""
 
     session_id: str
     turn_index: int

@@ -1,8 +1,8 @@
-"""Records that travel between processes of two versions, as a rolling update has them side by side.
+"""Records that processes of two versions exchange, since a rolling update runs both side by side.
 
 A frozen dataclass with slots is pickled as the list of its fields' values, without names. So fields are only ever
-added, at the end and with a default: a version that does not know them leaves them out, and one that misses them fills
-them in.
+added, at the end and with a default. A version that does not know a field ignores it, and a version that misses one
+uses its default.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
 WIRE_VERSION = 3
-"""Of all records, and of the controller's methods. It goes up with each release that changes them."""
+"""The version of all records and of the controller's methods. Each release that changes these increases it."""
 
 FIRST_VERSION = 1
-"""Of those who do not tell theirs."""
+"""The version of processes that do not tell theirs."""
 
 ABSENT = "absent"
-"""In a field's metadata: what it is in a record of a version that did not have it, if that is not its default."""
+"""Key of a field's metadata: the field's value in records of a version without the field, if not the default."""
 
 T = TypeVar("T")
 
 
 def wire_record(cls: type[T]) -> type[T]:
-    """Lets a frozen dataclass with slots be read by the version before this one and the one after.
+    """Makes a frozen dataclass with slots readable by the version before this one and the version after.
 
     Reading raises TypeError if a field without a default is missing.
     """
@@ -34,13 +34,13 @@ def wire_record(cls: type[T]) -> type[T]:
         return [getattr(record, name) for name in names]
 
     def set_state(record: Any, state: list[Any]) -> None:
-        """What a newer version has added at the end is left out."""
+        """Sets the fields. Ignores values that a newer version has added at the end."""
         for name, value in zip(names, state, strict=False):
             object.__setattr__(record, name, value)
         for field in known[len(state) :]:
             object.__setattr__(record, field.name, _absent(cls, field))
 
-    # mypy lets no method be replaced by name
+    # mypy allows no assignment to a method
     setattr(cls, "__getstate__", get_state)  # noqa: B010
     setattr(cls, "__setstate__", set_state)  # noqa: B010
     return cls

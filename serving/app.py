@@ -28,10 +28,10 @@ from serving.wire.controller_calls import announce_at_deploy
 HEALTH_CHECK_PERIOD_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 LOOKS_FOR_CALLS_S = 0.1
-"""How often Serve looks whether a replica that it stops has calls of its own, which last moments. Then the replica
-hears that it is to go."""
+"""How often Serve checks whether a stopping replica still has calls of Serve's own. These are short. Only when there
+are none, Serve tells the replica to end."""
 INGRESS_SURGE_PERCENT = 100
-"""A front end takes no memory to speak of: its successor is always there first."""
+"""In an update, new front ends start before the old ones stop: a front end needs little memory."""
 
 SLOWER = (
     "Ray Serve's own proxy takes the calls. HAProxy in its place is faster: `kedge serve` puts it there, and"
@@ -42,13 +42,14 @@ logger = logging.getLogger("ray.serve")
 
 
 def build(values: dict[str, Any]) -> Application:
-    """Builder for Ray Serve: `args` of the config file. Raises SettingsError, before any replica starts."""
+    """Builds the application for Ray Serve from `args` of the config file. Raises SettingsError before any replica
+    starts."""
     args = parse_args(values)
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         logger.warning(SLOWER)
     if args.debug.faults:
         args.refuse_faults_in_the_open(host_of_serve())
-    # Each ingress reads its own environment. Where this one is the same, the fault shows before anything starts.
+    # Each ingress reads its own environment. If this one is the same, a bad key shows before anything starts.
     KeyRing(os.environ)
     if args.execution.tensor_parallel == 1:
         return compose(args, _build_engine)
@@ -56,13 +57,13 @@ def build(values: dict[str, Any]) -> Application:
 
 
 def _build_engine(settings: EngineSettings, sink: DeltaSink) -> Engine:
-    from engine.build import build_engine  # where the engine runs: it imports torch, which takes seconds
+    from engine.build import build_engine  # only where the engine runs: it imports torch, which takes seconds
 
     return build_engine(settings, sink)
 
 
 def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
-    """The application around any engine. Raises SettingsError for what the running controller cannot change."""
+    """The application with any engine. Raises SettingsError for settings that the running controller cannot change."""
     deployment = args.deployment(uuid.uuid4().hex)
     announce_at_deploy(args.controller.name, deployment)
     replicas = serve.deployment(LLMReplica).options(
@@ -92,8 +93,8 @@ def compose(args: AppArgs, engine_factory: EngineFactory) -> Application:
 
 
 def _number_of(replicas: ReplicaArgs) -> dict[str, Any]:
-    """How many there are, as an option of Ray Serve's deployment. Without a number of its own to start with, one that
-    is deployed again keeps the number that runs."""
+    """The number of replicas, as an option of Ray Serve's deployment. Autoscaling has no initial number, so that a new
+    deployment keeps the number of replicas that run."""
     autoscaling = replicas.autoscaling
     if autoscaling is None:
         return {"num_replicas": replicas.count}

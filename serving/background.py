@@ -1,4 +1,4 @@
-"""Tasks that outlive the call that started them, and loops; all of them end with their owner."""
+"""Background tasks that outlive the call that started them, and loops. All of them end with their owner."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """Holds its tasks until they are done, logs the failures that nobody hears of, and stops them within a bound."""
+    """Holds tasks until they are done, logs failures that no caller waits for, and stops the tasks within a bound."""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], int] = {}  # how many wait for its outcome
         self._loops: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Work that should come to its end whatever becomes of the caller."""
+        """Starts work that should complete even if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._tasks[task] = 0
         task.add_done_callback(self._done)
         return task
 
     async def outcome(self, task: asyncio.Task[T]) -> T:
-        """What started work comes to; it goes on if the caller is cancelled. Raises what it raises."""
+        """Waits for started work and returns its result, or raises its error. The work goes on if the caller is
+        cancelled."""
         if task.done():
             return task.result()
         self._tasks[task] += 1

@@ -1,8 +1,8 @@
-"""How a process looks for garbage cycles once it serves.
+"""Python's search for garbage cycles in a serving process.
 
-A process that has loaded its libraries holds some hundred thousand objects that stay. Python would look through many of
-them again and again, at whatever thread makes the next object: the engine's, between two steps, or the event loop.
-vLLM and SGLang freeze them in the same way.
+A process that has loaded its libraries holds some hundred thousand objects that stay. Python would search many of them
+again and again, on whichever thread creates the next object: the engine's thread between two steps, or the event
+loop's. So these objects are frozen, as vLLM and SGLang do.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 
 NEW_OBJECTS = 50_000
-"""So many more than were freed are looked through at a time; Python's own number is 700. What is no cycle is freed at
-once in any case."""
+"""Python searches new objects once this many more were created than freed. Its default is 700. Objects outside cycles
+are freed at once in any case."""
 
 
 def settle() -> None:
-    """Call it once, when everything is there that lives as long as the process."""
+    """Freezes the objects there are and sets the threshold. Call it once, when all long-lived objects exist."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])

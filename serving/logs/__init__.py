@@ -1,1 +1,1 @@
-"""What front ends and replicas log: in Ray Serve's own files, with what is known of the call."""
+"""The logs of front ends and replicas. They are in Ray Serve's own files, with the facts of the call."""

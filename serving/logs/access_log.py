@@ -1,4 +1,4 @@
-"""A request's id, which its reply has, too; and its line in the access log."""
+"""A request's id, which its reply carries too, and its line in the access log."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ access_logger = logging.getLogger("kedge.access")
 REQUEST_ID = "x-request-id"
 LONGEST_ID = 256
 _CLOSED_EARLY = 499
-"""As nginx has it: the client left before the answer."""
+"""nginx's status for a client that left before the answer."""
 _STARTS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 _TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
 _NO_ROUTE = "-"
 
 
 class RequestsKnown:
-    """ASGI middleware, the outermost: says which request it is (CALL_FACTS), tells the
-    client its id unless Ray Serve does (`tells_id`), and logs the request when its answer has ended."""
+    """The outermost ASGI middleware. It sets the request's CALL_FACTS, puts the request's id into the reply (with
+    `tells_id`; otherwise Ray Serve does), and logs the request when its answer has ended."""
 
     def __init__(self, app: ASGIApp, args: LogsArgs, *, tells_id: bool) -> None:
         self._app = app
@@ -81,7 +81,7 @@ class RequestsKnown:
 
 
 class _Answer:
-    """What the client is sent."""
+    """Passes the answer to the client, and notes its status and size."""
 
     def __init__(self, send: Send, told_id: str | None) -> None:
         self._send = send
@@ -103,6 +103,6 @@ class _Answer:
 
 
 def route_of(scope: Scope) -> str:
-    """The template of the route that took it, which has no ids in it; "-" if none did."""
+    """The path template of the request's route, which has no ids in it; "-" if no route matched."""
     route = scope.get("route")
     return str(getattr(route, "path", _NO_ROUTE))

@@ -1,4 +1,4 @@
-"""What operators should be able to look up later, under a logger of its own: who was refused, and what was done."""
+"""The audit log, for operators to look up later who was refused and what was done. It has its own logger."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ audit_logger = logging.getLogger("kedge.audit")
 
 
 def audit_event(event: str, *, level: int = logging.INFO, **fields: str | int | None) -> None:
-    """Logs that it happened. `fields` say to what; those of the call come along (call_facts.py)."""
+    """Logs an event. `fields` say what it concerns. The facts of the call are added (call_facts.py)."""
     told = {name: value for name, value in fields.items() if value is not None}
     words = " ".join([event, *(f"{name}={value}" for name, value in told.items())])
     audit_logger.log(level, "%s", words, extra={"event": event, **told})

@@ -1,4 +1,4 @@
-"""What is known of the call that is being served: log records made meanwhile have it, as has the access log."""
+"""The facts of the call that is being served. Log records made meanwhile carry them, and so does the access log."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from serving.wire.turns import ChatPrompt, TextPrompt, TurnCall, TurnEvent
 
 @dataclass(slots=True)
 class CallFacts:
-    """Owned by whoever serves the call, on one event loop: a request at a front end, a turn at a replica.
+    """The facts of a call: of a request at a front end, or of a turn at a replica. Used on one event loop.
 
-    `request_id` is that of the HTTP request, `response_id` the one that a reply has. Tokens are sums over all turns of
-    the request; of the rest the last turn's counts. With `keeps_content` it has what was said, too.
+    `request_id` is that of the HTTP request, `response_id` that of the reply. Token counts are sums over all turns of
+    the request. Other values are those of the last turn. With `keeps_content`, prompt and answer are kept too.
     """
 
     request_id: str = ""
@@ -37,14 +37,14 @@ class CallFacts:
 
     @classmethod
     def at_replica(cls, call: TurnCall, replica_id: str, epoch: int | None) -> CallFacts:
-        """Of a turn that a front end has sent there."""
+        """The facts of a turn that a front end has sent to this replica."""
         facts = cls(call.http_request_id, replica_id=replica_id, epoch=epoch)
         facts.trace_id = call.traceparent[3:35]
         facts.begin(call)
         return facts
 
     def begin(self, call: TurnCall) -> None:
-        """A turn begins; its session is named by the key."""
+        """Notes that a turn begins. Its call names the session by its key."""
         self.turns += 1
         self.response_id, self.tenant = call.request_id, call.tenant
         if call.session is not None:
@@ -53,7 +53,7 @@ class CallFacts:
             self.said.append(said_in(call))
 
     def tell(self, event: TurnEvent) -> None:
-        """The client is told this of a turn."""
+        """Notes an event of a turn that the client is sent."""
         if event.turn_index is not None:
             self.turn = event.turn_index
         if self.keeps_content:
@@ -65,14 +65,14 @@ class CallFacts:
 
 
 CALL_FACTS: ContextVar[CallFacts | None] = ContextVar("kedge_call_facts", default=None)
-"""Of the task that serves it, and of those that it starts."""
+"""The facts of the call that the current task serves. Tasks that it starts inherit them."""
 
 NAMES = ("request_id", "response_id", "tenant", "session_id", "turn", "replica_id", "epoch", "trace_id")
-"""As records have them."""
+"""The attributes that log records get."""
 
 
 def said_in(call: TurnCall) -> Any:
-    """A call's prompt, as JSON can have it."""
+    """A call's prompt, JSON ready."""
     match call.prompt:
         case ChatPrompt():
             return list(call.prompt.messages)
@@ -83,7 +83,7 @@ def said_in(call: TurnCall) -> Any:
 
 
 class CallFactsFilter(logging.Filter):
-    """Gives each record what is known of the call that it is about, unless it says that itself. Lets all pass."""
+    """Adds the facts of the call to each log record, except attributes that the record already has. Lets all pass."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         facts = CALL_FACTS.get()

@@ -1,6 +1,7 @@
-"""Kedge's records in Ray Serve's log: its files, format and rotation. Ray Serve itself writes its own records only.
+"""Puts Kedge's log records into Ray Serve's log, with its files, format and rotation.
 
-Ray Serve's JSON has every attribute of a record, so what CallFactsFilter adds is in it.
+Ray Serve itself writes only its own records. Its JSON has every attribute of a record, so also those that
+CallFactsFilter adds.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from serving.settings.record_args import LogsArgs
 
 SERVE_LOGGER = "ray.serve"
 OURS = ("cache", "controllers", "engine", "kedge", "serving")
-"""Where the names of Kedge's loggers begin."""
+"""The names of Kedge's top loggers."""
 
 
 def deployment_options(args: LogsArgs) -> dict[str, Any]:
-    """Options of Ray Serve's deployments. None where nothing is asked for: the config file may have a `logging_config`
-    of Ray Serve's, which one of the deployment would replace."""
+    """Logging options of Ray Serve's deployments. There are none if all settings are defaults: the config file may have
+    a `logging_config` for Ray Serve, which an option of the deployment would replace."""
     return {} if args == LogsArgs() else {"logging_config": logging_options(args)}
 
 
 def logging_options(args: LogsArgs) -> dict[str, Any]:
-    """Ray Serve's `logging_config`. Where requests have a line of Kedge's they need none of Ray's."""
+    """Ray Serve's `logging_config`. If Kedge logs every request, Ray Serve need not."""
     return {
         "encoding": args.format.upper(),
         "log_level": args.level,
@@ -33,7 +34,7 @@ def logging_options(args: LogsArgs) -> dict[str, Any]:
 
 
 class IntoServeLog(logging.Handler):
-    """Hands records to Ray Serve's logger, whatever handlers that has by then."""
+    """Hands records to Ray Serve's logger, with the handlers that it has at that time."""
 
     def __init__(self, serve_logger: logging.Logger) -> None:
         super().__init__()
@@ -44,7 +45,8 @@ class IntoServeLog(logging.Handler):
 
 
 def log_with_serve(args: LogsArgs) -> None:
-    """Call it once in the process of a front end or replica, after Ray Serve has set up its log."""
+    """Makes this process log to Ray Serve's log. Call it in the process of a front end or replica, after Ray Serve has
+    set up its log."""
     serve_logger = logging.getLogger(SERVE_LOGGER)
     if not any(isinstance(each, CallFactsFilter) for each in serve_logger.filters):
         serve_logger.addFilter(CallFactsFilter())

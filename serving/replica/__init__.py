@@ -1,1 +1,1 @@
-"""The replica: its deployment, its turns and the sessions that it holds."""
+"""The replica: its Ray Serve deployment, the turns it runs and the sessions it holds."""

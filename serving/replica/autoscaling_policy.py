@@ -1,7 +1,7 @@
-"""How many replicas the turns in flight and their KV take: what replicas tell Ray Serve, and what it makes of that.
+"""Autoscaling by turns in flight and KV: the load that replicas report to Ray Serve, and the policy it runs on it.
 
-Ray Serve's controller runs the policy from a copy of this file, in a process that need not have the project: nothing of
-the project is imported here.
+Ray Serve's controller runs the policy from a copy of this file, in a process that may not have the project installed.
+So this file imports nothing from the project.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ TURNS_IN_FLIGHT = "turns_in_flight"
 KV_UTILIZATION = "kv_utilization"
 
 DOWNSCALE_MARGIN = 0.8
-"""Fewer replicas must have the load with this part of the targets: so what was taken away is not soon missed."""
+"""The policy scales down only if fewer replicas can carry the load at this share of the targets. Otherwise a replica
+that was just removed would soon be needed again."""
 
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """Turns that run and wait, and the share of the KV pool that they take and lack; also what a replica may have of
-    each, as a target."""
+    """A replica's load: its running and waiting turns, and its KV utilization. The same type holds a replica's targets
+    for both."""
 
     turns_in_flight: float
     kv_utilization: float
 
     def stats(self) -> dict[str, float]:
-        """As `record_autoscaling_stats` tells Ray Serve."""
+        """The load as `record_autoscaling_stats` reports it to Ray Serve."""
         return {TURNS_IN_FLIGHT: self.turns_in_flight, KV_UTILIZATION: self.kv_utilization}
 
 
 def needed_replicas(loads: Sequence[ReplicaLoad | None], target: ReplicaLoad, current: int) -> int:
-    """How many replicas there should be in place of `current`, by the loads of those that run (None: not known yet).
+    """How many replicas there should be instead of `current`. `loads`: those of the running replicas (None: not known).
 
-    As many as have the sum of turns and the sum of KV within the target; which of them has what is for rebalancing.
-    Fewer than `current` only if they have it with a margin, and if the load of all that run is known.
+    It is the number that keeps both the sum of turns and the sum of KV within the target. Rebalancing decides which
+    replica has which sessions. The number is below `current` only if the load fits with a margin and the load of every
+    running replica is known.
     """
     known = [load for load in loads if load is not None]
     pressure = max(
@@ -54,14 +56,14 @@ def needed_replicas(loads: Sequence[ReplicaLoad | None], target: ReplicaLoad, cu
 
 
 class LoadPolicy:
-    """An autoscaling policy of Ray Serve, which averages the replicas' reports, keeps to the bounds and waits for the
-    delays. The targets are those of a replica."""
+    """An autoscaling policy for Ray Serve, with targets per replica. Ray Serve itself averages the replicas' reports,
+    keeps the number within its bounds and applies the delays."""
 
     def __init__(self, target_turns_in_flight: float, target_kv_utilization: float) -> None:
         self._target = ReplicaLoad(target_turns_in_flight, target_kv_utilization)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and no state to be kept."""
+        """Returns the number of replicas, and an empty state: the policy keeps none."""
         reported = context.aggregated_metrics or {}
         turns, kv = reported.get(TURNS_IN_FLIGHT, {}), reported.get(KV_UTILIZATION, {})
         loads = [

@@ -1,4 +1,4 @@
-"""Takes a replica out of use whose engine has ended or hangs, before Serve gets to it."""
+"""Takes a replica out of use when its engine has ended or hangs, before Serve's health check acts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WATCH_INTERVAL_S = 0.5
 
 
 class EngineWatch:
-    """`look` is to be called every WATCH_INTERVAL_S. A step that is under way for longer than `step_timeout_s` hangs.
+    """Watches the engine. Call `look` every WATCH_INTERVAL_S. A step hangs if it takes longer than `step_timeout_s`.
 
-    Serve stops a replica that fails its health check as it stops any other, and waits for its turns. So those are ended
-    here, in an error after which they go on elsewhere, and the controller is told that this replica serves nothing any
-    more: its sessions move when they are next used.
+    Serve stops an unhealthy replica like any other: it waits for its turns. So the watch ends these turns with an
+    error after which they continue on another replica. It also tells the controller that this replica serves nothing
+    any more, so that its sessions move when they are next used.
     """
 
     def __init__(self, engine: Engine, host: SessionHost, *, step_timeout_s: float) -> None:
@@ -28,7 +28,7 @@ class EngineWatch:
 
     @property
     def fault(self) -> str | None:
-        """Why the replica has to be replaced, if it has to. A slow step is no reason; one that never ends is."""
+        """Why the replica must be replaced (None: it need not). A slow step is no reason; a step that hangs is."""
         if self._fault is not None:
             return self._fault
         if not self._engine.alive:

@@ -1,4 +1,4 @@
-"""What a replica has now, beside what its engine's snapshot says."""
+"""A replica's gauges that are not in its engine's snapshot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serving.watch.registry import Figure, ReadFigures
 
 
 def replica_gauges(engine: Engine, sessions: Sized, unnamed: Sized, links: Callable[[], int]) -> ReadFigures:
-    """Figures of named sessions, of recognized conversations, of the front ends that are connected."""
+    """Gauges of named sessions, unnamed sessions, connected front ends and the age of the engine's step."""
 
     def read() -> Iterator[Figure]:
         yield Figure("kedge_sessions_held", len(sessions))

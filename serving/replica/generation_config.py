@@ -1,4 +1,4 @@
-"""What a model's makers say of sampling it: `generation_config.json` beside its weights, read as vLLM reads it."""
+"""A model's own sampling defaults: `generation_config.json` beside its weights, read as vLLM reads it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _IN_RANGE: Mapping[str, Callable[[float], bool]] = MappingProxyType(
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Of the model in this directory. `do_sample` is passed over, as vLLM does. A value that is none, or out of its
-    range, is as if it was not there; so is a file that is no JSON object."""
+    """The defaults of the model in this directory. `do_sample` is ignored, as in vLLM. A value that is not a number or
+    is out of its range is ignored with a warning. So is a file that is not a JSON object."""
     path = directory / GENERATION_CONFIG
     if not path.is_file():
         return SamplingDefaults()

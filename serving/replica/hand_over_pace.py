@@ -1,8 +1,8 @@
-"""How fast a replica that drains lets go of the sessions that are in use.
+"""How fast a draining replica hands over the sessions that are in use.
 
-A session that moves brings no KV along: its next owner computes its history before the first token. Where all sessions
-come at once, each waits there for the histories of the others. So one goes at a time: the next one may go when the
-history of the last should have been computed, and has its turns where its KV is until then.
+A session moves without its KV: its next owner computes its history before the first token. If all sessions moved at
+once, each would wait for the histories of the others. So they move one at a time. The next session may go when the
+history of the last one should have been computed. Until then its turns run here, where its KV is.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 
 class HandOverPace:
-    """`clock` returns monotonic seconds. A replica computes `tokens_per_s` of a history. After `within_s` of a drain
-    all may go at once: the replica is stopped soon, and its turns with it."""
+    """Paces the sessions that leave. `clock` returns monotonic seconds. A replica computes `tokens_per_s` of a history.
+
+    `within_s` after the drain began, all sessions may go at once: the replica is stopped soon, and its turns with it.
+    """
 
     def __init__(self, clock: Callable[[], float], tokens_per_s: float, within_s: float) -> None:
         self._clock = clock
@@ -21,12 +23,12 @@ class HandOverPace:
         self._next_s = self._until_s = clock()
 
     def begin(self) -> None:
-        """The drain begins now."""
+        """To be called when the drain begins."""
         self._next_s = self._clock()
         self._until_s = self._next_s + self._within_s
 
     def may_go(self, tokens: int) -> bool:
-        """Whether a session in use, with so many tokens of history, may go now. If so it is expected to."""
+        """Whether a session in use, with `tokens` tokens of history, may go now. If so, the caller must offer it."""
         now_s = self._clock()
         if now_s >= self._until_s:
             return True
@@ -36,5 +38,5 @@ class HandOverPace:
         return True
 
     def stayed(self) -> None:
-        """Nobody took it: the next one may be tried at once."""
+        """No replica took the session: the next one may be offered at once."""
         self._next_s = self._clock()

@@ -1,4 +1,4 @@
-"""Looks at what the engine holds: each tenant's KV, KV that nobody knows, and now and then every page."""
+"""Checks what the engine holds: each tenant's KV, KV of unknown sessions, and from time to time every page."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ OTHER_TENANTS = "other"
 
 
 class KVWatch:
-    """`known` says which sessions the replica knows of. `clock` returns monotonic seconds, `unix_clock` Unix time. Used
-    on the replica's event loop."""
+    """Watches the engine's KV. Used on the replica's event loop.
+
+    `known` says whether the replica knows a session. `clock` returns monotonic seconds, `unix_clock` Unix time."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class KVWatch:
         self._unknown: frozenset[str] = frozenset()
 
     async def look(self) -> None:
-        """To be called every LOOK_INTERVAL_S. An engine that does not answer is others' affair; a walk that is due then
-        counts as failed."""
+        """To be called every LOOK_INTERVAL_S. EngineWatch handles an engine that does not answer. Here, an audit that
+        is due then counts as failed."""
         answers = await self._take_census()
         if self._audit_interval_s is None or self._clock() < self._next_audit_s:
             return
@@ -60,20 +61,20 @@ class KVWatch:
             await self.audit()
 
     async def _take_census(self) -> bool:
-        """Whether the engine has answered."""
+        """Publishes the KV of each tenant and of unknown sessions. Returns whether the engine has answered."""
         try:
             async with asyncio.timeout(ENGINE_TIMEOUT_S):
                 census = await asyncio.wrap_future(self._engine.kv_census())
         except (EngineError, TimeoutError):
             return False
-        # What is being opened or closed is there for a moment on one side only.
+        # A session that is being opened or closed is for a moment known on one side only: so two looks must agree.
         unknown = frozenset(session_id for session_id in census.sessions if not self._known(session_id))
         self._metrics.tenant_kv(by_tenant(census.num_bytes, self._most_named), len(unknown & self._unknown))
         self._unknown = unknown
         return True
 
     async def audit(self) -> AuditReport:
-        """Walks over all pages. Raises EngineError, and TimeoutError if the engine does not answer."""
+        """Audits all pages. Raises EngineError, and TimeoutError if the engine does not answer."""
         report = None
         try:
             async with asyncio.timeout(ENGINE_TIMEOUT_S):
@@ -88,8 +89,9 @@ class KVWatch:
 def by_tenant(
     num_bytes: Mapping[tuple[str, str], int], most_named: int = MOST_TENANTS
 ) -> dict[tuple[str, str], int]:
-    """By tenant and tier, of the `most_named` tenants that have the most, of who names none, and of all others.
-    Namespaces are tenants, with a salt behind a NUL where a request has one."""
+    """Bytes by tenant and tier: the `most_named` tenants with the most KV, requests without a tenant, and all others.
+
+    `num_bytes` is by namespace and tier. A namespace is a tenant, followed by NUL and a salt if the request has one."""
     tenants: Counter[str] = Counter()
     for (namespace, _), count in num_bytes.items():
         tenants[_tenant(namespace)] += count

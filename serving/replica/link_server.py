@@ -1,7 +1,8 @@
-"""A replica's end of the links: calls of front ends come in, answers and the events of turns go out.
+"""A replica's end of the links: it takes the calls of front ends and sends answers and the events of turns.
 
-What a step of the engine brings to all turns of a front end leaves in one message. While a front end has not taken the
-last ones, what comes is joined: so memory is bounded by what turns say, and who is slow gets fewer and larger events.
+All that one engine step yields for the turns of a front end leaves in one message. While a front end has not taken the
+last messages, new events are merged. So memory is bounded by the turns' output, and a slow front end gets fewer and
+larger events.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from serving.wire.versions import UNKNOWN_CALL
 logger = logging.getLogger(__name__)
 
 Peer = tuple[int, bytes]
-"""A front end's channel: which socket it came by, and its name there."""
+"""A front end's channel: the index of the socket it uses, and its name there."""
 
 Emit = Callable[[Answer | TurnEvent], None]
-"""Takes what goes out for a call."""
+"""Sends an answer or an event of a call to its front end."""
 
 RunCall = Callable[[AnyCall, Emit], Coroutine[Any, Any, None]]
-"""Carries out a call, which is given up by cancelling. Never raises but CancelledError."""
+"""Carries out a call. Cancelling it gives the call up. It raises nothing but CancelledError."""
 
 MESSAGES_AHEAD = 64
 BYTES_AHEAD = 4 * 2**20
-"""What a front end need not have taken before it is sent more."""
+"""The window: a front end is sent no more once it has not taken this many messages or bytes."""
 
 EVENT_WEIGHT = 1024
 MESSAGE_WEIGHT = 2048
-"""Log-probabilities of one event and of one message at most: more would hold an event loop."""
+"""The most log-probabilities in one event and in one message: more would block an event loop."""
 
 SIGN_OF_LIFE_S = 2.0
 SILENCE_S = 20.0
 UNREACHABLE_S = 5.0
-"""A front end that is silent, or cannot be sent anything, for so long is gone, and its calls are given up."""
+"""A front end that is silent for SILENCE_S or unreachable for UNREACHABLE_S is gone, and its calls are given up."""
 TICK_S = 0.5
 
 
@@ -61,11 +62,11 @@ class PeerConnections(Protocol):
     """The sockets that front ends connect to."""
 
     def send(self, peer: Peer, header: bytes, body: bytes) -> bool:
-        """False if the peer is not connected: it may be again."""
+        """False if the peer is not connected now. It may connect again."""
 
 
 class LinkServer:
-    """The links of all front ends. Used on the replica's event loop only. `frame_came` is for the sockets."""
+    """The links of all front ends. Used on the replica's event loop only. The sockets call `frame_came`."""
 
     def __init__(self, connections: PeerConnections, run: RunCall, tasks: BackgroundTasks) -> None:
         self._connections = connections
@@ -74,12 +75,12 @@ class LinkServer:
         self._links: dict[Peer, PeerLink] = {}
 
     def __len__(self) -> int:
-        """How many front ends there are."""
+        """How many front ends are connected."""
         return len(self._links)
 
     @property
     def calls(self) -> int:
-        """How many are under way."""
+        """How many calls are under way."""
         return sum(len(link.calls) for link in self._links.values())
 
     def frame_came(self, peer: Peer, header: bytes, body: bytes) -> None:
@@ -97,7 +98,7 @@ class LinkServer:
             self._drop(peer)
 
     async def watch(self) -> None:
-        """Gives signs of life, and drops front ends that are gone. To be called every TICK_S."""
+        """Sends signs of life, and drops front ends that are gone. To be called every TICK_S."""
         for peer, link in list(self._links.items()):
             if link.gone:
                 logger.info("a front end is gone, with %d calls", len(link.calls))
@@ -111,12 +112,12 @@ class LinkServer:
 
 
 Unsent = list[Answer | TurnEvent]
-"""What is to go out for one call: events, or its answer."""
+"""What is still to be sent for one call: events, or its answer."""
 
 
 def next_reply(unsent: Unsent, room: int) -> tuple[Answer | TurnEvent | None, int]:
-    """Removes what leaves next, and says its weight: the answer, or events, joined as far as they may be. None if that
-    weighs over `room`."""
+    """Removes and returns what is sent next, with its weight: the answer, or events merged up to EVENT_WEIGHT. Returns
+    None, and removes nothing, if that weighs more than `room`."""
     first = unsent[0]
     if isinstance(first, Answer):
         return unsent.pop(0), 0
@@ -136,8 +137,9 @@ def next_reply(unsent: Unsent, room: int) -> tuple[Answer | TurnEvent | None, in
 
 
 class PeerLink:
-    """One front end's calls, by number, and what is to be sent to it. Invariant: what waits to be sent is small, or
-    the front end has a window of messages that it has not taken."""
+    """One front end's calls, by number, and what is to be sent to it.
+
+    Invariant: what waits to be sent is small, or the front end has not taken a whole window of messages."""
 
     def __init__(
         self, peer: Peer, connections: PeerConnections, run: RunCall, tasks: BackgroundTasks
@@ -178,7 +180,8 @@ class PeerLink:
             self._flush_soon()
 
     def put(self, number: int, item: Answer | TurnEvent) -> None:
-        """What goes out for a call; it leaves with what others say before the event loop is free again."""
+        """Queues an answer or event of a call. It is sent together with what other calls put before the event loop
+        runs its next callbacks."""
         unsent = self._unsent.get(number)
         if unsent is None:
             unsent = self._unsent[number] = []
@@ -205,7 +208,7 @@ class PeerLink:
     def _flush(self) -> None:
         self._flushing = False
         if self._channel.unread >= MESSAGES_AHEAD or self._channel.unread_bytes >= BYTES_AHEAD:
-            return  # what it says next opens the window, or brings it here again
+            return  # the front end's next frame opens the window, or leads here again
         replies: Replies = []
         room = MESSAGE_WEIGHT
         left: dict[int, Unsent] = {}

@@ -1,4 +1,4 @@
-"""One turn in flight on a replica: what was asked, what has come, and the events that tell it."""
+"""One turn in flight on a replica: its call, its output so far, and its events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTHING = ResumedTurn(())
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who asked for a turn: hears its events, may leave (`left`), and may have it traced."""
+    """The client of a turn: `tell` takes the turn's events, and `left` is set once the client has left."""
 
     tell: Callable[[TurnEvent], None]
     left: asyncio.Future[bool]
@@ -38,13 +38,14 @@ class Asker:
 
 @dataclass(slots=True, eq=False)
 class LiveTurn:
-    """Owned by the coroutine that runs it. `request_id` is the engine's, unique on this replica.
+    """A turn in flight, owned by the coroutine that runs it. `request_id` is the engine's, unique on this replica.
 
-    `turn` is None outside a session; its client knows only of the `named` one. `emit` takes its events while somebody
-    listens. `finish` is set once the engine has sent its final delta, and `ended` with it; `settled` once the turn has
-    been committed or rolled back (or will be, by a task of its own). `resumed` is what the engine's first delta tells
-    again: no time is counted for it, and the log-probabilities in it are added to what is sent. Times are those of the
-    replica's clock, `queued_s` how long it waited in the engine.
+    `turn` is None outside a session. `named` is the turn only if the client names the session. `emit` sends the turn's
+    events to the client while it is there. `finish` and `ended` are set once the engine has sent its final delta.
+    `settled` is set once the turn has been committed or rolled back, or a task is sure to do so. `resumed` is the part
+    of the answer that a lost replica had sent. The engine's first delta repeats its tokens, which do not count for
+    timing. The first event also has the log-probabilities of `resumed`. Times are those of the replica's clock.
+    `queued_s` is how long the turn waited in the engine.
     """
 
     call: TurnCall
@@ -77,14 +78,14 @@ class LiveTurn:
         self.ended.set()
 
     def accepted_event(self) -> TurnEvent:
-        """The engine has the turn: it says nothing yet."""
+        """The event that says that the engine has the turn. It has no output yet."""
         named = self.named
         return (
             TurnEvent() if named is None else TurnEvent(turn_index=named.turn_index, open_key=named.open_key)
         )
 
     def final_event(self) -> TurnEvent:
-        """The event that ends a turn which did not fail; totals are those of the last delta."""
+        """The event that ends a turn which did not fail. Its totals are those of the last delta."""
         assert self.finish is not None
         last = self.events[-1] if self.events else TurnEvent(prompt_tokens=len(self.prompt.new_tokens))
         finish = TurnFinish(self.finish.reason.value, self.finish.matched, self.finish.message)
@@ -92,7 +93,7 @@ class LiveTurn:
 
 
 def said_by(live: LiveTurn, whole_turn: TurnEvent) -> SaidTurn:
-    """What the log is to know of a session's turn beside its tokens; `whole_turn` is all of its events as one."""
+    """What the log keeps of a session's turn besides its tokens. `whole_turn` is all of its events merged."""
     assert live.turn is not None
     assert live.call.session is not None
     prompt, placed = live.call.prompt, live.prompt
@@ -111,7 +112,7 @@ def said_by(live: LiveTurn, whole_turn: TurnEvent) -> SaidTurn:
 
 
 class EventMaker:
-    """Turns deltas into events, and counts what users feel."""
+    """Turns deltas into events, and records the latency and token metrics."""
 
     def __init__(self, text: TextProcessor, metrics: ReplicaMetrics, clock: Callable[[], float]) -> None:
         self._text = text
@@ -119,7 +120,7 @@ class EventMaker:
         self._clock = clock
 
     def take(self, live: LiveTurn, delta: TokenDelta) -> None:
-        """Emits what is new, if anything is. Notes the finish, if it is there, whatever goes wrong."""
+        """Emits what the delta brings, if anything. If that fails, it ends the turn with an error and raises."""
         try:
             live.queued_s = delta.queued_s
             self._time(live, len(delta.token_ids) - len(live.resumed.token_ids))
@@ -199,12 +200,12 @@ class EventMaker:
 
 
 def _prefill_s(live: LiveTurn, first_token_s: float) -> float:
-    """The engine's clock and the replica's tell the same time, if not to the microsecond."""
+    """Seconds of prefill. Not below 0: the engine's clock and the replica's may differ by microseconds."""
     return max(0.0, first_token_s - live.submitted_s - live.queued_s)
 
 
 def _conversation_kind(call: TurnCall) -> str | None:
-    """Of a turn whose client sends all that was said: whether it names the session. None of others."""
+    """If the client sends the whole conversation: "named" or "unnamed", as it names its session or not. Else None."""
     prompt, session = call.prompt, call.session
     if not isinstance(prompt, ChatPrompt) or not prompt.said:
         return None

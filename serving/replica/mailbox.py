@@ -1,6 +1,6 @@
-"""From the engine's thread to the turns on the replica's event loop.
+"""Passes deltas from the engine's thread to the turns on the replica's event loop.
 
-One hand-over per engine step, however many requests it served: `loop.call_soon_threadsafe` wakes the loop once.
+Each engine step wakes the loop once (`loop.call_soon_threadsafe`), however many requests it served.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ TakeDelta = Callable[[TokenDelta], None]
 
 
 class Mailbox:
-    """Who takes the deltas of which request. `deliver` is the engine's DeltaSink; the rest is the event loop's."""
+    """Passes each request's deltas to its taker. `deliver` is the engine's DeltaSink. Call the rest on the event
+    loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._takers: dict[str, TakeDelta] = {}
 
     def deliver(self, deltas: Sequence[TokenDelta]) -> None:
-        """Called on the engine's thread. After the loop has closed nobody reads, and deltas are dropped."""
+        """Called on the engine's thread. Once the loop is closed, deltas are dropped."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._distribute, deltas)
 
     def open(self, request_id: str, take: TakeDelta) -> None:
-        """`take` is called on the event loop with each of the request's deltas, in order. What it raises is logged."""
+        """Has `take` called on the event loop with each of the request's deltas, in order. What it raises is logged."""
         self._takers[request_id] = take
 
     def close(self, request_id: str) -> None:
@@ -41,5 +42,5 @@ class Mailbox:
             if take is not None:
                 try:
                     take(delta)
-                except Exception:  # of one request: others are not to suffer from it
+                except Exception:  # it concerns one request: the others must get their deltas
                     logger.exception("request %s: its delta was not taken", delta.request_id)

@@ -1,4 +1,4 @@
-"""Moves of sessions that operators order: between two turns, fenced by the epoch.
+"""Moves of sessions that an operator orders. A move takes place between two turns and is fenced by the epoch.
 
 Used on the replica's event loop only.
 """
@@ -15,7 +15,7 @@ from serving.wire.turns import MovedSession
 
 
 class OrderedMoves:
-    """Of the sessions that this replica owns. What is left of one that went is the host's to free."""
+    """Moves sessions that this replica owns. The host frees what a session leaves behind here."""
 
     def __init__(
         self,
@@ -32,8 +32,10 @@ class OrderedMoves:
         self._tasks = tasks
 
     async def move(self, order: MoveSession) -> MovedSession:
-        """Turns that come meanwhile wait, and find it moved; a fork is waited for. Once begun it comes to its end
-        whoever still waits. Raises ControllerError; the session stays then, but where the answer was lost."""
+        """Moves a session. It first waits for a fork of it. Turns that come meanwhile wait, and then find it moved.
+
+        A move that has begun completes even if the caller is cancelled. Raises ControllerError: the session has then
+        stayed, unless only the controller's answer was lost."""
         while True:
             await self._host.hold(order.session_id, order.epoch)
             if not await self._host.fork_ended(order.session_id):
@@ -43,14 +45,14 @@ class OrderedMoves:
         return await self._host.handed_over(order.session_id, self._tasks.start(self._move(order)))
 
     async def _move(self, order: MoveSession) -> MovedSession:
-        """Where the controller gives no answer it may have moved nevertheless: its epoch refuses the next turn then."""
+        """Without an answer from the controller, the session may have moved. Its epoch then refuses the next turn."""
         session_id, epoch = order.session_id, order.epoch
         kept_away = self._sessions.begin_fork(session_id, epoch, 0)
         moved = False
         try:
             owner = await self._controller.move_session(session_id, epoch, self._replica_id, order.to)
             moved = owner.epoch != epoch
-        except StaleEpoch:  # by an earlier try of this call
+        except StaleEpoch:  # an earlier try of this call moved it
             moved = True
             raise
         finally:

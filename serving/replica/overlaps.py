@@ -1,4 +1,4 @@
-"""Overlapping turns of a session: the next one may come before it is known that the client of the last one has left."""
+"""Overlapping turns of a session: a turn may come before the replica hears that the client of the last one has left."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OVERLAP_PATIENCE_S = 1.0
-"""How long a turn waits to hear that the client of the one before it has left. The two go separate ways here."""
+"""How long a turn waits to hear that the client of the turn before it has left. That news and the new turn travel
+separately, so either may arrive first."""
 
 
 class Overlaps:
-    """Whether the clients of turns are still there. Used on the replica's event loop only."""
+    """Knows whether the clients of turns are still there. Used on the replica's event loop only."""
 
     def __init__(self) -> None:
         self._clients: dict[str, asyncio.Future[bool]] = {}  # by session: True once the client has left
 
     @contextmanager
     def client(self) -> Iterator[asyncio.Future[bool]]:
-        """Around a turn's run, which is cancelled when its client leaves."""
+        """Wraps the run of a turn, which is cancelled when its client leaves. The future tells whether the client has
+        left."""
         left: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         try:
             yield left
@@ -30,12 +32,13 @@ class Overlaps:
                 left.set_result(False)
 
     def has_turn(self, session_id: str, left: asyncio.Future[bool]) -> None:
-        """That client's turn has the session from now on, until it leaves or is answered."""
+        """The turn of this client has the session from now on, until the client leaves or is answered."""
         self._clients[session_id] = left
         left.add_done_callback(lambda _: self._forget(session_id, left))
 
     async def left(self, session_id: str, until_s: float) -> bool:
-        """True as soon as the client of the session's turn has left; False if it is answered, or by `until_s`."""
+        """True as soon as the client of the session's turn has left. False once the client is answered, or at `until_s`
+        (the event loop's time)."""
         client = self._clients.get(session_id)
         if client is None:
             return False

@@ -1,4 +1,4 @@
-"""The sockets of a replica that front ends connect to: one in a file for those of its node, one on TCP for others."""
+"""A replica's sockets for front ends: an IPC socket for front ends on its node, a TCP socket for all others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from serving.wire.link_keys import CurveKeys
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 1000
-"""So long may last answers take to leave."""
+"""How long `close` waits for the last answers to be sent."""
 
 
 class PeerSockets:
-    """Implements PeerConnections. Used on one event loop; `open` before all else, `close` at the end.
+    """Implements PeerConnections. Used on one event loop. Call `open` first and `close` last.
 
-    `front_ends` is the public key that all of them have; who has another is not heard on TCP. The other values are
-    those of the address.
+    `front_ends` is the public key that all front ends share. A peer with another key cannot connect over TCP. The other
+    arguments become part of the replica's address.
     """
 
     def __init__(self, host: str, front_ends: bytes, *, node_id: str, actor: str, namespace: str) -> None:
@@ -45,7 +45,7 @@ class PeerSockets:
         self._readers: list[asyncio.Task[None]] = []
 
     def open(self, frame_came: TakeFrame) -> ReplicaAddress:
-        """Begins to listen. Raises zmq.ZMQError where that cannot be."""
+        """Begins to listen. Raises zmq.ZMQError if a socket cannot be bound."""
         self._folder = tempfile.mkdtemp(prefix="kedge-")  # 0700
         path = Path(self._folder, "calls")
         local = self._router()
@@ -71,7 +71,7 @@ class PeerSockets:
         index, name = peer
         sending = self._sockets[index].send_multipart((name, header, body), zmq.NOBLOCK)
         assert isinstance(sending, asyncio.Future)
-        if not sending.done():  # there is no limit to what a socket holds: the links have one
+        if not sending.done():  # a socket's queue has no limit: the links have one
             sending.add_done_callback(_look_at)
             return True
         error = sending.exception()
@@ -118,7 +118,7 @@ class PeerSockets:
 
 
 class OneKey:
-    """Lets in who has the key, for AsyncioAuthenticator."""
+    """A credentials provider for AsyncioAuthenticator that accepts one public key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

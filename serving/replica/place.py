@@ -1,4 +1,4 @@
-"""What a replica is given where it runs: in Ray Serve, or elsewhere."""
+"""What a replica gets from its surroundings, which are Ray Serve or a test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from serving.wire.link_keys import CurveKeys
 
 
 class Listener(PeerConnections, Protocol):
-    """Where front ends connect to."""
+    """The sockets that front ends connect to."""
 
     def open(self, frame_came: TakeFrame) -> ReplicaAddress: ...
 
@@ -37,12 +37,12 @@ class Listener(PeerConnections, Protocol):
 
 
 def nothing_told(_turn: EndedTurn) -> None:
-    """Where nobody wants to hear of turns."""
+    """A `turn_ended` that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """What a replica is given where it runs. `clock` returns monotonic seconds, `unix_clock` Unix time; `settle` is
+    """What a replica gets from its surroundings. `clock` returns monotonic seconds, `unix_clock` Unix time. `settle` is
     called once everything is loaded, `turn_ended` for each turn that the engine has ended."""
 
     replica_id: str
@@ -57,7 +57,7 @@ class ReplicaPlace:
 
 
 async def place_in_serve(args: AppArgs, *, deployment: Deployment) -> ReplicaPlace:
-    """That of a replica of Ray Serve."""
+    """The place of a replica in Ray Serve."""
     log_with_serve(args.logs)
     controller = connect_controller(args.controller.name, deployment)
     context = ray.get_runtime_context()

@@ -1,8 +1,8 @@
-"""Where in a history a turn's prompt belongs: behind its end, or where a whole conversation parts from it.
+"""Where a turn's prompt continues the history: at its end, or where a whole conversation first differs from it.
 
-A prompt that is a whole conversation is compared with the history by its tokens, so the answer is what a fresh request
-would get, whatever the template writes differently once a conversation goes on. A checkpoint only saves the work: what
-is known to be said is not rendered again.
+A prompt that is a whole conversation is compared with the history token by token. So the answer is the one a fresh
+request would get, even if the template renders earlier messages differently once the conversation goes on. Checkpoints
+only save work: messages that are known to be in the history are not rendered again.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from serving.wire.turns import ChatPrompt, Prompt, TurnCall
 
 ASSISTANT = "assistant"
 _MOST_OPENING = 64
-"""Tokens. Where more open an answer they count as what was asked."""
+"""The most tokens that can count as the opening of an answer. If there are more, they count as part of the input."""
 
 
 class HistoryDiffers(InvalidRequest):
-    """The messages are a whole history, and not that of the session."""
+    """The messages are a whole history, but not this session's."""
 
     code = "history_differs"
 
 
 class AmbiguousHistory(InvalidRequest):
-    """The messages are those that the session began with: to be said again, or answered again."""
+    """The messages are those that the session began with. They may be new messages, or the same ones to be answered
+    again."""
 
     code = "ambiguous_history"
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPrompt:
-    """A turn keeps the first `kept_len` tokens of its history and adds `new_tokens`. `checkpoint` is where its answer
-    begins, if the whole conversation up to there is known; `whole`: its client sends whole histories.
+    """A turn keeps the first `kept_len` tokens of its history and adds `new_tokens`.
 
-    Of the prompt's messages those behind the first `num_told` are new, and follow the first `num_kept` of the
-    conversation (None: all of them). Its last `opening_len` tokens open the answer."""
+    `checkpoint` is where its answer begins, if the whole conversation up to there is known. `whole`: the client sends
+    whole histories. The prompt's messages after the first `num_told` are new. They follow the first `num_kept` messages
+    of the conversation (None: all of them). The last `opening_len` tokens open the answer."""
 
     kept_len: int
     new_tokens: list[int]
@@ -55,15 +56,15 @@ class PlacedPrompt:
 
 
 class PromptPlacer:
-    """Safe to use from any thread. The turn must be in flight: its history and its checkpoints are read."""
+    """Places prompts. Safe to use from any thread. The turn must be in flight: its history and checkpoints are read."""
 
     def __init__(self, text: TextProcessor) -> None:
         self._text = text
 
     def place(self, call: TurnCall, turn: Turn | None) -> PlacedPrompt:
-        """`turn` None: there is no history.
+        """Places the call's prompt in the history of `turn` (None: there is no history).
 
-        Raises InvalidRequest, ContextLengthExceeded, HistoryDiffers and AmbiguousHistory, naming the field.
+        Raises InvalidRequest, ContextLengthExceeded, HistoryDiffers and AmbiguousHistory, which name the field.
         """
         prompt = call.prompt
         if turn is None:
@@ -79,8 +80,8 @@ class PromptPlacer:
         return self._gone_on_with(prompt, turn) if whole else self._looked_at(prompt, turn)
 
     def unknown_part(self, call: TurnCall, turn: Turn | None) -> ChatPrompt | None:
-        """What `place_behind` works on: without the messages that are known to be in the history. None if there are no
-        such ones."""
+        """The prompt that `place_behind` renders: it leaves out messages that are known to be in the history. None if
+        none are known."""
         prompt = call.prompt
         if turn is None or not isinstance(prompt, ChatPrompt) or not _is_whole(call, prompt, turn):
             return None
@@ -91,8 +92,8 @@ class PromptPlacer:
         return replace(prompt, messages=(*head, *behind))
 
     def place_behind(self, call: TurnCall, turn: Turn) -> PlacedPrompt | None:
-        """What `place` comes to for a prompt with an `unknown_part`, at the cost of that; None if the template wants
-        all of it. Raises as `place` does."""
+        """The result of `place` for a prompt with an `unknown_part`, for the cost of rendering only that part. None if
+        the template needs the whole prompt. Raises what `place` raises."""
         prompt = call.prompt
         assert isinstance(prompt, ChatPrompt)
         known = _known(prompt, turn)
@@ -148,7 +149,8 @@ class PromptPlacer:
         return self._text.opening_len(prompt, history[max(0, asked_len - _MOST_OPENING) : asked_len])
 
     def _check_begins_alike(self, prompt: ChatPrompt, turn: Turn, kept_len: int) -> None:
-        """Its first question is the session's, so that the session may go back as far as that."""
+        """Raises HistoryDiffers unless the prompt's messages before its first answer are those of the session. The
+        session may be cut back that far, but not further."""
         roles = [message["role"] for message in prompt.messages]
         num_first = roles.index(ASSISTANT) if ASSISTANT in roles else len(roles)
         first = replace(prompt, messages=prompt.messages[:num_first]) if num_first else prompt
@@ -162,7 +164,8 @@ class PromptPlacer:
         )
 
     def _looked_at(self, prompt: ChatPrompt, turn: Turn) -> PlacedPrompt:
-        """Without any answer they are new messages, perhaps behind the system message that is there already."""
+        """Places messages of which none is an answer. They are new messages; a system message that the history begins
+        with is left out. Raises AmbiguousHistory if the history begins with all of them."""
         whole = self._text.encode_prompt(prompt)
         if common_len(turn.history[: len(whole)], whole) == len(whole):
             raise AmbiguousHistory(
@@ -190,7 +193,7 @@ def _kept(token_ids: list[int], keep_last: int | None) -> list[int]:
 
 
 def _known(prompt: ChatPrompt, turn: Turn) -> list[Checkpoint]:
-    """The checkpoints that the prompt goes on from, the newest first."""
+    """The turn's checkpoints that the prompt continues, newest first."""
     said = {each.num_messages: each.digest for each in prompt.said}
     return [
         each
@@ -202,8 +205,8 @@ def _known(prompt: ChatPrompt, turn: Turn) -> list[Checkpoint]:
 def _rendered_from(prompt: ChatPrompt, known: Sequence[Checkpoint]) -> Checkpoint | None:
     """The checkpoint to render from.
 
-    Templates may write what was said before the last question otherwise than what follows it, such as without what the
-    model thought. So behind a new question one renders from the question before.
+    Templates may render messages before the last user message differently, for example without the model's thoughts. So
+    if the prompt has a new user message, rendering begins at the user message before it.
     """
     if not known or USER not in _roles(prompt, known[0].num_messages):
         return known[0] if known else None

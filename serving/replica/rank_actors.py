@@ -1,7 +1,7 @@
-"""A replica over several GPUs: rank 0's engine in the replica's own actor, the other ranks in actors beside it.
+"""A replica over several GPUs: rank 0's engine runs in the replica's own actor, each other rank in an actor beside it.
 
-Ray places the processes, one in each bundle of the replica's placement group, and ends them with the replica. What the
-ranks tell each other at every step goes over their own sockets (engine/parallel/).
+Ray places one process in each bundle of the replica's placement group, and ends them all with the replica. At every
+step the ranks talk over their own sockets (engine/parallel/).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from engine.parallel.team import RankProcess
 
 PLACEMENT_STRATEGY = "STRICT_PACK"
-"""Ranks exchange results twice a layer: on one node."""
+"""All ranks on one node: they exchange results twice per layer."""
 
 
 def placement_options(args: AppArgs) -> dict[str, Any]:
-    """Options of the replicas' deployment: a bundle for each rank, the replica itself in the first."""
+    """Options of the replicas' deployment: one bundle per rank. The replica itself runs in the first."""
     if args.execution.tensor_parallel == 1:
         return {}
     demand = {"CPU": args.replicas.num_cpus, "GPU": args.replicas.num_gpus}
@@ -40,7 +40,7 @@ def placement_options(args: AppArgs) -> dict[str, Any]:
 
 
 class ParallelEngineFactory:
-    """Builds a replica's engine, in the replica's actor. `num_cpus` and `num_gpus` are a rank's."""
+    """Builds a replica's engine in the replica's actor. `num_cpus` and `num_gpus` are per rank."""
 
     def __init__(self, num_cpus: float, num_gpus: float) -> None:
         self._num_cpus = num_cpus
@@ -56,7 +56,7 @@ class ParallelEngineFactory:
 
 
 class RankActor:
-    """The process of a rank. Its one call lasts as long as it serves."""
+    """The process of a rank. Its `run` returns when the rank stops serving."""
 
     def run(self, ticket: Ticket, settings: EngineSettings) -> None:
         from engine.build_runner import make_runner
@@ -66,7 +66,7 @@ class RankActor:
 
 
 class ActorRank:
-    """A RankProcess."""
+    """Implements RankProcess with an actor; `run` is its running call."""
 
     def __init__(self, actor: ActorHandle, run: Any) -> None:
         self._actor = actor
@@ -82,14 +82,15 @@ class ActorRank:
         return "it ended by itself"
 
     def kill(self) -> None:
-        with suppress(Exception):  # whatever Ray says of an actor that is gone already
+        with suppress(Exception):  # whatever Ray raises for an actor that has already ended
             ray.kill(self._actor)
 
 
 def start_ranks(
     tickets: Sequence[Ticket], settings: EngineSettings, num_cpus: float, num_gpus: float
 ) -> list[RankProcess]:
-    """Called in a replica's actor: puts the rank of each ticket into its bundle of the replica's placement group."""
+    """Starts the rank of each ticket in its bundle of the replica's placement group. Call it in the replica's actor.
+    Raises RanksNotStarted if there is no placement group."""
     group = get_current_placement_group()
     if group is None:
         raise RanksNotStarted("the replica has no placement group for its ranks")

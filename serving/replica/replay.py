@@ -1,4 +1,5 @@
-"""A turn's answer as bytes for the session log, and back: a retried turn is answered from it, not run again."""
+"""A turn's answer as bytes for the session log, and back. A retried turn gets the logged answer and does not run
+again."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from engine.api import TokenLogprob
 from serving.wire.turns import TextLogprob, TurnEvent, TurnFinish
 
 MOST_LOGPROBS = 16_384
-"""Of an answer in the log, those beside a token's own included: half a megabyte, and some 20 ms of the event loop. With
-all of a long answer's the log would grow by megabytes a turn, and replica and controller stand still meanwhile."""
+"""The most log-probabilities (of tokens and their alternatives) that an answer in the log may have. They take half a
+megabyte, and some 20 ms of the event loop. With those of a long answer the log would grow by megabytes per turn, and
+replica and controller would stand still while it is written."""
 
 
 def encode_result(event: TurnEvent) -> bytes:
-    """The whole turn, as one event, in JSON; without its log-probabilities if they are too many."""
+    """Encodes the whole turn, as one event, in JSON. If it has more than MOST_LOGPROBS log-probabilities, all are left
+    out."""
     entries = (*event.logprobs, *event.input_logprobs)
     if len(entries) + sum(len(entry.token.top) for entry in entries) > MOST_LOGPROBS:
         event = replace(event, logprobs=(), input_logprobs=())
@@ -51,7 +54,7 @@ def decode_result(data: bytes) -> TurnEvent:
 
 
 def _fields(entry: TextLogprob) -> dict[str, Any]:
-    """JSON has no bytes: those that are no whole character are surrogate escapes."""
+    """An entry as JSON can hold it. Bytes that are not valid UTF-8 become surrogate escapes."""
     token = entry.token
     own = {"token_id": token.token_id, "logprob": token.logprob, "top": token.top}
     return {"token": own, "text": _text(entry.text), "top_texts": list(map(_text, entry.top_texts))}

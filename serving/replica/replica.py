@@ -1,6 +1,6 @@
-"""LLMReplica: one engine with its sessions, as a Ray Serve deployment. Puts the parts together and keeps them running.
+"""LLMReplica: one engine with its sessions, as a Ray Serve deployment. It builds the parts and keeps them running.
 
-The engine runs on its own thread; everything else on the deployment's event loop.
+The engine runs on its own thread; everything else runs on the actor's event loop.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from serving.debug.replica_faults import ReplicaFaults
 
 logger = logging.getLogger(__name__)
-serve_logger = logging.getLogger("ray.serve")  # what it is told at level INFO reaches the replica's log
+serve_logger = logging.getLogger("ray.serve")  # its records of level INFO reach the replica's log
 
 ENGINE_CALL_TIMEOUT_S = 10.0
 ENGINE_STOP_TIMEOUT_S = 5.0
@@ -89,18 +89,19 @@ GAUGE_INTERVAL_S = 5.0
 HAND_OVER_INTERVAL_S = 0.1
 HAND_OVER_TIMEOUT_S = 60.0
 RETIRE_SHARE = 0.9
-"""Of the grace that Serve gives; then it ends the process, whatever is left."""
+"""The share of Serve's shutdown timeout for ending turns and handing over sessions. At the timeout Serve ends the
+process, whatever is left."""
 LAST_ANSWERS_S = 1.0
-"""So long its last answers may be on their way: ingresses leave a replica that has said farewell."""
+"""How long the last answer may be on its way. The replica deregisters only after that, since front ends then leave."""
 START_TIMEOUT_S = 900.0
 
 EngineFactory = Callable[[EngineSettings, DeltaSink], Engine]
 
 
 class LLMReplica:
-    """A replica's actor. Front ends call it over their links; errors cross as data (ErrorInfo).
+    """A replica's actor. Front ends call it over their links. Errors are sent as data (ErrorInfo).
 
-    `place_of` finds the place in the process that the replica starts in.
+    `place_of` builds the replica's place; it is called in the replica's process.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -190,12 +191,12 @@ class LLMReplica:
         )
 
     def _faults_to_plant(self) -> ReplicaFaults:
-        from serving.debug.replica_faults import ReplicaFaults  # nothing of it is loaded elsewhere
+        from serving.debug.replica_faults import ReplicaFaults  # loaded only where faults are on
 
         return ReplicaFaults(self._engine, self._host, self._tasks)
 
     async def serve(self, call: AnyCall, emit: Emit) -> None:
-        """Carries out a front end's call. Errors are answers, too."""
+        """Carries out a front end's call. Errors are sent as answers."""
         if isinstance(call, RunTurn):
             await self._turn(call, emit)
             return
@@ -208,7 +209,7 @@ class LLMReplica:
             emit(answer_of(error_info(error)))
 
     async def _turn(self, call: RunTurn, emit: Emit) -> None:
-        """Runs a turn, see TurnRunner.run. One that is drained takes none, also while it ends those that it has: front
+        """Runs a turn, see TurnRunner.run. A drained replica takes no turns, not even while it still runs some. Front
         ends leave it, and Serve replaces it."""
         if self._host.emptied:
             self._metrics.turn_ended("moved")
@@ -216,7 +217,7 @@ class LLMReplica:
             return
         CALL_FACTS.set(
             CallFacts.at_replica(call.turn, self._replica_id, call.epoch)
-        )  # a task of this call's own
+        )  # each call runs in its own task
         try:
             emit(await self._turns.run(call.turn, call.epoch, emit))
         except Exception as error:
@@ -272,7 +273,7 @@ class LLMReplica:
         return await self._faults.plant(order)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """This replica's load, which Ray Serve asks for where `replicas.autoscaling` is set."""
+        """This replica's load. Ray Serve calls this if `replicas.autoscaling` is set."""
         stats = self._engine.stats()
         return ReplicaLoad(stats.running + stats.waiting, stats.kv_utilization).stats()
 
@@ -311,7 +312,8 @@ class LLMReplica:
             raise RuntimeError("drained, as an operator asked for")
 
     async def __del__(self) -> None:
-        """Serve calls it also where `__init__` raised, whose error is the one to be seen."""
+        """Stops the replica. Serve also calls this after `__init__` has raised: that error must stay the visible
+        one."""
         engine: Engine | None = getattr(self, "_engine", None)
         if engine is None:
             return
@@ -327,8 +329,8 @@ class LLMReplica:
             logger.error("the engine did not stop: %s", error)
 
     async def _retire(self) -> None:
-        """Serve takes this replica away: it ends its turns and hands its sessions over first, as long as there is time
-        and somebody who takes them. What is left is in the log."""
+        """Prepares for the end: lets turns finish and hands sessions over, while there is time and another replica
+        takes them. The sessions that are left are in the log."""
         try:
             await self._host.drain()
         except ControllerError as error:
@@ -361,8 +363,8 @@ class LLMReplica:
         self._tasks.every(GAUGE_INTERVAL_S, self._publish_gauges, timeout_s=GAUGE_INTERVAL_S)
 
     async def _join(self) -> None:
-        """A controller that is away, or has no log, costs the wait for it, not the model that is loaded. Raises
-        SettingsRefused."""
+        """Registers with the controller. While the controller or its log is away, the replica waits and keeps its
+        loaded model. Raises SettingsRefused."""
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 try:
@@ -382,7 +384,7 @@ class LLMReplica:
             await self._host.farewell()
 
     def _answered_all(self) -> bool:
-        """Whether no call is under way, and the last answer of a turn has arrived."""
+        """Whether no call is under way, and the last answer has had LAST_ANSWERS_S to arrive."""
         return not self._links.calls and self._clock() - self._answered_s > LAST_ANSWERS_S
 
     async def _publish_gauges(self) -> None:
@@ -390,8 +392,8 @@ class LLMReplica:
 
 
 def replica_figures(replica_id: str, num_live: int, num_links: int, engine: Engine) -> dict[str, Any]:
-    """JSON ready; `links` are the front ends that are connected, `tasks` those of the event loop. Under `execution` is
-    what the engine runs on and how."""
+    """A replica's figures, JSON ready. `links` counts the connected front ends, `tasks` the event loop's tasks.
+    `execution` says what the engine runs on and how."""
     stats = engine.stats()
     return {
         "replica_id": replica_id,
@@ -407,7 +409,7 @@ def replica_figures(replica_id: str, num_live: int, num_links: int, engine: Engi
 
 
 def execution_line(engine: Engine) -> str:
-    """The same for the log."""
+    """What the engine runs on and how, as a line for the log."""
     return ", ".join(f"{name} {value}" for name, value in engine.describe().items())
 
 

@@ -1,6 +1,6 @@
-"""The sessions that live on this replica: taken over from the log, forked, ended, reported to the cluster controller.
+"""The sessions held on this replica: loaded from the log, forked, handed over, ended, reported to the controller.
 
-Keeps three parties in step: SessionController (turns), the engine (KV) and the controller's ledger (ownership).
+Keeps three parties in step: SessionController (turns), the engine (KV) and the cluster controller's ledger (ownership).
 Used on the replica's event loop only.
 """
 
@@ -38,22 +38,23 @@ from serving.wire.turns import ForkedSession
 logger = logging.getLogger(__name__)
 
 OFFER_TIMEOUT_S = 1.0
-"""A turn waits no longer for a place that may be better. A controller that is away keeps it from none."""
+"""The longest that a turn waits while its session is offered to other replicas, also if the controller is away."""
 IN_USE_S = 1.0
-"""Who had a turn so lately is likely to have the next one as soon."""
+"""A session whose last turn ended less than this ago is in use: its next turn is likely to come soon."""
 KV_WAIT_S = 0.05
-"""How long a heartbeat waits for the engine, which answers between two steps."""
+"""How long a heartbeat waits for the engine. The engine answers only between two steps."""
 
 KV_LOOKS_PER_S = 10_000
-"""So many sessions a heartbeat has the engine look at in a second, on average, to report the size of their KV."""
+"""Heartbeats report the size of each session's KV. For that they have the engine look at this many sessions per second
+on average."""
 
 T = TypeVar("T")
 
 
 class SessionHost:
-    """`engine_timeout_s` bounds every wait for the engine to do something between two steps. `pace` is that of a drain,
-    for sessions in use. `settings_hash` tells replicas of a rolling update's two sides apart. `on_loaded` hears how
-    many seconds it took to load a session."""
+    """Holds this replica's sessions. `engine_timeout_s` bounds every wait for the engine. `pace` limits how fast a
+    drain hands over sessions in use. `settings_hash` tells old and new replicas of a rolling update apart. `on_loaded`
+    is called with the seconds that loading a session took."""
 
     def __init__(
         self,
@@ -90,14 +91,14 @@ class SessionHost:
         self._draining = False
         self._left = False
         self._stuck = False
-        """Whether nobody took the last session that was to go."""
+        """Whether no replica took the last session that was to be handed over."""
         self.address: ReplicaAddress | None = None
-        """Where front ends reach this replica, once they do."""
+        """Where front ends reach this replica. Set once it listens."""
 
     async def hold(self, session_id: str, epoch: int) -> None:
-        """Makes sure that the session is held at `epoch`, loading its committed history if need be.
+        """Makes sure that this replica holds the session at `epoch`, and loads its committed history if needed.
 
-        Raises StaleEpoch if this replica does not own it (any more), SessionNotFound if it has ended.
+        Raises StaleEpoch if this replica does not own the session at `epoch`, SessionNotFound if it has ended.
         """
         key = (session_id, epoch)
         while True:
@@ -114,9 +115,10 @@ class SessionHost:
             await self._tasks.outcome(loading)
 
     async def fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
-        """Starts a session at the parent's first tokens. Once begun it comes to its end whoever still waits.
+        """Starts a session from the parent's first tokens. A fork that has begun completes even if the caller is
+        cancelled.
 
-        Raises ControllerError; the child does not exist then, unless the log's answer was lost.
+        Raises ControllerError. The child then does not exist, unless only the log's answer was lost.
         """
         await self.hold(parent_id, epoch)
         await self._settled(order.child_id)
@@ -129,7 +131,7 @@ class SessionHost:
         return await self._tasks.outcome(forking)
 
     async def fork_ended(self, parent_id: str, timeout_s: float | None = None) -> bool:
-        """Waits for a fork of the session that is being made. False if there is none, or it takes longer."""
+        """Waits for a fork of the session that is under way. False if there is none, or if it takes longer."""
         forking = self._forked.get(parent_id)
         if forking is None:
             return False
@@ -137,25 +139,26 @@ class SessionHost:
         return bool(done)
 
     async def offer(self, session_id: str, epoch: int) -> None:
-        """Lets another replica have the session, if this one is crowded, or drains and it is its turn to go. For a turn
-        that begins, which keeps others away meanwhile. Raises SessionMoved: the turn is to end, and the session to be
-        `let_go`."""
+        """Offers the session to other replicas if this one is crowded, or if it drains and the pace allows it.
+
+        Called for a turn that begins; that turn keeps other turns away meanwhile. Raises SessionMoved if another
+        replica took the session. The caller must then end the turn with `let_go`."""
         if self._draining and not self._pace.may_go(self._sessions.committed_len(session_id)):
             return
         if self._draining or self._crowded:
             await self._offer(session_id, epoch)
 
     async def _offer(self, session_id: str, epoch: int) -> None:
-        """Raises SessionMoved if another replica has it now."""
+        """Raises SessionMoved if another replica now owns the session."""
         try:
             async with asyncio.timeout(OFFER_TIMEOUT_S):
                 moved = await self._controller.offer_session(session_id, epoch, self._replica_id)
-        except StaleEpoch:  # by an earlier try of this call
+        except StaleEpoch:  # an earlier try of this call moved it
             moved = True
         except (ControllerError, TimeoutError) as error:
-            # If it was moved nevertheless the turn is refused by its epoch, and goes on at the new owner.
+            # If it was moved after all, the epoch refuses the turn, which then continues at the new owner.
             logger.warning("session %s: not offered to others: %r", session_id, error)
-            self._crowded = False  # until the controller says so again: no other turn waits for it in vain
+            self._crowded = False  # until the controller says so again, so that no other turn waits in vain
             moved = False
         if moved:
             audit_event(
@@ -165,14 +168,15 @@ class SessionHost:
         self._pace.stayed()
 
     async def handed_over(self, session_id: str, handing_over: asyncio.Task[T]) -> T:
-        """What it comes to. Turns that come for the session meanwhile wait; it goes on if the caller is cancelled."""
+        """Returns the outcome of `handing_over`. New turns of the session wait until it is done. It continues if the
+        caller is cancelled."""
         self._handing_over[session_id] = handing_over
         handing_over.add_done_callback(partial(self._settle, session_id))
         return await self._tasks.outcome(handing_over)
 
     async def let_go(self, turn: Turn | Fork) -> None:
-        """Ends a turn, or what keeps turns away, without a trace, and leaves nothing here of its session, which has
-        moved, or may have."""
+        """Aborts a turn (or the fork that keeps turns away) and releases its session, which has moved or may have
+        moved."""
         if isinstance(turn, Fork):
             self._sessions.abort_fork(turn)
         else:
@@ -181,19 +185,20 @@ class SessionHost:
             await self.release(turn.session_id)
 
     async def release(self, session_id: str) -> None:
-        """Forgets an idle session here: its history and its KV. Its log and its ownership stay."""
+        """Forgets an idle session's history and KV here. Its log and its ownership stay."""
         self._sessions.drop(session_id)
         await self._free_kv(session_id)
 
     async def close(self, session_id: str, epoch: int | None = None) -> bool:
-        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here (at that
-        epoch, if given: a call that is repeated late closes no later session of its name), or owned by another by now.
+        """Ends the session for good, now or when its turn in flight has ended. False if it is not held here, or if
+        another replica owns it by now. With `epoch` it must be held at that epoch, so that a call that is repeated late
+        does not close a later session of the same name.
 
-        A close that waits is in the log before this returns: whoever owns the session then carries it out. Raises
-        ControllerError if the ledger could not be told.
+        A close that waits for a turn is in the log before this returns. Whoever owns the session when the turn has
+        ended carries it out. Raises ControllerError if the ledger could not be told.
         """
         if epoch is not None and (loading := self._loading.get((session_id, epoch))) is not None:
-            with suppress(ControllerError):  # else it would be held here when it is closed already
+            with suppress(ControllerError):  # without waiting, it could be loaded after it was closed
                 await self._tasks.outcome(loading)
         held = self._sessions.epoch(session_id)
         if held is None or epoch not in (None, held):
@@ -211,21 +216,21 @@ class SessionHost:
         return True
 
     async def turn_ended(self, session_id: str) -> bool:
-        """Carries out a close that waited for the turn which has just ended. False if there was none."""
+        """Carries out a close that waited for the turn that has just ended. False if none waited."""
         if not self._sessions.is_closed(session_id):
             return False
         await self._end_quietly(session_id)
         return True
 
     async def cut_kv(self, session_id: str, length: int) -> None:
-        """Frees the session's KV past `length` tokens: for the memory alone, like `_free_kv`."""
+        """Frees the session's KV past `length` tokens. Like `_free_kv` it only frees memory."""
         try:
             await self._from_engine(self._engine.rewind_session(session_id, length))
         except (EngineError, TimeoutError) as error:
             logger.warning("session %s: KV not cut: %r", session_id, error)
 
     async def expire_idle(self) -> None:
-        """Ends the sessions past their idle timeout, or that are to be closed, never one with a turn in flight."""
+        """Ends sessions that are past their idle timeout or to be closed, but never one with a turn in flight."""
         for session_id in self._sessions.expired():
             # It may have been used while another was ended.
             if self._sessions.is_expired(session_id):
@@ -233,9 +238,9 @@ class SessionHost:
                 await self._end_quietly(session_id)
 
     async def heartbeat(self) -> None:
-        """Reports load, and of the sessions what is new; drops those that turn out to be closed or owned elsewhere.
+        """Reports the load and what is new of the sessions. Drops sessions that are closed or owned elsewhere.
 
-        It does not wait for the engine's step: who is slow is not dead. Who has said farewell says no more.
+        It does not wait for the engine's step: a slow replica is not a dead one. After `farewell` it does nothing.
         """
         if self._left:
             return
@@ -246,17 +251,17 @@ class SessionHost:
             await self._report()
 
     async def drain(self) -> None:
-        """This replica is to go: it gets no more sessions, and hands over those that it has. For good.
+        """Begins to drain, for good: this replica gets no more sessions, and hands over those that it has.
 
-        Raises NoReplica where nobody could take them. Where the controller does not answer, a heartbeat tells whether
-        it had heard.
+        Raises NoReplica if no other replica could take them. If the controller does not answer, a later heartbeat tells
+        whether it received the order.
         """
         await self._controller.drain_replica(self._replica_id)
         self._begin_drain()
 
     async def hand_over(self) -> None:
-        """Of a replica that drains: lets others have the sessions that have no turn, one after another, those in use
-        last and at their pace. A turn that comes for one meanwhile waits, and finds it moved."""
+        """On a draining replica, hands over the sessions without a turn, one after another. Sessions in use go last, at
+        the pace. A turn for a session that is being handed over waits, and then finds it moved."""
         held = self._sessions.snapshot() if self._draining else []
         for status in sorted(held, key=lambda status: -status.idle_s):
             if status.in_turn or status.closing or status.session_id in self._handing_over:
@@ -266,7 +271,7 @@ class SessionHost:
             handing_over = self._tasks.start(self._hand_over(status.session_id, status.epoch))
             self._stuck = not await self.handed_over(status.session_id, handing_over)
             if self._stuck:
-                return  # nor the others
+                return  # no replica takes the others either
 
     @property
     def draining(self) -> bool:
@@ -274,17 +279,17 @@ class SessionHost:
 
     @property
     def emptied(self) -> bool:
-        """Whether this replica is to go for good, and holds nothing any more."""
+        """Whether this replica drains and holds no more sessions."""
         return self._draining and not len(self._sessions)
 
     @property
     def hands_over(self) -> bool:
-        """Whether it has sessions that others are to take, and do."""
+        """Whether this replica drains, still holds sessions, and other replicas take them."""
         return self._draining and not self._stuck and bool(len(self._sessions))
 
     async def farewell(self, fault: str = "") -> None:
-        """Says that this replica answers nothing any more, and for which fault, if it is for one. Never raises: whoever
-        misses it notices."""
+        """Tells the controller that this replica answers nothing any more, and its `fault`, if that is the reason. A
+        ControllerError is only logged: without the farewell, the controller notices the silence."""
         self._left = True
         try:
             if fault:
@@ -294,7 +299,7 @@ class SessionHost:
             logger.warning("the controller was not told of the end: %s", error)
 
     def status(self) -> ReplicaStatus:
-        """This replica's load. Cached pages count as free: they give way."""
+        """This replica's load. Cached pages count as free, since they can be evicted."""
         stats = self._engine.stats()
         return ReplicaStatus(
             replica_id=self._replica_id,
@@ -310,7 +315,7 @@ class SessionHost:
         )
 
     def _begin_drain(self) -> None:
-        """For good."""
+        """Begins the drain. There is no way back."""
         if not self._draining:
             self._draining = True
             self._pace.begin()
@@ -341,8 +346,8 @@ class SessionHost:
         return replace(status, size_bytes=total // stats.page_size)
 
     async def _look_at_kv(self) -> None:
-        """Tokens of KV by session: as the engine says between two steps, or as it last said where a step takes long.
-        It looks at every session, so the more there are the rarer it is asked."""
+        """Updates the number of KV tokens per session from the engine, or keeps the last numbers while a step takes
+        long. The engine looks at every session, so the more sessions there are, the less often it is asked."""
         now_s = asyncio.get_running_loop().time()
         if now_s < self._next_kv_look_s:
             return
@@ -359,8 +364,8 @@ class SessionHost:
             self._next_kv_look_s = now_s + len(self._kv_tokens) / KV_LOOKS_PER_S
 
     async def _settled(self, session_id: str) -> None:
-        """Waits until no fork is making this session, since its KV and its history come together, and until it is not
-        being handed over, or ended."""
+        """Waits until the session is not being made by a fork, handed over or ended. (A fork sets KV and history
+        together.)"""
         tables: tuple[dict[str, asyncio.Task[Any]], ...] = (self._forking, self._handing_over, self._ending)
         while True:
             busy = [tasks[session_id] for tasks in tables if session_id in tasks]
@@ -369,10 +374,10 @@ class SessionHost:
             await asyncio.wait(busy)
 
     async def _hand_over(self, session_id: str, epoch: int) -> bool:
-        """False if nobody takes it. Turns are kept away as by a fork, which asks for no room in the session."""
+        """False if no replica takes the session. A fork of length 0 keeps turns away meanwhile."""
         try:
             kept_away = self._sessions.begin_fork(session_id, epoch, 0)
-        except ControllerError:  # it has a turn by now, or has ended
+        except ControllerError:  # it now has a turn, or has ended
             return True
         try:
             await self._offer(session_id, epoch)
@@ -387,7 +392,7 @@ class SessionHost:
         self._handing_over.pop(session_id, None)
 
     async def _fork(self, parent_id: str, epoch: int, order: ForkOrder) -> ForkedSession:
-        """Log first: a child that this replica does not live to hold is loaded by another one."""
+        """Writes the child to the log first. If this replica then dies, another one loads the child."""
         fork = self._sessions.begin_fork(parent_id, epoch, order.length)
         try:
             length = fork.history_len
@@ -404,7 +409,8 @@ class SessionHost:
         return ForkedSession(child.session_id, length, min(kv_tokens, length))
 
     async def _share_kv(self, fork: Fork, child: SessionRecord) -> int:
-        """Tokens of KV that the child has. It can do with none: its first turn computes what is missing."""
+        """Shares the parent's KV with the child; returns how many tokens of KV it has. None are needed: the child's
+        first turn computes what is missing."""
         try:
             if self._sessions.knows(child.session_id, child.epoch):
                 kv_tokens = await self._from_engine(self._engine.session_kv_tokens())
@@ -421,16 +427,16 @@ class SessionHost:
     async def _load(self, session_id: str, epoch: int) -> None:
         began_s = asyncio.get_running_loop().time()
         record = await self._controller.load_session(session_id, epoch, self._replica_id)
-        # The engine takes this ahead of the turn's request, between the same two steps: the turn waits for neither.
+        # The engine frees it before it takes the turn's request, between the same two steps. So the turn need not wait.
         self._tasks.start(self._free_kv(session_id))
         self._sessions.adopt(record)
         self._on_loaded(asyncio.get_running_loop().time() - began_s)
 
     async def _end(self, session_id: str, epoch: int) -> None:
-        """Ends an idle session whoever still waits. A turn that comes meanwhile finds it ended.
+        """Ends an idle session, even if the caller is cancelled. A turn that comes meanwhile finds it ended.
 
-        Raises ControllerError if the ledger could not be told: it then ends the session, which nobody holds any more,
-        once its idle timeout is over.
+        Raises ControllerError if the ledger could not be told. No replica then holds the session, and the controller
+        ends it after its idle timeout.
         """
         self._sessions.drop(session_id)
         ending = self._ending[session_id] = self._tasks.start(self._end_dropped(session_id, epoch))
@@ -450,7 +456,8 @@ class SessionHost:
             logger.warning("session %s: not closed in the ledger: %s", session_id, error)
 
     def _drop_stale(self, session_id: str) -> None:
-        """Nobody waits for its KV, least of all a heartbeat: the engine frees it between two steps."""
+        """Drops a session that is owned elsewhere or closed. Its KV is freed in the background, so that the heartbeat
+        does not wait for the engine."""
         try:
             self._sessions.drop(session_id)
         except TurnInFlight:
@@ -459,8 +466,8 @@ class SessionHost:
             self._tasks.start(self._free_kv(session_id))
 
     def _free_kv(self, session_id: str) -> Coroutine[Any, Any, None]:
-        """For the memory alone: KV from an earlier ownership is used as far as it is of the history, no further. The
-        engine is asked at once; who awaits what is returned waits for it."""
+        """Frees the session's KV. This only frees memory: the engine uses leftover KV only as far as it matches the
+        history. The engine is asked at once; awaiting the result waits until it has done it."""
         try:
             return self._freed(session_id, self._engine.close_session(session_id))
         except EngineError as error:
@@ -477,11 +484,11 @@ class SessionHost:
             logger.warning("session %s: KV not freed: %r", session_id, error)
 
     async def _from_engine(self, future: Future[T]) -> T:
-        """Waits so long and no longer; what was asked of the engine is done all the same, once it gets to it."""
+        """Waits for the engine, at most `engine_timeout_s`. After a timeout the engine still does what it was asked."""
         async with asyncio.timeout(self._engine_timeout_s):
             return await asyncio.shield(asyncio.wrap_future(future))
 
 
 def _differing(before: dict[str, int], after: dict[str, int]) -> set[str]:
-    """Keys of what is not in both."""
+    """Keys whose entries are not the same in both."""
     return {key for key, _ in before.items() ^ after.items()}

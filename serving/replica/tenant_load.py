@@ -1,4 +1,4 @@
-"""What each tenant has under way at a replica, so that no tenant takes all of it."""
+"""Limits what each tenant has in flight at a replica, so that no tenant takes all of it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ class _Request:
 
 
 class TenantLoad:
-    """Of requests from when the engine has them until they end. Tokens are queued until the first answer token comes.
+    """Counts each tenant's requests in the engine, and their queued tokens. A request's new tokens are queued until its
+    first answer token comes.
 
-    Limits are each tenant's own; None: none. A request that is alone in its tenant's queue is taken, however long.
+    The limits apply to each tenant separately (None: no limit). A request is accepted, however long, if its tenant has
+    no other tokens queued.
     """
 
     def __init__(self, max_turns: int | None = None, max_queued_tokens: int | None = None) -> None:
@@ -32,7 +34,7 @@ class TenantLoad:
         self._requests: dict[str, _Request] = {}
 
     def begin(self, request_id: str, tenant: str, num_tokens: int) -> None:
-        """A request with so many new tokens. Raises EngineOverloaded, and notes nothing then."""
+        """Counts a request with `num_tokens` new tokens. Raises EngineOverloaded, and then counts nothing."""
         use = self._uses.get(tenant, _Use())
         if self._max_turns is not None and use.turns >= self._max_turns:
             raise EngineOverloaded(f"this tenant has {use.turns} turns in flight here, its limit")
@@ -48,13 +50,13 @@ class TenantLoad:
         self._requests[request_id] = _Request(tenant, num_tokens)
 
     def computed(self, request_id: str) -> None:
-        """Its prompt is not queued any more. May be told again."""
+        """The request's prompt is no longer queued. May be called again."""
         request = self._requests[request_id]
         self._uses[request.tenant].queued_tokens -= request.queued_tokens
         request.queued_tokens = 0
 
     def end(self, request_id: str) -> None:
-        """Also of one that was refused."""
+        """The request has ended. May also be called for a request that `begin` refused."""
         if request_id not in self._requests:
             return
         self.computed(request_id)
@@ -66,5 +68,5 @@ class TenantLoad:
 
     @property
     def num_tenants(self) -> int:
-        """Those with something under way."""
+        """How many tenants have requests in the engine."""
         return len(self._uses)

@@ -1,7 +1,7 @@
-"""Brings finished turns into the session log, however long the log or its controller is away.
+"""Commits finished turns to the session log, and retries while the log or the controller is away.
 
-A commit may be told any number of times: the log knows the last turn that it has. So only an answer ends it, and a turn
-whose outcome is not known stays pending here, with its KV.
+A commit may be sent any number of times: the log knows the last turn that it has. So a commit is retried until an
+answer comes or patience is over. Until then the turn stays pending here, with its KV.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 0.5
-"""With what the controller takes to see that its log is back, all turns go on within a second."""
+"""Together with the time the controller needs to see that its log is back, all turns continue within a second."""
 
 
 class TurnCommits:
-    """`patience_s` bounds each commit, by the event loop's time. Used on the replica's event loop only."""
+    """Commits turns. `patience_s` bounds each commit, by the event loop's time. Used on the replica's event loop
+    only."""
 
     def __init__(self, controller: ControllerCalls, metrics: ReplicaMetrics, *, patience_s: float) -> None:
         self._controller = controller
@@ -34,8 +35,8 @@ class TurnCommits:
     async def commit(self, record: TurnRecord) -> None:
         """Returns once the log holds `record`.
 
-        Raises the ControllerError that the controller or its log refuses it with; StoreError once patience is over:
-        the log may hold it then, or not.
+        Raises the ControllerError with which the controller or its log refuses the record. Raises StoreError once
+        patience is over: the log may hold the record or not.
         """
         loop = asyncio.get_running_loop()
         began_s, tries, reason = loop.time(), 1, "no answer"
@@ -63,14 +64,14 @@ class TurnCommits:
             logger.info("session %s: committed after %.1f s, %d tries", record.session_id, waited_s, tries)
 
     async def _try(self, record: TurnRecord) -> Exception | None:
-        """None if the log holds it now; what went wrong if nobody knows. Raises what it is refused with."""
+        """Returns None if the log now holds the record, or the failure if the outcome is unknown. Raises a refusal."""
         try:
             await self._controller.commit_turn(record)
         except StoreError as error:
             return error
         except ControllerError:
             raise
-        except Exception as error:  # on the way there or back, or of the controller itself
+        except Exception as error:  # in transport, or in the controller itself
             logger.exception("session %s: the commit failed", record.session_id)
             return error
         self._log_is_back.set()
@@ -78,7 +79,7 @@ class TurnCommits:
         return None
 
     async def _pause(self, failure: Exception, tries: int) -> None:
-        """Longer after each try. What fails because of the log is tried again as soon as any turn is committed."""
+        """Pauses longer after each try. After a failure of the log, the pause ends as soon as any turn is committed."""
         pause_s = min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S)
         if not isinstance(failure, StoreError):
             await asyncio.sleep(pause_s)
@@ -89,7 +90,7 @@ class TurnCommits:
 
 
 def _reason(failure: Exception) -> str:
-    """Of what is not typed only the kind: its text is for the log, not for clients."""
+    """The reason as a client may see it. Of an untyped error it names only the type: its text is for the log."""
     return (
         failure.message
         if isinstance(failure, ControllerError)

@@ -1,4 +1,4 @@
-"""From a protocol's TurnCall to the engine's GenerateRequest: text to tokens, defaults filled in, limits applied."""
+"""Turns a protocol's TurnCall into the engine's GenerateRequest: tokenizes text, fills in defaults, applies limits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from serving.text.text import OutputText, TextProcessor
 from serving.wire.turns import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt, TurnCall
 
 LONG_PROMPT = 20_000
-"""In characters, and a few for each value that is there. Longer ones are rendered, tokenized and hashed on a thread, so
-that the event loop keeps serving others."""
+"""In characters, plus VALUE_WEIGHT for each value in the prompt. Longer prompts are rendered, tokenized and hashed on a
+thread, so that the event loop keeps serving others."""
 VALUE_WEIGHT = 16
 LONG_PROMPT_THREADS = 2
 LONG_PROMPT_TIMEOUT_S = 30.0
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class RequestBuilder:
-    """Safe to use for any number of calls at once."""
+    """Builds requests. Safe to use for any number of calls at once."""
 
     def __init__(
         self, engine: Engine, text: TextProcessor, *, long_prompt_timeout_s: float = LONG_PROMPT_TIMEOUT_S
@@ -50,7 +50,8 @@ class RequestBuilder:
         self._constraints = ConstraintCompiler(text.tokenizer, engine.vocab_size)
 
     async def constraint(self, call: TurnCall) -> TokenConstraint | None:
-        """What the call's output must be, or calls in it, from its beginning. Raises InvalidRequest."""
+        """The constraint, in its initial state, on the call's whole output or on the function calls in it. None: there
+        is none. Raises InvalidRequest."""
         if call.constraint is not None:
             return await self._constraints.compile(call.constraint, call.tenant)
         if call.strict_calls is not None:
@@ -58,8 +59,8 @@ class RequestBuilder:
         return None
 
     async def place(self, call: TurnCall, turn: Turn | None) -> PlacedPrompt:
-        """The call's tokens, and what of its turn's history they follow. Raises InvalidRequest, ContextLengthExceeded,
-        HistoryDiffers, AmbiguousHistory, ModelChanged and EngineOverloaded."""
+        """The call's tokens, and how much of the turn's history they follow. Raises InvalidRequest,
+        ContextLengthExceeded, HistoryDiffers, AmbiguousHistory, ModelChanged and EngineOverloaded."""
         if call.resumed is not None and call.resumed.tokenizer not in (None, self._text.tokenizer_hash):
             raise ModelChanged(
                 "The replica that answered was lost, and the model served now has another tokenizer: the answer cannot "
@@ -74,7 +75,7 @@ class RequestBuilder:
         return await self._of_prompt(call.prompt, partial(self._placer.place, call, turn))
 
     def opens_thought(self, turn: Turn | None, prompt: PlacedPrompt) -> bool:
-        """Whether the prompt has begun a thought, which the answer goes on with."""
+        """Whether the prompt ends within a thought, which the answer then continues."""
         known = (
             () if turn is None else turn.history[max(0, prompt.kept_len - OPENER_TOKENS) : prompt.kept_len]
         )
@@ -91,9 +92,9 @@ class RequestBuilder:
         *,
         in_thought: bool = False,
     ) -> GenerateRequest:
-        """`output` and `constraint` are the call's own. `in_thought`: the prompt has begun a thought. KV stays in a
-        session of its own from the second turn on, if the session is not named: most calls have one turn. Raises
-        CapacityExceeded."""
+        """Builds the engine's request. `output` and `constraint` belong to this call alone. `in_thought`: the prompt
+        ends within a thought. An unnamed session keeps its KV in the engine from its second turn on only, since most
+        have a single turn. Raises CapacityExceeded."""
         if in_thought and isinstance(constraint, StrictCallsConstraint):
             constraint.begin_in_thought()
         history_len = 0 if turn is None else turn.history_len
@@ -115,7 +116,7 @@ class RequestBuilder:
         )
 
     def output_text(self, call: TurnCall) -> OutputText:
-        """Raises InvalidRequest."""
+        """The text of the call's output, which is fed token by token. Raises InvalidRequest."""
         return self._text.output_text(
             call.stop,
             trim_stop=call.trim_stop,
@@ -127,7 +128,7 @@ class RequestBuilder:
     async def tokenize(
         self, prompt: ChatPrompt | TextPrompt, add_special_tokens: bool, *, with_token_strs: bool
     ) -> TokenizedPrompt:
-        """The tokens of a prompt that begins a sequence. Raises InvalidRequest, ContextLengthExceeded and
+        """The tokens of a prompt outside a session. Raises InvalidRequest, ContextLengthExceeded and
         EngineOverloaded."""
 
         def work() -> TokenizedPrompt:
@@ -143,19 +144,19 @@ class RequestBuilder:
         return await self._of_prompt(TokenPrompt(token_ids), work)
 
     async def digest(self, call: TurnCall) -> str:
-        """Tells apart different requests under one idempotency key. Raises EngineOverloaded."""
+        """A digest that tells apart different requests with the same idempotency key. Raises EngineOverloaded."""
         return await self._of_prompt(call.prompt, partial(_digest, call))
 
     async def tools(self, call: TurnCall) -> str | None:
-        """Tells apart different tools, in whatever order they come. None if the call names none. Raises
+        """A digest of the call's tools that does not depend on their order. None if the call names none. Raises
         EngineOverloaded."""
         if not isinstance(call.prompt, ChatPrompt) or not call.prompt.tools:
             return None
         return await self._of_prompt(call.prompt, partial(_tools_digest, call.prompt.tools))
 
     async def _of_prompt(self, prompt: Prompt, work: Callable[[], T]) -> T:
-        """What `work` makes of the prompt. A thread that is busy with a long one goes on when its client is told that
-        it takes too long; the others wait for it no longer than that either."""
+        """The result of `work`, which runs on a thread if the prompt is long. Raises EngineOverloaded when that takes
+        too long, waiting for a free thread included. A thread that is at work then still finishes."""
         if not _is_long(prompt):
             return work()
         try:
@@ -176,7 +177,7 @@ class RequestBuilder:
             room = min(room, capacity_room)
         asked = call.max_new_tokens
         if asked is None:
-            # Who asks for no length is not refused for what the KV pool cannot hold.
+            # A client that asks for no length must not be refused because the KV pool is too small.
             asked = max(0, self._engine.pool_len - prompt_len)
         return replace(
             call.sampling,
@@ -187,17 +188,19 @@ class RequestBuilder:
 
 
 def history_chain(lent: Turn | Fork | None) -> TokenChain | None:
-    """What the session book has kept along with the history: a chain that it got from the engine."""
+    """The engine's token chain, which the SessionController keeps along with the history."""
     return None if lent is None else cast("TokenChain | None", lent.chain)
 
 
 def _namespace(call: TurnCall) -> str:
-    """Whose prefixes it may share. No name of a tenant has a NUL, so no salt leads to another's."""
+    """The namespace whose prefixes the call may share. No tenant's name has a NUL, so no salt leads to another
+    tenant."""
     return f"{call.tenant}\0{call.cache_salt}" if call.cache_salt else call.tenant
 
 
 def _is_long(prompt: Prompt) -> bool:
-    """Looks at no more of it than is needed to know. A template of the request's own may take any time."""
+    """Whether the prompt is long. Looks at no more of it than needed. A prompt with its own template counts as long,
+    since that may take any time."""
     if isinstance(prompt, ChatPrompt) and prompt.template is not None:
         return True
     room = LONG_PROMPT

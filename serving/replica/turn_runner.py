@@ -1,8 +1,8 @@
-"""Runs turns on one replica: begin, submit, tell, then commit whole or leave no trace.
+"""Runs turns on one replica: begins and submits a turn, sends its events, then commits it whole or leaves no trace.
 
-A turn may be cancelled at any moment (a client that goes away): whatever it still owes is then done by a background
-task, so that no history stays lent out and no KV is left over. One that the engine has finished is committed all the
-same, whether its client leaves or asks for an abort: the log may have it by then.
+A turn may be cancelled at any moment, when its client goes away. A background task then cleans up, so that no history
+stays lent out and no KV is left over. A turn that the engine has finished is committed even if its client leaves or
+asks for an abort: the log may already have it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OVERTAKEN = unavailable(
 
 
 class TurnRunner:
-    """Used on the replica's event loop only. `clock` returns monotonic seconds."""
+    """Runs turns. Used on the replica's event loop only. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -101,11 +101,12 @@ class TurnRunner:
         self._overlaps = Overlaps()
 
     async def run(self, call: TurnCall, epoch: int | None, tell: Emit) -> TurnEvent:
-        """Emits events as they come; returns the last event, which has a finish or an error."""
+        """Runs a turn. Calls `tell` with its events as they come; returns the last one, which has a finish or an
+        error."""
         with self._overlaps.client() as left, self._traces.turn(call, epoch) as trace:
             try:
                 last = await self._run(call, epoch, Asker(tell, left, trace))
-            except Exception:  # nobody expected it: a fault of ours
+            except Exception:  # not one of the expected errors: a bug
                 self._metrics.turn_ended("error")
                 raise
             trace.ended(last)
@@ -138,7 +139,8 @@ class TurnRunner:
                 await self._tasks.outcome(self._leave(begun))
 
     def abort(self, request_id: str | None, tenant: str) -> int:
-        """Aborts the tenant's requests of that name, or all of them; returns how many. They end with reason "abort"."""
+        """Aborts the tenant's requests with this id (None: all of them), and returns how many. They end with reason
+        "abort"."""
         chosen = [live.request_id for live in self._live.values() if live.call.named(request_id, tenant)]
         try:
             for engine_id in chosen:
@@ -148,8 +150,8 @@ class TurnRunner:
         return len(chosen)
 
     async def rewind(self, session_id: str, epoch: int, length: int) -> None:
-        """Keeps the first `length` committed tokens, as a turn that says nothing. Once begun it comes to its end
-        whoever still waits. Raises ControllerError."""
+        """Keeps the first `length` committed tokens: commits an empty turn that starts there. A rewind that has begun
+        completes even if the caller is cancelled. Raises ControllerError."""
         await self._ended(session_id, None)
         await self._host.hold(session_id, epoch)
         turn = self._sessions.begin_turn(session_id, epoch, rewind_to=length, cuttable=True)
@@ -157,8 +159,8 @@ class TurnRunner:
         await self._tasks.outcome(self._tasks.start(self._say_nothing(turn)))
 
     async def keep_note(self, call: KeepNote) -> None:
-        """Commits a turn that says nothing and has a note, once. Like a rewind it comes to its end. Raises
-        ControllerError."""
+        """Commits an empty turn with a note, once per key. Like a rewind it completes if the caller is cancelled.
+        Raises ControllerError."""
         await self._ended(call.session_id, call.key)
         await self._host.hold(call.session_id, call.epoch)
         turn = self._sessions.begin_turn(
@@ -176,7 +178,7 @@ class TurnRunner:
         record = self._sessions.prepare_commit(turn, (), (), b"", note=said)
         try:
             await self._commits.commit(record)
-        except ControllerError:  # only the log knows whether it was made
+        except ControllerError:  # only the log knows whether it was committed
             await self._host.let_go(turn)
             raise
         self._sessions.commit_turn(turn, record)
@@ -188,7 +190,7 @@ class TurnRunner:
         return len(self._live)
 
     async def _begin(self, call: TurnCall, epoch: int | None, asker: Asker) -> LiveTurn | Replay:
-        """Lends the history, builds the request and submits it. On any error nothing is changed."""
+        """Lends the history, builds the request and submits it. After an error nothing is changed."""
         started_s = self._clock()
         if (refusal := mismatch(call.wire_version, "front end")) is not None:
             raise ServiceError(refusal)
@@ -242,8 +244,8 @@ class TurnRunner:
     async def _begin_turn(
         self, call: TurnCall, session: SessionTurn, epoch: int, key: str | None, digest: str
     ) -> Turn | Replay:
-        """A turn in flight refuses this one, unless its client leaves within OVERLAP_PATIENCE_S; so does a fork that
-        takes longer."""
+        """Begins the session's turn. Raises TurnInFlight if a turn is in flight and its client does not leave within
+        OVERLAP_PATIENCE_S, or if a fork takes longer than that."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + OVERLAP_PATIENCE_S
         tools = await self._builder.tools(call)
@@ -318,7 +320,7 @@ class TurnRunner:
             live.trace.computed_first()
 
     async def _follow(self, live: LiveTurn) -> None:
-        """Until the engine has sent the final delta, or cannot send it any more."""
+        """Waits until the engine has sent the final delta, or has ended."""
         while live.finish is None and self._engine.alive:
             await self._ended_within(live, LOOK_UP_S)
         if live.finish is None:
@@ -331,7 +333,7 @@ class TurnRunner:
                 await live.ended.wait()
 
     def _end(self, live: LiveTurn) -> asyncio.Task[TurnEvent]:
-        """Starts what ends a turn whose final delta is there, in a task that outlives the client."""
+        """Starts the task that ends a turn after its final delta. It goes on if the client leaves."""
         ending = self._tasks.start(self._settle(live))
         turn = live.named
         if turn is not None and turn.idempotency_key is not None:
@@ -341,22 +343,23 @@ class TurnRunner:
         return ending
 
     def _leave(self, live: LiveTurn) -> asyncio.Task[None]:
-        """Starts what ends a turn whose client has left."""
+        """Starts the task that ends a turn whose client has left."""
         live.emit = _nobody_listens
         leaving = self._tasks.start(self._abandon(live))
         self._left_behind(live, leaving)
         return leaving
 
     def _left_behind(self, live: LiveTurn, ending: asyncio.Task[Any]) -> None:
-        """The session's next turn waits for what ends this one."""
+        """Makes the session's next turn wait for the task that ends this one."""
         if live.named is not None and not ending.done():
             session_id = live.named.session_id
             self._leaving[session_id] = ending
             ending.add_done_callback(lambda _: self._leaving.pop(session_id, None))
 
     async def _ended(self, session_id: str, idempotency_key: str | None) -> None:
-        """Waits while a turn of the session ends that is not to refuse the next one: of the same key, which is being
-        committed and will be its answer; or one whose client has left, perhaps to ask again."""
+        """Waits for turns of the session that are ending and must not refuse the next one. One is a turn with the same
+        key: it is being committed, and its answer will be replayed. The other is a turn whose client has left: that
+        client may be asking again."""
         ending = self._ending.get((session_id, idempotency_key)) if idempotency_key is not None else None
         if ending is not None:
             await asyncio.wait([ending])
@@ -365,7 +368,7 @@ class TurnRunner:
             await asyncio.wait([leaving])
 
     async def _settle(self, live: LiveTurn) -> TurnEvent:
-        """Ends a turn whose final delta is there; returns its last event."""
+        """Ends a turn after its final delta; returns its last event."""
         assert live.finish is not None
         try:
             if live.finish.reason is FinishReason.ERROR:
@@ -396,7 +399,7 @@ class TurnRunner:
                 with live.trace.committing():
                     await self._commits.commit(record)
             except ControllerError as error:
-                # Fenced, or given up: only the log knows. The next turn starts from it, KV and all.
+                # Fenced, or given up: only the log knows the outcome. The next turn loads the session from there.
                 logger.warning("session %s: turn not committed: %r", turn.session_id, error)
                 self._metrics.turn_ended("store_failed" if isinstance(error, StoreError) else "stale")
                 await self._host.let_go(turn)
@@ -419,7 +422,7 @@ class TurnRunner:
         )
 
     async def _abandon(self, live: LiveTurn) -> None:
-        """Ends a turn that nobody listens to any more: no trace of it stays."""
+        """Ends a turn whose client has left. It leaves no trace."""
         try:
             if live.finish is None:
                 await self._abort_and_wait(live)
@@ -447,7 +450,7 @@ class TurnRunner:
             logger.error("request %s: the engine did not confirm the abort", live.request_id)
 
     async def _take_back(self, turn: Turn) -> None:
-        """Undoes a turn that the engine has finished."""
+        """Undoes a turn that the engine has finished but that is not committed."""
         await self._host.cut_kv(turn.session_id, turn.history_len)
         self._sessions.abort_turn(turn)
 
@@ -470,14 +473,15 @@ def _nobody_listens(_event: TurnEvent) -> None:
 
 
 def _is_same(turn: Turn, resumed: ResumedTurn) -> bool:
-    """Whether it is the turn that was lost. The session may have gone on without it, or another has its name by now."""
-    # None: a front end of an earlier version says nothing.
+    """Whether `turn` is the turn that was lost. The session may have moved past it, or another may have its name."""
+    # None: a front end of an earlier version does not send the key.
     same_session = resumed.open_key in (None, turn.open_key)
     return same_session and resumed.turn_index == turn.turn_index
 
 
 def _outcome_of(failure: BaseException) -> str:
-    """Tells a client's fault, by the status that it is told, from a lack of room and from ours."""
+    """The outcome as metrics count it, by the status that the client gets: the client's fault ("refused"), overload,
+    unavailability, or a fault of the server ("error")."""
     if isinstance(failure, SessionMoved):
         return "moved"
     if isinstance(failure, StaleEpoch):

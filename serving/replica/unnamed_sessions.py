@@ -1,8 +1,8 @@
-"""Conversations whose clients name no session: recognized by what was said, kept for a while, in no log.
+"""Unnamed sessions: conversations whose clients name no session. They are recognized by their messages.
 
-Their clients send all that was said each time, so nothing is lost with a replica but time. A conversation that is gone
-on with finds its tokens here, and its KV in the engine; two that go on from the same place at once share what the
-prefix tree has.
+They are kept for a while, and in no log. Their clients send the whole conversation each time, so losing a replica costs
+only time. When a conversation continues, its tokens are here and its KV is in the engine. Two turns that continue the
+same conversation at once share the KV that the prefix tree has.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ logger = logging.getLogger(__name__)
 
 EPOCH = 1
 MOST_TOKENS = 2**24
-"""Of all conversations together: 64 MiB of tokens, and as much again for each four of a page."""
+"""The limit for all conversations together: 64 MiB at four bytes per token, and 16 bytes more per page for its hash."""
 MOST_SESSIONS = 16_384
 
 
 class UnnamedSessions:
-    """Used on the replica's event loop only. `clock` returns monotonic seconds."""
+    """A replica's unnamed sessions. Used on the replica's event loop only. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float], idle_timeout_s: float, engine: Engine) -> None:
         self._sessions = SessionController(clock, idle_timeout_s, make_chain=engine.empty_chain)
         self._engine = engine
         self._by_digest: dict[bytes, str] = {}
         self._used: OrderedDict[str, int] = OrderedDict()
-        """Tokens by session, the one that was used longest ago first."""
+        """Tokens by session, least recently used first."""
         self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._used)
 
     def __contains__(self, session_id: str) -> bool:
-        """Those that are about to begin among them."""
+        """Also true for a session whose first turn is in flight."""
         return self._sessions.epoch(session_id) is not None
 
     @property
     def num_tokens(self) -> int:
-        """Of all conversations."""
+        """Tokens of all conversations together."""
         return self._num_tokens
 
     def begin(self, call: TurnCall) -> Turn | None:
-        """A turn of the conversation that the call goes on with, or of a new one. None for a call that is none."""
+        """Begins a turn of the conversation that the call continues, or of a new one. None if the call has a session,
+        is not a chat that can be recognized, or wants log-probabilities of its input."""
         prompt = call.prompt
         if call.session is not None or not isinstance(prompt, ChatPrompt) or not prompt.said:
             return None
@@ -68,15 +69,15 @@ class UnnamedSessions:
         return turn
 
     def cut(self, turn: Turn, length: int) -> Turn:
-        """The turn goes on from the first `length` tokens of its history. Raises TurnNotInFlight."""
+        """Makes the turn continue from the first `length` tokens of its history. Raises TurnNotInFlight."""
         return self._sessions.cut_turn(turn, length)
 
     def commit(
         self, turn: Turn, new_tokens: list[int], output_tokens: list[int], checkpoint: Checkpoint | None
     ) -> None:
-        """Raises TurnNotInFlight."""
+        """Commits the turn. Raises TurnNotInFlight."""
         before = self._sessions.checkpoints(turn.session_id)
-        # Those that are cut off, and the oldest, which may have to make room for a new one.
+        # The checkpoints that are cut off, and the oldest one, which may have to make room for a new one.
         forgotten = {each.digest for each in before if each.length > turn.history_len}
         forgotten.update(each.digest for each in before[:1])
         record = self._sessions.prepare_commit(turn, new_tokens, output_tokens, b"", checkpoint)
@@ -90,7 +91,7 @@ class UnnamedSessions:
         self._make_room()
 
     def abort(self, turn: Turn) -> None:
-        """Leaves no trace of the turn, nor of a conversation that began with it."""
+        """Leaves no trace of the turn, nor of a conversation that it began."""
         try:
             self._sessions.abort_turn(turn)
         except TurnNotInFlight:
@@ -99,18 +100,18 @@ class UnnamedSessions:
             self._end(turn.session_id)
 
     async def expire_idle(self) -> None:
-        """Forgets the conversations that nobody has gone on with for long. To be called every few seconds."""
+        """Ends the conversations past their idle timeout. To be called every few seconds."""
         for session_id in self._sessions.expired():
             if self._sessions.is_expired(session_id):
                 self._end(session_id)
 
     def forget_all(self) -> None:
-        """But those in a turn."""
+        """Ends all conversations except those in a turn."""
         for session_id in list(self._used):
             self._end_if_idle(session_id)
 
     def _idle_with(self, prompt: ChatPrompt) -> str | None:
-        """The conversation that has the most of what was said, and no turn."""
+        """The conversation with the longest match of the prompt's messages, of those that are not in a turn."""
         for said in reversed(prompt.said):
             session_id = self._by_digest.get(said.digest)
             if session_id is not None and not self._in_turn(session_id):

@@ -1,1 +1,1 @@
-"""What travels between front ends and replicas, and their calls to the cluster controller."""
+"""The messages between front ends and replicas, and the calls of both to the cluster controller."""

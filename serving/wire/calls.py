@@ -1,10 +1,10 @@
-"""What a front end asks of a replica, and what comes back: the messages on a channel between them, as bytes.
+"""The calls of a front end to a replica and their answers, as the bytes of messages on a channel between them.
 
-A front end numbers its calls. A replica answers each with one Answer, and a turn with events, of which the last has a
-finish or an error. What a step of the engine brings to all turns of a front end is one message.
+A front end numbers its calls. A replica answers each call with one Answer, but a turn with events, of which the last
+has a finish or an error. All that one engine step yields for the turns of a front end is one message.
 
-Both ends may be of neighbouring versions. Fields are only ever added, at the end and with a default: who does not know
-them passes over them, and fills in those that are missing.
+The two ends may be of neighbouring versions. So fields are only ever added, at the end and with a default: a reader
+skips fields that it does not know, and uses the default of those that are missing.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Call(msgspec.Struct, frozen=True, tag_field="call"):
 
 
 class RunTurn(Call, frozen=True, tag="turn"):
-    """Runs a turn at the owner's `epoch` (None: outside a session). Cancelling it aborts the turn."""
+    """Runs a turn at the owner's `epoch` (None: outside a session). Cancelling the call aborts the turn."""
 
     turn: TurnCall
     epoch: int | None
 
 
 class CloseSession(Call, frozen=True, tag="close_session"):
-    """Ends a session that is held at `epoch`, now or when its turn ends. False if it is not."""
+    """Ends a session that is held at `epoch`, now or when its turn ends. False if it is not held at that epoch."""
 
     session_id: str
     epoch: int
 
 
 class ForkSession(Call, frozen=True, tag="fork_session"):
-    """Starts a session at the first tokens of one that is owned at `epoch`."""
+    """Starts a session from the first tokens of a parent that is owned at `epoch`."""
 
     parent_id: str
     epoch: int
@@ -68,8 +68,8 @@ class RewindSession(Call, frozen=True, tag="rewind_session"):
 
 
 class MoveSession(Call, frozen=True, tag="move_session"):
-    """Moves a session that is owned at `epoch` to the replica `to`; None: to any other one, unless it has moved since
-    the caller found it at the epoch `found_at`."""
+    """Moves a session that is owned at `epoch` to the replica `to`. None: to any other replica, unless the session has
+    already moved since the caller found it at the epoch `found_at`."""
 
     session_id: str
     epoch: int
@@ -78,8 +78,8 @@ class MoveSession(Call, frozen=True, tag="move_session"):
 
 
 class KeepNote(Call, frozen=True, tag="keep_note"):
-    """Commits a turn that says nothing and has a `note`, in a session that is owned at `epoch`: once, however often it
-    is asked for with this `key`. `expected_turn` is the number that it is to have (None: any)."""
+    """Commits an empty turn with a `note` in a session that is owned at `epoch`. Repeated calls with the same `key`
+    commit it once. `expected_turn` is the number that the turn must have (None: any)."""
 
     session_id: str
     epoch: int
@@ -89,7 +89,7 @@ class KeepNote(Call, frozen=True, tag="keep_note"):
 
 
 class Abort(Call, frozen=True, tag="abort"):
-    """Aborts the tenant's requests of that name (None: all of them). The answer is how many."""
+    """Aborts the tenant's requests with this id (None: all of them). The answer is how many."""
 
     request_id: str | None
     tenant: str
@@ -100,29 +100,29 @@ class Flush(Call, frozen=True, tag="flush"):
 
 
 class Drain(Call, frozen=True, tag="drain"):
-    """Empties the replica, which ends then."""
+    """Drains the replica, which ends once it is empty."""
 
 
 class Audit(Call, frozen=True, tag="audit"):
-    """The deep audit, JSON ready."""
+    """Audits every KV page. The answer is JSON ready."""
 
 
 class Describe(Call, frozen=True, tag="describe"):
-    """Figures, JSON ready."""
+    """Asks for the replica's figures, JSON ready."""
 
 
 class SessionPlaces(Call, frozen=True, tag="session_places"):
-    """Where the KV of these sessions is, of those that have any there."""
+    """Asks where the KV of these sessions is. Sessions without KV on the replica are left out of the answer."""
 
     session_ids: tuple[str, ...]
 
 
 class MetricsText(Call, frozen=True, tag="metrics_text"):
-    """The replica's metrics, as Prometheus reads them."""
+    """Asks for the replica's metrics, in Prometheus' format."""
 
 
 class PlantFault(Call, frozen=True, tag="plant_fault"):
-    """Plants a fault, where `debug.faults` is set; without a `kind` mends all. The answer is JSON ready."""
+    """Plants a fault if `debug.faults` is set. Without a `kind` it removes all faults. The answer is JSON ready."""
 
     kind: str | None = None
     for_s: float = 0.0
@@ -131,11 +131,11 @@ class PlantFault(Call, frozen=True, tag="plant_fault"):
 
 
 class GetModelInfo(Call, frozen=True, tag="model_info"):
-    """What the protocols report of the served model."""
+    """Asks for what the protocols report of the served model."""
 
 
 class Tokenize(Call, frozen=True, tag="tokenize"):
-    """What a prompt is to the model."""
+    """Asks for the tokens of a prompt."""
 
     prompt: ChatPrompt | TextPrompt
     add_special_tokens: bool
@@ -143,7 +143,7 @@ class Tokenize(Call, frozen=True, tag="tokenize"):
 
 
 class Detokenize(Call, frozen=True, tag="detokenize"):
-    """The text of tokens."""
+    """Asks for the text of tokens."""
 
     token_ids: tuple[int, ...]
     skip_special_tokens: bool
@@ -189,33 +189,33 @@ ANSWERS: Mapping[type[Call], Any] = MappingProxyType(
         Detokenize: str,
     }
 )
-"""What each call but a turn is answered with."""
+"""The type of each call's answer. A turn is answered with events instead."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """From a front end. Without a call it cancels the one of that number."""
+    """A front end's call, with its number. Without `call` it cancels the call of that number."""
 
     number: int
     call: AnyCall | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """The end of a call that is no turn: its result, encoded, or an error."""
+    """The answer to a call that is not a turn: its encoded result, or an error."""
 
     result: msgspec.Raw = msgspec.Raw(msgspec.msgpack.encode(None))
     error: ErrorInfo | None = None
 
 
 Replies = list[tuple[int, Answer | TurnEvent]]
-"""From a replica: by number of the call, and in order."""
+"""A replica's answers and events with the numbers of their calls. Those of one call are in order."""
 
 
 class UnreadableMessage(Exception):
-    """The bytes are no message of a version that this one understands."""
+    """The bytes are not a message that this version can read."""
 
 
 class UnknownCall(Exception):
-    """A request of another version, with a call that this one does not know."""
+    """A request of another version, with a call that this version does not know."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"call {number}")
@@ -223,7 +223,7 @@ class UnknownCall(Exception):
 
 
 class _Numbered(msgspec.Struct, array_like=True):
-    """What of a request every version can read."""
+    """The part of a request that every version can read."""
 
     number: int
 
@@ -263,14 +263,14 @@ def decode_replies(body: bytes) -> Replies:
 
 
 def answer_of(result: Any) -> Answer:
-    """An ErrorInfo is an answer, too."""
+    """The Answer with this result, or with this error if `result` is an ErrorInfo."""
     if isinstance(result, ErrorInfo):
         return Answer(error=result)
     return Answer(msgspec.Raw(_ENCODER.encode(result)))
 
 
 def result_of(call: Call, answer: Answer) -> Any:
-    """What the call was answered with. Raises ServiceError for an error, UnreadableMessage."""
+    """The result in the call's answer. Raises ServiceError if that is an error, and UnreadableMessage."""
     if answer.error is not None:
         raise ServiceError(answer.error)
     return _decoded(_ANSWERS[type(call)], answer.result)

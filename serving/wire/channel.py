@@ -1,8 +1,8 @@
-"""One end of an ordered run of messages, over connections that break. Pure logic: no sockets and no clock.
+"""One end of a channel: an ordered sequence of messages over connections that may break. No sockets and no clock.
 
-Each end numbers its messages and keeps them until the other end has them. What a broken connection has lost shows as a
-gap in the numbers, or in what the other end says of itself, and is sent again. So each message arrives once and in
-order, or the channel as a whole is lost. (TCP's way, one floor up, where a connection may be another one.)
+Each end numbers its messages and keeps each one until the other end has it. A message that a broken connection lost
+shows as a gap in the numbers, or in the counts that the other end sends, and is sent again. So each message arrives
+once and in order, or the channel as a whole is lost. (TCP does the same, but within one connection.)
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from collections.abc import Callable
 from enum import IntEnum
 
 Transmit = Callable[[bytes, bytes], None]
-"""Hands a frame, header and body, to the connection there is now. It may be lost; frames do not overtake each other."""
+"""Sends a frame (header and body) over the current connection. Frames may be lost, but do not overtake each other."""
 
 ACKNOWLEDGE_EVERY = 16
-"""So many messages may arrive before the other end is told at the latest, if nothing is sent there meanwhile."""
+"""At most this many messages arrive before the other end is told, even if nothing else is sent to it."""
 
 _HEADER = struct.Struct("<BQQQ")
 
 
 class FrameKind(IntEnum):
-    """What a header's first number is. MESSAGE: the message's own. STATE: how many were sent. RESEND: the same, and
-    what this end has not received is to be sent again. LOST: none; the sender knows nothing of this channel.
+    """The kind of a frame. It says what the first of the header's three numbers means.
 
-    The other two are how many messages the sender has received, and how many of its own it keeps no more.
+    MESSAGE: the number of this message. STATE: how many messages the sender has sent. RESEND: the same, and the other
+    end must send again what the sender has not received. LOST: nothing; the sender does not know this channel. The
+    other two numbers are how many messages the sender has received, and how many of its own it no longer keeps.
     """
 
     MESSAGE = 0
@@ -41,8 +42,8 @@ class ChannelLost(Exception):
 class Channel:
     """Messages to and from one peer.
 
-    Invariant: of `sent` messages the peer has all but those kept, which are the last ones; of the peer's this end has
-    given its owner the first `received`, in order.
+    Invariants: of the messages sent, the peer has all except perhaps the last ones, which are kept. This end has given
+    its owner the peer's first `received` messages, in order.
     """
 
     def __init__(self, transmit: Transmit) -> None:
@@ -51,11 +52,11 @@ class Channel:
         self._sent = 0
         self._received = 0
         self._told = 0
-        """`received` as this end last said it."""
+        """`received` as this end last told it."""
         self._asked_at = -1
-        """`received` when it last asked because of a gap."""
+        """`received` when this end last asked for messages because of a gap."""
         self.unread_bytes = 0
-        """Of the messages kept: what the peer has, and has not said so, among them."""
+        """Bytes of the messages kept. The peer may have some of these without having said so yet."""
 
     @property
     def unread(self) -> int:
@@ -74,7 +75,7 @@ class Channel:
         self._frame(FrameKind.MESSAGE, number, body)
 
     def take(self, header: bytes, body: bytes) -> bytes | None:
-        """A frame has come. Returns the message that is next for the owner, if it is one. Raises ChannelLost."""
+        """Takes a frame. Returns its message if that is the next one for the owner. Raises ChannelLost."""
         try:
             kind, number, received, dropped = _HEADER.unpack(header)
         except struct.error as error:
@@ -90,16 +91,16 @@ class Channel:
             return self._message(number, body)
         if kind == FrameKind.RESEND:
             self._resend()
-        if number > self._received:  # what was sent before this frame would be here
+        if number > self._received:  # some messages sent before this frame were lost
             self.resume()
         return None
 
     def resume(self) -> None:
-        """Says what this end has, and asks for all else: the connection is a new one, or has lost something."""
+        """Tells what this end has and asks for the rest, after a new connection or a loss."""
         self._frame(FrameKind.RESEND, self._sent)
 
     def state(self) -> None:
-        """Says what this end has: a sign of life."""
+        """Tells what this end has. Also a sign of life."""
         self._frame(FrameKind.STATE, self._sent)
 
     def _message(self, number: int, body: bytes) -> bytes | None:
@@ -131,10 +132,10 @@ class Channel:
 
 
 def lost_header() -> bytes:
-    """Of the frame that answers a peer whose channel is not known."""
+    """The header of the answer to a peer whose channel is not known."""
     return _HEADER.pack(FrameKind.LOST, 0, 0, 0)
 
 
 def begins(header: bytes) -> bool:
-    """Whether a frame may be the first that is seen of its channel: nothing was taken at either end."""
+    """Whether a frame may be the first one of its channel: neither end has received anything yet."""
     return len(header) == _HEADER.size and _HEADER.unpack(header)[2:] == (0, 0)

@@ -1,4 +1,4 @@
-"""Calls to the cluster controller actor: bounded in time, repeated while the actor restarts, typed errors unwrapped.
+"""Calls to the cluster controller actor, bounded in time and repeated while it restarts. Typed errors are unwrapped.
 
 The actor's methods are safe to repeat (see controllers/cluster_actor.py).
 """
@@ -29,8 +29,8 @@ CONTROLLER_TIMEOUT_S = 15.0
 NAMESPACE = "kedge"
 RETRY_PAUSE_S = 0.2
 GROUP_PATIENCE_S = 0.5
-"""So long a call with turns that gets no answer keeps the next turns waiting. The controller may be starting again, and
-then all go as soon as it is there."""
+"""How long an unanswered call that commits turns keeps the next turns waiting. After that they are sent too: if the
+controller is restarting, all go through as soon as it is up."""
 
 
 P = ParamSpec("P")
@@ -40,7 +40,7 @@ R = TypeVar("R")
 def _called(
     method: Callable[Concatenate[ClusterController, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[ControllerCalls, P], Coroutine[Any, Any, R]]:
-    """A call of that method, with its own signature."""
+    """A method of ControllerCalls that calls this actor method, with the same signature."""
 
     @wraps(method)
     async def call(calls: ControllerCalls, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,13 +50,13 @@ def _called(
 
 
 class ControllerCalls:
-    """Raises the controller's own ControllerErrors, which are its answers; NoAnswer if it gave none in `timeout_s`.
+    """Calls to the controller. They raise the controller's own ControllerErrors, and NoAnswer after `timeout_s`.
 
-    `connect` gives the actor's handle and creates the actor if there is none: one that died for good (its log could
-    not be opened) is tried again. `deployment` is the one of the application that the caller is a part of.
+    `connect` returns the actor's handle and creates the actor if there is none. So an actor that died for good (because
+    its log could not be opened) is tried again. `deployment` is that of the application that the caller belongs to.
 
-    A controller outlives deployments, and may be of an earlier version of Kedge. With a `deployment`, whoever calls
-    it first replaces it by one of this version: everything is in the log, and all others connect again.
+    A controller outlives deployments and may be of an earlier version of Kedge. The first caller with a `deployment`
+    then replaces it by a controller of this version: everything is in the log, and all other callers connect again.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ControllerCalls:
         self._commits = CommitGroups(self._commit_turns, patience_s=GROUP_PATIENCE_S)
 
     async def announce(self) -> None:
-        """Lets the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
+        """Makes the settings of the caller's deployment take effect, if it is the newest. Raises SettingsRefused."""
         if self._deployment is not None:
             await self._announce(self._deployment)
 
@@ -101,8 +101,8 @@ class ControllerCalls:
     _commit_turns = _called(ClusterController.commit_turns)
 
     async def commit_turn(self, record: TurnRecord) -> None:
-        """What comes while a call with turns is under way goes with the next: a call costs the controller several times
-        what a turn does."""
+        """Commits a turn. Turns that come while such a call is under way share the next one: a call costs the
+        controller several times as much as a turn."""
         (refusal,) = await self._commits.commit([record])
         if refusal is not None:
             raise refusal
@@ -137,7 +137,7 @@ class ControllerCalls:
                     self._connect_again()
 
     async def _current_actor(self) -> ActorHandle:
-        """The controller, once it is of this version or a later one. One of an earlier version is replaced."""
+        """The controller's handle. Replaces a controller of an earlier version first."""
         while not self._is_current:
             actor = self._actor
             version = await version_of(actor)
@@ -147,22 +147,22 @@ class ControllerCalls:
             if not self._is_current:
                 logger.warning("the cluster controller is of an earlier version (%d); replacing it", version)
                 ray.kill(actor, no_restart=True)
-                self._connect_again()  # at once: replicas of the earlier version start theirs again
+                self._connect_again()  # at once, before a replica of the earlier version starts its own again
         return self._actor
 
     def _connect_again(self) -> None:
-        """What answers to the name now may be of any version."""
+        """Gets the handle again. The actor of that name may now be of any version."""
         self._actor = self._connect()
         self._is_current = self._deployment is None
 
 
 def _cause(error: RayActorError) -> str:
-    """The end of what Ray tells of it, which may be a whole traceback."""
+    """The last line of Ray's message, which may be a whole traceback."""
     return str(error).rstrip().rpartition("\n")[2]
 
 
 def connect_controller(name: str, deployment: Deployment) -> ControllerCalls:
-    """Calls to the cluster controller of that name, which is created if there is none."""
+    """Calls to the cluster controller of this name. Creates the controller if there is none."""
     return ControllerCalls(
         lambda: get_or_create_controller(name, NAMESPACE, deployment.settings, deployment.log),
         timeout_s=CONTROLLER_TIMEOUT_S,
@@ -171,13 +171,14 @@ def connect_controller(name: str, deployment: Deployment) -> ControllerCalls:
 
 
 def announce_at_deploy(name: str, deployment: Deployment) -> None:
-    """Tells a controller that runs already of the deployment, before anything of it starts: so deployments count in the
-    order in which they were made, and one that the controller refuses leaves the application as it is. A controller of
-    an earlier version is told, too, by keyword: a handle to one of version 1 may take no positional arguments. It is
-    replaced when the new deployment's processes start.
+    """Announces the deployment to a running controller before any process of the deployment starts.
 
-    Without a Ray cluster, or with a controller that does not answer, its replicas announce it when they start. Raises
-    SettingsError.
+    So deployments take effect in the order in which they were made, and a deployment that the controller refuses leaves
+    the application as it is. A controller of an earlier version is also told. The call uses a keyword because a handle
+    to version 1 may take no positional arguments. That controller is replaced when the deployment's processes start.
+
+    Without a Ray cluster, or if the controller does not answer, the replicas announce the deployment when they start.
+    Raises SettingsError.
     """
     if not ray.is_initialized():
         return

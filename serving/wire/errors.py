@@ -1,4 +1,4 @@
-"""One status map: every typed error of the engine and the controllers as the `ErrorInfo` a client is told."""
+"""Maps every typed error of the engine and the controllers to the `ErrorInfo` that a client gets."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ SESSION_CLOSING = "session_closing"
 TURN_IN_FLIGHT = "turn_in_flight"
 TURN_DIFFERS = "turn_differs"
 ANOTHERS_TURN = frozenset({TURN_IN_FLIGHT, TURN_DIFFERS})
-"""Another's turn is, or has been, where this one was to be."""
+"""Errors that say that another turn took the place of this one."""
 REPLICA_LOST = "replica_lost"
 DEFAULT_RETRY_AFTER_S = 1.0
 
 
 def error_info(error: BaseException) -> ErrorInfo:
-    """The error as data. Anything that is not typed is an internal error; its text stays in the log."""
+    """The error as data. An untyped error becomes an internal error, and its text stays in the log."""
     if isinstance(error, ServiceError):
         return error.info
     if isinstance(error, EngineError | ControllerError):
@@ -74,7 +74,7 @@ def error_info(error: BaseException) -> ErrorInfo:
 
 @contextmanager
 def told_to_clients() -> Iterator[None]:
-    """What a controller refuses is raised as the ServiceError that a client is told."""
+    """Raises a ControllerError as the ServiceError that a client gets."""
     try:
         yield
     except ControllerError as error:
@@ -82,12 +82,12 @@ def told_to_clients() -> Iterator[None]:
 
 
 def error_event(error: BaseException) -> TurnEvent:
-    """The end of a turn that failed."""
+    """The last event of a turn that failed."""
     return TurnEvent(error=error_info(error))
 
 
 def unavailable(message: str, code: str = "replica_unavailable") -> ErrorInfo:
-    """A 503 that says when to try again."""
+    """A 503 with a time after which to retry."""
     return ErrorInfo(503, code, message, retry_after_s=DEFAULT_RETRY_AFTER_S)
 
 

@@ -1,9 +1,9 @@
-"""Who may speak on the connections between front ends and replicas, and where replicas are to be found.
+"""Keys for the connections between front ends and replicas.
 
-On one node they are files that only their user may open. Between nodes they are encrypted and both ends prove who they
-are (CurveZMQ, https://rfc.zeromq.org/spec/26). Each replica has a key pair of its own, whose public half front ends
-learn from the cluster controller. All front ends have the pair whose secret half is the cluster's: the controller tells
-it only to processes of its Ray cluster.
+On one node a connection is a socket file that only its user may open. Between nodes connections are encrypted and both
+ends authenticate (CurveZMQ, https://rfc.zeromq.org/spec/26). Each replica has its own key pair, and front ends learn
+its public key from the cluster controller. All front ends share one key pair. Its secret key is the cluster's link
+secret, which the controller gives only to processes of its Ray cluster.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ class CurveKeys:
 
     @classmethod
     def of_secret(cls, secret: bytes) -> CurveKeys:
-        """`secret`: 32 bytes that nobody else knows."""
+        """The key pair of this secret key, which is 32 bytes that nobody else knows."""
         encoded = z85.encode(secret)
         return cls(zmq.curve_public(encoded), encoded)

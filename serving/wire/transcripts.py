@@ -1,4 +1,4 @@
-"""What a turn said, as bytes for the session log, and back."""
+"""What a turn said, as bytes for the session log and back, and a session's messages from its turns."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def encode_said(said: SaidTurn) -> bytes:
 
 
 def transcript_of(note: TurnNote) -> TurnTranscript:
-    """Without words, where they were deleted, or the turn is of a version that kept none."""
+    """The transcript of a turn. It has no words if these were deleted, or if an earlier version did not keep them."""
     said = _DECODER.decode(note.note) if note.note else SaidTurn()
     return TurnTranscript(note.turn_index, note.start_len, note.asked_len, note.end_len, said)
 
 
 def conversation_of(turns: Iterable[TurnTranscript]) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """All messages of a session, and how many there were at the end of each of its turns. An answer is as the model
-    wrote it; what is no chat, a prompt of text and what it was answered, has the role `text`."""
+    """All messages of a session, and how many there were at the end of each turn. Answers are as the model wrote them.
+    A text prompt and its answer have the role `text`."""
     messages: list[Mapping[str, Any]] = []
     ends = []
     for turn in turns:
@@ -38,7 +38,7 @@ def conversation_of(turns: Iterable[TurnTranscript]) -> tuple[list[Mapping[str, 
         if said.finish is not None:
             is_chat = (
                 said.messages or said.num_kept is not None
-            )  # one that is answered anew has no new messages
+            )  # a chat that is answered again has no new messages
             messages.append({"role": "assistant" if is_chat else "text", "content": said.answer})
         ends.append(len(messages))
     return messages, ends

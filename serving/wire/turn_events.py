@@ -1,4 +1,4 @@
-"""Events of a turn joined to fewer, cut to smaller ones, and ended. What is in them stays the same."""
+"""Merges, splits and ends the events of a turn. Their content stays the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serving.wire.turns import TurnEvent, TurnFinish
 
 
 def merge_events(events: Sequence[TurnEvent]) -> TurnEvent:
-    """One event in place of one or more; totals and the finish are those of the last."""
+    """Merges one or more events into one. Totals and the finish are those of the last event."""
     last = events[-1]
     if len(events) == 1:
         return last
@@ -24,17 +24,18 @@ def merge_events(events: Sequence[TurnEvent]) -> TurnEvent:
 
 
 def end_behind(last: TurnEvent, finish: TurnFinish) -> TurnEvent:
-    """An event that brings the end alone; totals are those of `last`."""
+    """An event that brings only the end. Its totals are those of `last`."""
     return replace(last, text="", token_ids=(), logprobs=(), input_logprobs=(), finish=finish)
 
 
 def event_weight(event: TurnEvent) -> int:
-    """Log-probabilities in it, which is what makes an event large: each may have twenty others beside it."""
+    """The number of log-probabilities, which are what makes an event large: each may come with twenty alternatives."""
     return len(event.logprobs) + len(event.input_logprobs)
 
 
 def split_event(event: TurnEvent, most: int) -> Iterator[TurnEvent]:
-    """Events of at most `most` log-probabilities; text, tokens and the end come with the last. Most events are one."""
+    """Splits an event into events of at most `most` log-probabilities. Text, tokens and the end come with the last
+    one."""
     if event_weight(event) <= most:
         yield event
         return

@@ -1,7 +1,7 @@
-"""What travels between ingress and replica: a turn's call, its events, and the service the protocols speak to.
+"""The data that front ends and replicas exchange (a turn's call and its events), and the service that protocols call.
 
-Plain data. Protocol adapters (serving/front/api) translate HTTP bodies into `TurnCall` and `TurnEvent`s back;
-rendering and tokenizing happen on the replica that owns the session.
+Protocol adapters (serving/front/api) translate HTTP bodies into `TurnCall`, and `TurnEvent`s into replies. Rendering
+and tokenizing happen on the replica that owns the session.
 
 Neighbouring versions read each other's records (serving/wire/calls.py): fields are only ever added, at the end and with
 a default.
@@ -22,25 +22,27 @@ from serving.text.tool_calls.formats import FormatName
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """The first `num_messages` messages of a prompt, and a hash over them and all else that it is rendered from."""
+    """The first `num_messages` messages of a prompt. `digest` is a hash of them and of all else that affects
+    rendering."""
 
     num_messages: int
     digest: bytes
 
 
 HistoryMode = Literal["append", "auto", "full"]
-"""What the messages of a session's turn are: new ones; what they look like; the whole history."""
+"""What the messages of a session's turn are. "append": new messages. "full": the whole history. "auto": either of the
+two, which the replica tells from the messages."""
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
-    """Chat messages, rendered with the model's template: in a session the new ones, or all of them.
+    """Chat messages, rendered with the model's template. In a session they are the new messages, or all of them.
 
-    `tools` are rendered where they begin a history; later they only have to be the same. `said`: what was said before
-    each answer that is among the messages, and at their end, where the prompt may be a whole history.
+    `tools` are rendered only at the beginning of a history. Later turns may only name the same tools. If the prompt may
+    be a whole history, `said` has an entry for the messages before each answer, and one for all messages.
 
-    The rendered text ends with what opens an answer, if `opens_answer`; or, if it `continues_final`, with the words of
-    the last message. `template` is the request's own, in place of the model's. With `add_special_tokens` it begins with
-    those of a text, too.
+    With `opens_answer` the rendered text ends with what opens an answer. With `continues_final` it ends with the words
+    of the last message. `template` is the request's own, used instead of the model's. With `add_special_tokens` the
+    tokens also begin with the tokenizer's special tokens, as those of a plain text do.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -54,13 +56,13 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
 
     @property
     def is_usual(self) -> bool:
-        """Whether it is rendered as a conversation always is."""
+        """Whether it is rendered in the usual way, with none of the options that change this."""
         own_way = self.continues_final or self.template is not None or self.add_special_tokens
         return self.opens_answer and not own_way
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
-    """Plain text, tokenized as it is. A fresh sequence begins with the tokenizer's special tokens, unless
+    """Plain text, tokenized as it is. A new sequence begins with the tokenizer's special tokens, unless
     `add_special_tokens` is false."""
 
     text: str
@@ -68,7 +70,7 @@ class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens"):
-    """Token ids, used as they are; the replica checks their range."""
+    """Token ids, used as they are. The replica checks their range."""
 
     token_ids: tuple[int, ...]
 
@@ -77,21 +79,22 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
 class OutputConstraint(msgspec.Struct, frozen=True):
-    """What the whole output must be: JSON that fits a schema, what a regular expression matches from end to end,
-    function calls (serving/text/tool_calls/grammar.py), or what a grammar writes, in Lark's notation or in EBNF. What
-    `strict_calls` says is for calls in a free answer (TurnCall.strict_calls)."""
+    """What the whole output must be: JSON that fits a schema, a full match of a regular expression, function calls
+    (serving/text/tool_calls/grammar.py), or a sentence of a grammar in Lark's notation or in EBNF. The kind
+    `strict_calls` constrains only the calls in a free answer (TurnCall.strict_calls)."""
 
     kind: Literal["json_schema", "regex", "tool_calls", "grammar", "strict_calls"]
     source: str
 
 
 class SessionTurn(msgspec.Struct, frozen=True):
-    """Which session a call belongs to. `rewind_to` first cuts committed history to that many tokens.
+    """The session a call belongs to. `rewind_to` first cuts the committed history to that many tokens.
 
-    `create`: a session that does not exist is opened by its first turn; otherwise the turn is refused (404). `retries`:
-    how often the client has sent this turn before, where it counts that (None: it does not). `open_key`: the session
-    that was opened with it, and none that has its name later (None: any). `expected_turn`: the number that the turn is
-    to have (None: any). `mode` is about chat messages. `note` is the protocol's own, kept with the turn in the log.
+    With `create`, the turn opens a session that does not exist; otherwise it is refused (404). `retries` is how often
+    the client has sent this turn before (None: it does not count). `open_key` means the session that was opened with
+    this key, and no later one of the same name (None: any). `expected_turn` is the number that the turn must have
+    (None: any). `mode` says what chat messages are. `note` belongs to the protocol and is kept with the turn in the
+    log.
     """
 
     session_id: str
@@ -106,7 +109,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
 
 
 class TextLogprob(msgspec.Struct, frozen=True):
-    """A TokenLogprob with the tokens' own bytes, which may be no whole characters."""
+    """A TokenLogprob with the bytes of the tokens, which may be parts of characters."""
 
     token: TokenLogprob
     text: bytes
@@ -114,10 +117,10 @@ class TextLogprob(msgspec.Struct, frozen=True):
 
 
 class ResumedTurn(msgspec.Struct, frozen=True):
-    """What a client has been told of a turn whose replica was lost: the output so far, to be gone on from.
+    """What a client has received of a turn whose replica was lost: the output so far. The turn continues from there.
 
-    `turn_index` says which of its session's turns it is, `open_key` of which session of that name; None outside a
-    session. `tokenizer` is that of the model which said it (None: not told).
+    `turn_index` is the turn's number in its session, and `open_key` identifies that session among those of its name.
+    Both are None outside a session. `tokenizer` is that of the model that wrote the output (None: not told).
     """
 
     token_ids: tuple[int, ...]
@@ -131,25 +134,25 @@ class ResumedTurn(msgspec.Struct, frozen=True):
 class TurnCall(msgspec.Struct, frozen=True):
     """One generation as the protocols ask for it.
 
-    `seed` None means: pick one. `max_new_tokens` None means: as much as the context allows. Both replace the fields of
+    `seed` None means: pick one. `max_new_tokens` None means: as many as the context allows. Both replace the fields of
     `sampling`. `logprobs.input_start` is an absolute position in history + new input, as in the engine. `shown_tokens`
     are special tokens that are part of the text, whatever `skip_special_tokens` says.
 
-    `bad_words` are texts that the output may not have. Outside a session only the last `keep_last` tokens of a prompt
-    may count (None: all), and prefixes of a call with a `cache_salt` are shared with calls of the same salt only.
+    `bad_words` are texts that the output must not contain. Outside a session, `keep_last` keeps only the last tokens of
+    the prompt (None: all). A call with a `cache_salt` shares prefixes only with calls of the same salt.
 
-    Outside a session calls with the same `affinity_key` go to the same replica while its load allows it. Of those that
-    wait there the one with the highest `priority` goes first.
+    Outside a session, calls with the same `affinity_key` go to the same replica while its load allows it. Of the
+    requests that wait there, the one with the highest `priority` goes first.
 
-    `strict_calls` are the functions that calls in a free answer are held to (serving/front/api/openai/tools.py; None:
-    such calls are free, too). It goes with no `constraint`.
+    `strict_calls` are the functions whose schemas the calls in a free answer must follow
+    (serving/front/api/openai/tools.py). None: such calls are free, too. It cannot be combined with `constraint`.
 
-    A call that `tells_accepted` has an event that says nothing, ahead of all others, once its replica has taken it: so
-    its client can be answered before there is a token.
+    With `tells_accepted` the replica first sends an empty event once it has accepted the turn. So the front end can
+    begin to answer the client before there is a token.
 
-    `resumed` is set by the dispatcher alone. The replica goes on behind it, but tells the turn from its first token.
-    `wire_version` is that of the front end that made the call. `http_request_id` is for logs; `traceparent` and
-    `tracestate`, as W3C has them, for spans: the dispatcher sets them, if it traces.
+    Only the dispatcher sets `resumed`. The replica continues the output after it, but sends events from the turn's
+    first token. `wire_version` is that of the front end that made the call. `http_request_id` is for logs,
+    `traceparent` and `tracestate` (W3C) are for spans. The dispatcher sets the last two if it traces.
     """
 
     request_id: str
@@ -180,12 +183,13 @@ class TurnCall(msgspec.Struct, frozen=True):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether its messages may be those of a conversation that is known: all of them count, as always."""
+        """Whether its messages may continue a known conversation: it is a usual chat prompt, whole and without a
+        salt."""
         usual = isinstance(self.prompt, ChatPrompt) and self.prompt.is_usual
         return usual and self.keep_last is None and not self.cache_salt
 
     def named(self, request_id: str | None, tenant: str) -> bool:
-        """Whether who names `request_id` of `tenant` means this call; None names all of the tenant's."""
+        """Whether `request_id` of `tenant` means this call. None means all calls of the tenant."""
         return self.tenant == tenant and request_id in (None, self.request_id)
 
 
@@ -200,7 +204,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class TurnFinish(msgspec.Struct, frozen=True):
-    """How the turn ended. `reason` is "stop", "length" or "abort"; `matched` is the stop token id or string."""
+    """How the turn ended. `reason` is "stop", "length" or "abort". `matched` is the stop token id or string."""
 
     reason: str
     matched: int | str | None = None
@@ -208,13 +212,13 @@ class TurnFinish(msgspec.Struct, frozen=True):
 
 
 class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
-    """What is new of a turn: text and token ids since the last event, totals so far; the last has finish or error.
+    """News of a turn: text and token ids since the last event, and totals so far. The last event has finish or error.
 
-    `draft_tokens` were proposed ahead of the model, `accepted_draft_tokens` of them were what it would have said.
-    `turn_index` says which of its session's turns it is, `open_key` of which session of that name; None outside a
-    session. `replayed`: it ran before, under the same idempotency key, and this is the answer from the log.
-    `tokenizer` tells whose tokens these are (serving/text/fingerprint.py). `in_thought`: the turn's prompt has begun
-    a thought, with which its text goes on.
+    `draft_tokens` counts the tokens that speculation proposed, `accepted_draft_tokens` those that the model accepted.
+    `turn_index` is the turn's number in its session, and `open_key` identifies that session among those of its name.
+    Both are None outside a session. `replayed`: the turn ran before with the same idempotency key, and this is the
+    answer from the log. `tokenizer` tells whose tokens these are (serving/text/fingerprint.py). `in_thought`: the
+    turn's prompt ends within a thought, which its text continues.
     """
 
     text: str = ""
@@ -236,20 +240,20 @@ class TurnEvent(msgspec.Struct, frozen=True, array_like=True, tag="event"):
 
     @property
     def says_nothing(self) -> bool:
-        """Whether nothing of it is for a client: it may tell that the turn is accepted."""
+        """Whether it has nothing for the client, such as the event that says that the turn is accepted."""
         said = (self.text, self.token_ids, self.logprobs, self.input_logprobs, self.finish, self.error)
         return not any(said)
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """A prompt's tokens; `token_strs` are their names in the vocabulary, if they were asked for."""
+    """A prompt's tokens. `token_strs` are their names in the vocabulary, if the call asked for these."""
 
     token_ids: tuple[int, ...]
     token_strs: tuple[str, ...] = ()
 
 
 class ServiceError(Exception):
-    """Raised by TurnService; carries what the client is to be told."""
+    """An error that TurnService raises. `info` is what the client gets."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -257,7 +261,7 @@ class ServiceError(Exception):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """How its makers would have a model sampled, where a request says nothing. `max_new_tokens` bounds every answer."""
+    """The model's own sampling defaults, for what a request does not set. `max_new_tokens` bounds every answer."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -268,9 +272,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the protocols report of the served model. `tool_calls` and `reasoning`: the formats of its function
-    calls and of its thoughts, if it has them.
-    `aliases` are the names beside `model_id` that requests may give it."""
+    """What the protocols report of the served model. `tool_calls` and `reasoning` are the formats of its function calls
+    and of its thoughts, if it has these. `aliases` are further names that requests may use for the model."""
 
     model_id: str
     model_path: str
@@ -285,7 +288,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """A session as the ledger knows it. Times are seconds."""
+    """A session as the ledger knows it. Times are in seconds."""
 
     session_id: str
     replica_id: str | None
@@ -299,11 +302,11 @@ class SessionInfo(msgspec.Struct, frozen=True):
 
 
 class SaidTurn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the session log keeps of a turn beside its tokens. Versions only add fields, with a default.
+    """What the session log keeps of a turn besides its tokens. Versions only add fields, with a default.
 
-    `messages` are those that the turn added behind the first `num_kept` of the conversation (None: behind all of them);
-    a prompt of `text` or of tokens has none. `key` is its idempotency key, `note` the protocol's (see SessionTurn). The
-    `answer` had `num_output` tokens; `in_thought` as in TurnEvent.
+    `messages` are those that the turn added after the first `num_kept` of the conversation (None: after all of them).
+    Turns with a `text` or token prompt have none. `key` is the turn's idempotency key, `note` the protocol's (see
+    SessionTurn). The `answer` had `num_output` tokens. `in_thought` is as in TurnEvent.
     """
 
     num_kept: int | None = None
@@ -319,10 +322,10 @@ class SaidTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TurnTranscript(msgspec.Struct, frozen=True):
-    """A committed turn as the session log has it; lengths are tokens of the history.
+    """A committed turn as the session log has it. Lengths are in tokens of the history.
 
-    The turn went on from the first `start_len`; its input ends at `asked_len`, its answer at `end_len`, or behind that
-    if it `is_cut`. In a fork `turn_index` is negative for turns of its parent.
+    The turn continued from the first `start_len` tokens. Its input ends at `asked_len` and its answer at `end_len`. If
+    it `is_cut`, the answer was longer. In a fork `turn_index` is negative for turns of the parent.
     """
 
     turn_index: int
@@ -333,12 +336,12 @@ class TurnTranscript(msgspec.Struct, frozen=True):
 
     @property
     def is_cut(self) -> bool:
-        """Whether a later turn went on from within its answer."""
+        """Whether a later turn continued from within its answer."""
         return self.end_len - self.asked_len < self.said.num_output
 
 
 class ForkedSession(msgspec.Struct, frozen=True):
-    """A session that began as a fork: its committed tokens, and how many of them have KV already."""
+    """A session that began as a fork: its committed tokens, and how many of them already have KV."""
 
     session_id: str
     tokens: int
@@ -346,8 +349,8 @@ class ForkedSession(msgspec.Struct, frozen=True):
 
 
 class MovedSession(msgspec.Struct, frozen=True):
-    """Who owns a session that was to move, and at which epoch; `from_id` is who owned it before, the same if it was
-    there already."""
+    """The outcome of a move: the replica that now owns the session, and its epoch. `from_id` is the owner before, which
+    is the same replica if the session did not have to move."""
 
     from_id: str
     replica_id: str
@@ -355,7 +358,7 @@ class MovedSession(msgspec.Struct, frozen=True):
 
 
 class WatchedItem(msgspec.Struct, frozen=True):
-    """Something for those who watch the cluster: a "state" or an "event" (serving/watch/cluster_state.py), as JSON."""
+    """An item for a watcher of the cluster: a "state" or an "event" (serving/watch/cluster_state.py), as JSON."""
 
     name: str
     data: bytes
@@ -364,17 +367,18 @@ class WatchedItem(msgspec.Struct, frozen=True):
 class TurnService(Protocol):
     """The cluster as the protocol adapters see it. Implemented in serving/front/cluster_client.py.
 
-    Every method raises ServiceError for errors that the client is to be told.
+    Every method raises ServiceError for errors that the client must get.
     """
 
     @property
     def model(self) -> ModelInfo: ...
 
     def run(self, call: TurnCall) -> AbstractAsyncContextManager[AsyncIterator[TurnEvent]]:
-        """Streams a turn's events, each at least one token or the end, but for the first of a call that
-        `tells_accepted`. Leaving the context early (client
-        disconnect) aborts the turn. Errors after admission arrive as an event; refusals raise ServiceError on entry:
-        entering the context waits for the first event."""
+        """Streams a turn's events. Each has at least one token or the end, except the first event of a call that
+        `tells_accepted`. Leaving the context early (client disconnect) aborts the turn.
+
+        Entering the context waits for the first event. A refusal raises ServiceError there. Later errors arrive as an
+        event."""
 
     async def open_session(
         self,
@@ -400,27 +404,26 @@ class TurnService(Protocol):
         timeout_s: float | None,
         tenant: str,
     ) -> ForkedSession:
-        """Starts a session at the first `length` tokens (None: all) of another, sharing their KV. Raises (404) for an
-        unknown session, (409) while it has a turn, (400) for a length past its history or an id that is in use."""
+        """Starts a session from the first `length` tokens (None: all) of another, and shares their KV. Raises (404) for
+        an unknown session, (409) while it has a turn, (400) for a length past its history or an id that is in use."""
 
     async def rewind_session(self, session_id: str, length: int, *, tenant: str) -> None:
-        """Keeps the first `length` committed tokens of the session, which counts as a turn that says nothing. Raises
-        (404) for an unknown session, (409) while it has a turn, (400) for a length past its history."""
+        """Keeps the first `length` committed tokens of the session. This counts as a turn. Raises (404) for an unknown
+        session, (409) while it has a turn, (400) for a length past its history."""
 
     async def move_session(self, session_id: str, to: str | None, *, tenant: str) -> MovedSession:
-        """Moves the session to the replica `to` (None: to the best of the others), between its turns; its history goes
+        """Moves the session, between two turns, to the replica `to` (None: to the best of the others). Its history goes
         along, its KV does not. Raises (404) for an unknown session, (400, "invalid_move") for an unknown replica, (409)
-        while it has a turn, and (503, "no_replica") where that replica, or every other one, takes no sessions."""
+        while it has a turn, and (503, "no_replica") if that replica, or every other one, takes no sessions."""
 
     async def keep_note(
         self, session_id: str, note: bytes, *, expected_turn: int | None, tenant: str
     ) -> None:
-        """Commits a turn that says nothing and has this note. `expected_turn` is the number that it is to have (None:
-        any). Raises (404) for an unknown session, (409, "turn_in_flight") while it has a turn, and
-        (409, "turn_differs")."""
+        """Commits an empty turn with this note. `expected_turn` is the number that it must have (None: any). Raises
+        (404) for an unknown session, (409, "turn_in_flight") while it has a turn, and (409, "turn_differs")."""
 
     async def close_session(self, session_id: str, *, tenant: str) -> bool:
-        """Closes now, or when the turn in flight ends. False if the session was unknown."""
+        """Closes the session now, or when its turn in flight ends. False if the session was unknown."""
 
     async def abort(self, request_id: str | None, *, all_requests: bool = False, tenant: str) -> None:
         """Aborts one request of the tenant (unknown ids are ignored) or all of them, on every replica."""
@@ -428,46 +431,46 @@ class TurnService(Protocol):
     async def tokenize(
         self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool, with_token_strs: bool
     ) -> TokenizedPrompt:
-        """What the prompt is to the model, outside a session. `add_special_tokens` is about texts."""
+        """The tokens of a prompt outside a session. `add_special_tokens` applies to texts."""
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens of the model; characters that are broken are U+FFFD."""
+        """The text of the model's tokens. Incomplete characters become U+FFFD."""
 
     async def flush(self) -> bool:
         """Drops cached prefixes on every replica; False if any replica was busy."""
 
     async def drain_replica(self, replica_id: str) -> None:
-        """Has the replica hand its sessions over, end its turns and end itself; it is replaced then. Returns at once.
+        """Makes the replica hand its sessions over, finish its turns and end. Serve then replaces it. Returns at once.
 
-        Raises (404, "replica_not_found"), and (503, "no_replica") where no other could take its sessions."""
+        Raises (404, "replica_not_found"), and (503, "no_replica") if no other replica could take its sessions."""
 
     async def sessions(self, *, tenant: str | None, after: str | None, limit: int) -> list[SessionInfo]:
-        """The first `limit` sessions of the tenant (None: of all tenants) behind the session key `after`, which need
-        not be there; in the order of tenants and ids."""
+        """The first `limit` sessions of the tenant (None: of all tenants) after the session key `after`, ordered by
+        tenant and id. No session need have that key."""
 
     async def session(self, session_id: str, *, tenant: str) -> SessionInfo | None:
-        """None: the tenant has none of that id."""
+        """The tenant's session of this id; None if there is none."""
 
     async def transcript(self, session_id: str, *, tenant: str) -> list[TurnTranscript]:
-        """The turns that the session's history is of, oldest first. Raises (404, "session_not_found")."""
+        """The turns that make up the session's history, oldest first. Raises (404, "session_not_found")."""
 
     async def forget_note(self, session_id: str, turn_index: int, *, tenant: str) -> None:
-        """The turn's note is empty from now on. What is not there is fine."""
+        """Empties the turn's note. Raises (404) for an unknown session. A turn without a note is no error."""
 
     async def server_info(self) -> dict[str, Any]:
         """Settings and per-replica figures, JSON ready."""
 
     async def audit(self) -> dict[str, Any]:
-        """What a walk over every KV page of every replica found, JSON ready (serving/watch/audit_reply.py)."""
+        """The audit of every KV page of every replica, JSON ready (serving/watch/audit_reply.py)."""
 
     def watch(
         self, interval_s: float, limit: int
     ) -> AbstractAsyncContextManager[AsyncIterator[Sequence[WatchedItem]]]:
-        """What is to be seen of the cluster, from now on: its state every `interval_s`, with `limit` sessions at most,
-        and events, the last ones first. Waiting for the next items may be cancelled. Raises (503, "too_many_watchers")
-        on entry; and (503, "watcher_too_slow") where too much was not read."""
+        """Streams the cluster's state every `interval_s`, with at most `limit` sessions, and its events, the last ones
+        first. Waiting for the next items may be cancelled. Raises (503, "too_many_watchers") on entry, and
+        (503, "watcher_too_slow") if too many items were not read."""
 
     async def metrics_text(self) -> str:
-        """Prometheus exposition of every replica, the controller and every ingress."""
+        """The metrics of every replica, the controller and every ingress, in Prometheus' format."""
 
     async def healthy(self) -> bool: ...

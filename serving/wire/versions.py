@@ -1,7 +1,7 @@
-"""Which versions of front ends, replicas and controllers understand each other.
+"""Which versions of front ends, replicas and controllers work together.
 
-Versions beside each other do: see controllers/wire_record.py for how their records are read. What is further apart is
-refused by name before it is misread.
+Neighbouring versions do: controllers/wire_record.py says how they read each other's records. Versions that are further
+apart are refused with an error that names both, before anything is misread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNKNOWN_CALL = ErrorInfo(
 
 
 def mismatch(theirs: int, whose: str) -> ErrorInfo | None:
-    """What to tell a caller who speaks version `theirs`; None if it is understood here."""
+    """The error for a caller of version `theirs`; None if this version works with it."""
     if abs(theirs - WIRE_VERSION) <= 1:
         return None
     return ErrorInfo(
