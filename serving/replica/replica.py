@@ -317,8 +317,13 @@ class LLMReplica:
         engine: Engine | None = getattr(self, "_engine", None)
         if engine is None:
             return
-        await self._retire()
-        await self._host.farewell()
+        try:
+            await self._retire()
+            await self._host.farewell()
+        finally:
+            await self._stop(engine)
+
+    async def _stop(self, engine: Engine) -> None:
         await self._tasks.stop(ENGINE_STOP_TIMEOUT_S)
         await self._listener.close()
         if (spans := getattr(self, "_spans", None)) is not None:
