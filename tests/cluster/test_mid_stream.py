@@ -70,7 +70,7 @@ def test_every_turn_of_a_killed_replica_goes_on(cluster: ServedCluster, client: 
     with ThreadPoolExecutor(4) as pool:
         collected = pool.submit(told_at_once, client, **headers)
         without_session = pool.submit(told_at_once, client)
-        eventually(lambda: cluster.replicas()[owner]["live_turns"], interval_s=0.01)
+        eventually(lambda: collected.done() or cluster.replicas()[owner]["live_turns"], interval_s=0.01)
         generated = pool.submit(streamed.told_turn, NEW, LENGTH, lambda _: begun[0].set())
         told = pool.submit(story, client, chatting.session_id, lambda _: begun[1].set())
         assert all(event.wait(60) for event in begun)
