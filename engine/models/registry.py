@@ -1,4 +1,4 @@
-"""The native families: what sets one apart from another, by the architecture name in config.json."""
+"""The native families and how they differ, by the architecture name in config.json."""
 
 from __future__ import annotations
 
