@@ -1,5 +1,5 @@
-"""History: the committed tokens that a session's turn, or a fork of it, brings along. They decide which KV may be used.
-"""
+"""History: the committed tokens that a session's turn, or a fork of it, brings along. They decide which KV may be
+used."""
 
 from __future__ import annotations
 

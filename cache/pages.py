@@ -56,8 +56,8 @@ class PageAllocator:
         return np.flatnonzero(np.frombuffer(self._is_free, dtype=np.bool_)).astype(np.int32)
 
     def allocate(self, count: int, after: int | None = None, owner: Owner = NOBODY) -> PageArray | None:
-        """Takes `count` pages, in a run after page `after` if possible. None, and nothing taken, if too few are free.
-        """
+        """Takes `count` pages, in a run after page `after` if possible. None, and nothing taken, if too few are
+        free."""
         if count > self._num_free:
             return None
         if count == 0:

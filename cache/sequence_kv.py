@@ -155,8 +155,8 @@ class SequenceKV:
         return freed
 
     def drop_protected(self, target_len: int) -> None:
-        """Gives the tree's pages past `target_len` (whole pages) back to the tree. Private pages must be gone already.
-        """
+        """Gives the tree's pages past `target_len` (whole pages) back to the tree. Private pages must be gone
+        already."""
         assert self.num_private_pages == 0
         self.protected_len = target_len
         self._cut(target_len)

@@ -159,8 +159,8 @@ class SessionAwareCache:
         return PageNeed(num_pages, window)
 
     def can_begin(self, match: CacheMatch, target_len: int, reserve: PageNeed = NO_PAGES) -> bool:
-        """Whether there are pages for `target_len` tokens on this match, and `reserve` besides, without a retraction.
-        """
+        """Whether there are pages for `target_len` tokens on this match, and `reserve` besides, without a
+        retraction."""
         held = 0 if match.elsewhere else pages_for(match.prefix_len, self.page_size)
         needed = pages_for(target_len, self.page_size) - held
         own = self._slots.get(match.session_id) if match.session_id is not None else None

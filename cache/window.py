@@ -72,8 +72,8 @@ class WindowPool:
         return kv.window.is_live(self.first_needed(length), end)
 
     def longest_resumable(self, entries: PageArray) -> int:
-        """The most pages that a sequence can start from, on a cached prefix with these window pages (GONE among them).
-        """
+        """The most pages that a sequence can start from, on a cached prefix with these window pages (GONE among
+        them)."""
         gone = np.flatnonzero(entries == GONE)
         ends = np.arange(1, len(entries) + 1)
         starts = np.maximum(0, ends * self._page_size - self._window_len + 1) // self._page_size

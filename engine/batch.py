@@ -98,8 +98,8 @@ class BatchItem:
 
     @property
     def certain_len(self) -> int:
-        """Length of the sequence once the item is computed, without proposals: the position of the token to be picked.
-        """
+        """Length of the sequence once the item is computed, without proposals: the position of the token to be
+        picked."""
         return self.start + len(self.token_ids) - self.num_drafts
 
     @property

@@ -172,8 +172,8 @@ class CopyStream:
 
 
 def fetch(part: Tensor) -> Tensor:
-    """A copy in pinned memory, complete once the stream has passed it; `part` itself if it is in host memory already.
-    """
+    """A copy in pinned memory, complete once the stream has passed it; `part` itself if it is in host memory
+    already."""
     if part.device.type != "cuda":
         return part
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)

@@ -1,5 +1,5 @@
-"""Decides when a request ends (stop tokens, stop strings, length limits) and what may follow (constraints and rules).
-"""
+"""Decides when a request ends (stop tokens, stop strings, length limits) and what may follow (constraints and
+rules)."""
 
 from __future__ import annotations
 

@@ -209,8 +209,8 @@ def _check(head_dim: int, dtype: torch.dtype, capability: int | None) -> None:
 
 
 def _score_constants(traits: LayerTraits) -> tuple[float, float, int]:
-    """The kernel's score_scale, cap and Q_FACTOR. The kernel's scale is positive; the sign is applied to the queries.
-    """
+    """The kernel's score_scale, cap and Q_FACTOR. The kernel's scale is positive; the sign is applied to the
+    queries."""
     factor = (traits.scale > 0) - (traits.scale < 0)
     scale = abs(traits.scale) if factor else 1.0
     if traits.softcap is None:

@@ -85,8 +85,8 @@ def multiply_few(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: 
 
 
 def _compute_dtype(x_NI: Tensor) -> tl.dtype:
-    """The dtype of products. The interpreter multiplies bfloat16's bits as if they were integers, so it gets float32.
-    """
+    """The dtype of products. The interpreter multiplies bfloat16's bits as if they were integers, so it gets
+    float32."""
     if x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu":
         return tl.float32
     return _DTYPES[x_NI.dtype]

@@ -31,8 +31,8 @@ def gap_below(peak, logits):
 
 @triton.jit
 def mass_of(gap, cold):
-    """Masses, not normalised: the most likely token has 1. `cold` is log2(e) / temperature; with 0 this counts tokens.
-    """
+    """Masses, not normalised: the most likely token has 1. `cold` is log2(e) / temperature; with 0 this counts
+    tokens."""
     return tl.where(gap < HIGHEST, tl.exp2(-gap * cold), 0.0)
 
 

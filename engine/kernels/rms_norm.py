@@ -78,8 +78,8 @@ def norm_rows(
     ROWS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """Grid: blocks of ROWS rows. Each thread takes 16 numbers: two accesses of 16 bytes in bfloat16, four in float32.
-    """
+    """Grid: blocks of ROWS rows. Each thread takes 16 numbers: two accesses of 16 bytes in bfloat16, four in
+    float32."""
     rows_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token_R = (rows_R // groups).to(tl.int64)
     group_R = rows_R % groups

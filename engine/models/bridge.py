@@ -115,8 +115,8 @@ class BridgedModel:
 
 
 class _HiddenStates(BaseModelOutputWithPast):  # type: ignore[misc]
-    """Any other field that a model's head reads from its decoder's output (the experts' router, for example) is None.
-    """
+    """Any other field that a model's head reads from its decoder's output (the experts' router, for example) is
+    None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):

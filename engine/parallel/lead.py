@@ -168,7 +168,7 @@ class LeadRunner:
 
     def _watch(self) -> None:
         """Ends the team when a step takes too long: GPUs would wait for each other without end."""
-        limit_s = self._team.timeouts.step_s + 2 * LOOK_S  # gloo's own timeout, which knows the reason, comes first
+        limit_s = self._team.timeouts.step_s + 2 * LOOK_S  # after gloo's own timeout, which knows the reason
         while not self._closed.wait(LOOK_S):
             since_s = self._busy_since_s
             if since_s is not None and time.monotonic() - since_s > limit_s:

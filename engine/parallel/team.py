@@ -71,8 +71,8 @@ class Follower(Protocol):
 
 
 class LinkedFollower:
-    """A Follower over a Link. `lost` is called once with the reason why the rank is gone, on a thread of this object.
-    """
+    """A Follower over a Link. `lost` is called once with the reason why the rank is gone, on a thread of this
+    object."""
 
     def __init__(self, rank: int, link: Link, lost: Callable[[str], None]) -> None:
         self.ready: Future[RunnerFacts] = Future()
@@ -173,8 +173,8 @@ class Team:
         return self._failure
 
     def failure_soon(self, timeout_s: float) -> RanksLost | None:
-        """Waits a little for the reason: a failing rank is noticed in several places, and only one of them knows why.
-        """
+        """Waits a little for the reason: a failing rank is noticed in several places, and only one of them knows
+        why."""
         self._failed.wait(timeout_s)
         return self._failure
 

@@ -19,8 +19,8 @@ from engine.batch import BatchItem, ScheduledBatch
 
 @dataclass(slots=True)
 class ModelInputs:
-    """`slots_PN` is where each token's KV goes in each pool. `sample_rows_R` is None if every row is sampled, in order.
-    """
+    """`slots_PN` is where each token's KV goes in each pool. `sample_rows_R` is None if every row is sampled, in
+    order."""
 
     tokens_N: Tensor
     positions_N: Tensor

@@ -124,8 +124,8 @@ class StepBuffers:
         self._count = 0
 
     def tensors(self, shape: StepShape, max_query_len: int | None = None) -> StepTensors:
-        """Views; nothing is copied. Without `max_query_len` one item may have all rows, which a graph must allow for.
-        """
+        """Views; nothing is copied. Without `max_query_len` one item may have all rows, which a graph must allow
+        for."""
         rows, items = shape.rows, shape.items
         tables = AttentionTables(
             self._starts_B1[: items + 1],
@@ -206,8 +206,8 @@ class StepBuffers:
             ints_FN[SOURCE, places] = picks
 
     def _lay_out_tables(self, batch: ScheduledBatch, shape: StepShape) -> None:
-        """Puts the items' tables in their order for the step to read, with only as many columns as the longest needs.
-        """
+        """Puts the items' tables in their order for the step to read, with only as many columns as the longest
+        needs."""
         num_items = len(batch.items)
         ends = [item.start + len(item.token_ids) + batch.num_steps - 1 for item in batch.items]
         width = -(-max(ends) // self._page_size)

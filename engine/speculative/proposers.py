@@ -67,8 +67,8 @@ class NoProposer:
 
 
 class DraftModelProposer:
-    """Says how many tokens the draft model is to propose. All it knows of a session is how its proposals fared so far.
-    """
+    """Says how many tokens the draft model is to propose. All it knows of a session is how its proposals fared so
+    far."""
 
     def __init__(self, max_draft_tokens: int, row_cost: float, draft_cost: float) -> None:
         """A pass of the draft model proposes one token for each request, and takes `draft_cost` times as long as a pass

@@ -43,8 +43,8 @@ class GrammarTrial:
         self._worker: _Worker | None = None
 
     def refusal(self, constraint: OutputConstraint) -> str | None:
-        """Why the constraint cannot be compiled; None if it can. Raises ServiceError if that cannot be found out now.
-        """
+        """Why the constraint cannot be compiled; None if it can. Raises ServiceError if that cannot be found out
+        now."""
         worker, self._worker = self._worker, None
         if worker is None or not worker.alive:
             worker = self._started()

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 LIMITS = LLParserLimits(
     max_lexer_states=30_000, max_grammar_size=200_000, initial_lexer_fuel=200_000, verbose_errors=False
 )
-"""A lexer state takes about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at most.
-"""
+"""A lexer state takes about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at
+most."""
 JSON_OPTIONS: JsonCompileOptions = {
     # A blank, or a line end with the indent after it. If more were allowed, a small model could write blanks for ever.
     "whitespace_pattern": r" |\n {0,32}",

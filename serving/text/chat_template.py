@@ -58,8 +58,8 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _OWN_TEMPLATE = "chat_template"
 """The option of transformers, and the field of a request, that gives another template."""
 _HEADS_AT_ONCE = 64
-"""How many heads (system messages with their tools) are remembered, with whether the text after them depends on them.
-"""
+"""How many heads (system messages with their tools) are remembered, with whether the text after them depends on
+them."""
 
 
 class TemplateRefused(InvalidRequest):

@@ -44,8 +44,8 @@ _BETWEEN = "\n"
 
 
 class HarmonyParser(StateParser):
-    """An AnswerParser of thoughts, calls and content. Without `reads_calls`, calls are content, including their marks.
-    """
+    """An AnswerParser of thoughts, calls and content. Without `reads_calls`, calls are content, including their
+    marks."""
 
     def __init__(self, *, reads_calls: bool) -> None:
         super().__init__(self._between)
