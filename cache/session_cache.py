@@ -40,7 +40,7 @@ class Room(Enum):
 
     READY = auto()
     WAIT = auto()  # copies in flight will free pages, or bring what was asked for
-    SHORT = auto()  # only a running request could give way
+    SHORT = auto()  # only retracting a running request would free pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +356,7 @@ class SessionAwareCache:
         self._slots.unexpect(session_id)
 
     def flush(self) -> None:
-        """Drops every cached prefix that nobody holds."""
+        """Drops every cached prefix that no session or request holds."""
         self._inner.evict(self._inner.cached_pages)
 
     def kv_bytes(

@@ -109,7 +109,7 @@ class TokenChain:
         self.page_size = page_size
 
     def __len__(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return len(self._tokens) // _TOKEN.itemsize
 
     @property

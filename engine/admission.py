@@ -123,8 +123,8 @@ class Admission:
         self._loading_before.pop(request.request_id, None)
         assert self._owed is not None
         self._owed += self._still_owed([request])
-        # A session that continues from its slot has shared its prompt already, unless part of its history is computed
-        # again.
+        # A session that continues from its slot does not share its prompt. But if part of its history is computed
+        # again, what it had shared of that is shared again.
         request.shares_prompt = not match.from_slot or request.recomputes_history
         return Verdict(room, count)
 

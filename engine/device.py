@@ -60,7 +60,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name, or cpu."""
+    """The GPU's name, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -142,7 +142,7 @@ def seconds_of_each(device: torch.device, calls: Sequence[Callable[[], object]])
 
 
 class CopyStream:
-    """Orders copies of one thread after steps that another thread issued. On a CPU there is nothing to order."""
+    """Runs one thread's copies after steps that another thread issued. On a CPU there is nothing to order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None

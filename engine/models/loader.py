@@ -1,4 +1,4 @@
-"""From settings to a model ready to run, with what the engine must know about it."""
+"""Loads the model of the settings, with what the engine must know about it."""
 
 from __future__ import annotations
 

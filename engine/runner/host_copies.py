@@ -105,7 +105,7 @@ class HostCopies:
     def drop(self, key: int) -> None:
         disk = self._disk
         if disk is not None and key in disk:
-            self._write_lane.submit(lambda: disk.remove(key))  # before what takes its room
+            self._write_lane.submit(lambda: disk.remove(key))  # queued before the write that takes its room
         else:
             del self._saved[key]
 

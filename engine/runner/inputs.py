@@ -1,4 +1,4 @@
-"""From a ScheduledBatch to the flat arrays the model takes.
+"""Turns a ScheduledBatch into the flat arrays that the model takes.
 
 Legend: N tokens of all items, one after another; P pools of KV (full attention, then sliding windows if the model has
 them); R rows whose logits pick a token.

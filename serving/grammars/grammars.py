@@ -82,7 +82,7 @@ class Grammars:
         return self._matcher(grammar)
 
     def begin(self, grammar: LLMatcher | StrictCalls) -> GrammarConstraint | StrictCallsConstraint:
-        """A constraint at its beginning. Raises ConstraintFailed."""
+        """A new constraint, before its first token. Raises ConstraintFailed."""
         _, end_id = self._vocabulary
         matcher = grammar.call if isinstance(grammar, StrictCalls) else grammar
         copy = GrammarConstraint(matcher.deep_copy(), end_id, self._num_mask_bytes)

@@ -26,7 +26,7 @@ class Thought:
 
 
 Piece = str | CallPiece | Thought
-"""Content comes as strings."""
+"""A piece of an answer; content is a string."""
 
 
 class AnswerParser(Protocol):
