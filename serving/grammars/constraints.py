@@ -54,8 +54,8 @@ class ConstraintCompiler:
         self._compiled: OrderedDict[OutputConstraint, LLMatcher | StrictCalls] = OrderedDict()
 
     async def compile(self, constraint: OutputConstraint, tenant: str = "") -> TokenConstraint:
-        """A new constraint, before its first token. Raises InvalidRequest, which names the kind, and EngineOverloaded.
-        """
+        """A new constraint, before its first token. Raises InvalidRequest, which names the kind, and
+        EngineOverloaded."""
         try:
             grammar = await self._grammar(constraint, tenant)
             try:
