@@ -1,4 +1,5 @@
-"""Do the KV books balance? Pool balances from counts, and a walk that gives every page its one account."""
+"""Checks that the KV books balance: each pool by its counts, and a walk that must find exactly one account for every
+page."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ PoolName = Literal["full", "window"]
 
 @dataclass(frozen=True, slots=True)
 class PageAccounts:
-    """The books of one pool, in pages. Each count comes from its own keeper; they balance when `leaked` is zero.
+    """The accounts of one pool, in pages. Each count comes from its own keeper; they balance when `leaked` is zero.
 
-    free: the allocator's; cached: in the prefix tree, evictable; protected: in the tree, locked; session: private
-    pages of idle sessions; in_flight: private pages of live requests.
+    free: the allocator's; cached: in the prefix tree, evictable; protected: in the tree, locked; session: private pages
+    of idle sessions; in_flight: private pages of live requests.
     """
 
     total: int
@@ -37,7 +38,7 @@ class PageAccounts:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Pages that one holder says are its own. `account` is a field of PageAccounts."""
+    """Pages that one holder claims as its own. `account` is a field of PageAccounts."""
 
     account: str
     owner: Owner | None
@@ -49,7 +50,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class TierAccounts:
-    """Idle sessions' KV in host memory, or on disk, in bytes of the budget."""
+    """Bytes that idle sessions' KV takes in host memory, or on disk, and their budget."""
 
     budget_bytes: int
     used_bytes: int
@@ -100,7 +101,7 @@ def check_balance(pool: PoolName, accounts: PageAccounts) -> None:
 def audit_pool(
     pool: PoolName, accounts: PageAccounts, claims: Iterable[Claim], journal: PageJournal
 ) -> tuple[list[Finding], list[str]]:
-    """Walks every claim: pages with no account or with several, and counters that the walk does not confirm."""
+    """Walks every claim. Returns pages with no account or with several, and counters that the walk does not confirm."""
     claimed = list(claims)
     counted: Counter[str] = Counter()
     for claim in claimed:

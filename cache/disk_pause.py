@@ -1,4 +1,4 @@
-"""DiskPause: a disk that fails is not written to for a while."""
+"""DiskPause: stops writing to a failing disk for a while."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ LONGEST_PAUSE_S = 60.0
 
 
 class DiskPause:
-    """Begins with a failure and doubles with each further one, up to LONGEST_PAUSE_S; a success ends that row.
+    """A pause begins with a failure. Each further failure doubles the next pause, up to LONGEST_PAUSE_S; a success
+    resets it.
 
-    `clock` returns monotonic seconds. Each write that fails may cost another session its place on the disk, and one
-    that succeeds takes a session out of host memory: neither is worth it where the next one may fail.
+    `clock` returns monotonic seconds. A write that fails may cost another session its place on the disk, and one that
+    succeeds takes a session out of host memory. Neither is worth it while the next write may fail.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -25,7 +26,7 @@ class DiskPause:
         return self._ends_s is not None and self._clock() < self._ends_s
 
     def failed(self) -> None:
-        """A write or a read has failed. One that was under way when the pause began does not make it longer."""
+        """A write or a read has failed. One that was in flight when the pause began does not make it longer."""
         if self.under_way:
             return
         self._ends_s = self._clock() + self._next_s

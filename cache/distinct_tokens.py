@@ -1,4 +1,4 @@
-"""DistinctTokens: which tokens a sequence has that grows and is cut, each once."""
+"""DistinctTokens: the distinct tokens of a sequence that grows and is cut."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _INITIAL_CAPACITY = 64
 
 
 class DistinctTokens:
-    """Tokens in the order in which they first occur, and where they do. To extend it costs the new tokens, and one pass
-    over the vocabulary at most; to cut it costs a search. 8 bytes for each token that it has."""
+    """Tokens in the order of their first occurrence, with its position. Extending costs the new tokens, and one pass
+    over the vocabulary at most; cutting costs a binary search. Takes 8 bytes for each distinct token."""
 
     __slots__ = ("_count", "_firsts", "_ids", "length")
 

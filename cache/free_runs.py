@@ -11,7 +11,7 @@ _HEAP_SLACK = 64
 
 
 def ascending_runs(pages: NDArray[np.int32]) -> list[tuple[int, int]]:
-    """The pages, in their order, as runs: the first page of each, and the page after its last."""
+    """Splits the pages, in their order, into ascending runs: the first page of each, and the page after its last."""
     if len(pages) <= 1:
         return [(page, page + 1) for page in pages.tolist()]
     breaks = np.flatnonzero(np.diff(pages) != 1)
@@ -21,10 +21,10 @@ def ascending_runs(pages: NDArray[np.int32]) -> list[tuple[int, int]]:
 
 
 class FreeRuns:
-    """Runs are as long as can be: no two of them touch. An operation costs the logarithm of how many there are.
+    """Runs are as long as possible: no two of them touch. An operation costs the logarithm of their number.
 
-    The heap has an entry (-length, end) for each run. A run that became shorter, or is none any more, may have one
-    that says more than there is: whoever takes such an entry off the top mends it.
+    The heap has an entry (-length, end) for each run. The entry of a run that became shorter or vanished may still have
+    the old length; it is corrected when it gets to the top.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -40,7 +40,7 @@ class FreeRuns:
         return self._end_of.get(start, start) - start
 
     def largest(self) -> tuple[int, int]:
-        """First page and length of the longest run, of equals the first. There must be a free page."""
+        """First page and length of the longest run; of equally long ones, the first. There must be a free page."""
         while True:
             negative, end = self._by_length[0]
             length = end - self._start_of.get(end, end)
@@ -65,7 +65,7 @@ class FreeRuns:
             self._put(start, first)
 
     def add(self, start: int, end: int) -> None:
-        """Pages start .. end-1, none of which is free yet, join their neighbours."""
+        """Pages start .. end-1, none of which may be free yet, join their neighbours."""
         end = self._end_of.pop(end, end)
         before = self._start_of.pop(start, None)
         self._put(start if before is None else before, end)

@@ -1,4 +1,5 @@
-"""History: the committed tokens that a session's turn, or a fork of it, brings along. They say which KV may be used."""
+"""History: the committed tokens that a session's turn, or a fork of it, brings along. They decide which KV may be
+used."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from cache.token_chain import TokenChain
 class History:
     """The first `length` of `tokens`, which are lent: they do not change while this is in use.
 
-    `chain` begins with the same tokens. Whoever keeps the history keeps it, so that a turn costs the same at any
-    length; without it the tokens are hashed here, once, if it comes to that.
+    `chain` begins with the same tokens. The owner of the history keeps it, so that a turn costs the same at any length.
+    Without it the tokens are hashed here, once, when needed.
     """
 
     __slots__ = ("_chain", "_tokens", "length")
@@ -22,7 +23,7 @@ class History:
         self.length = length
 
     def agreed_len(self, kv: TokenChain) -> int:
-        """How many tokens of the history, from the first on, KV of these tokens is of."""
+        """How many tokens of the history, from the first on, `kv` begins with."""
         if self.length == 0:
             return 0
         if self._chain is None:

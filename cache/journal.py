@@ -1,4 +1,4 @@
-"""PageJournal: what last happened to each page, and on whose behalf. Only the audit reads it."""
+"""PageJournal: the last operation on each page, and for whom. Only the audit and error messages read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cache.free_runs import ascending_runs
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whom a page was last used for. `request_id` is the turn's."""
+    """The session and the request (the turn's) that a page was last used for."""
 
     session_id: str | None = None
     request_id: str | None = None
@@ -42,7 +42,7 @@ class PageTrace:
 
 
 class PageJournal:
-    """One entry a page, overwritten by the next operation."""
+    """One entry for each page, overwritten by the next operation."""
 
     def __init__(self, num_pages: int, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
@@ -55,7 +55,7 @@ class PageJournal:
             self.note_run(start, end, operation, owner)
 
     def note_run(self, start: int, end: int, operation: str, owner: Owner) -> None:
-        """Of pages start .. end-1."""
+        """Notes an operation on pages start .. end-1."""
         count = end - start
         self._operations[start:end] = [operation] * count
         self._owners[start:end] = [owner] * count

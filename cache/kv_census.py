@@ -1,4 +1,4 @@
-"""Whose KV is where: bytes by namespace and tier. A walk over all sessions; who asks often asks for too much."""
+"""Whose KV is where: bytes by namespace and tier. Walks over all sessions, so it should not be asked often."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 def kv_bytes(
     slots: Iterable[SessionSlot], in_turn: Iterable[SequenceKV], page_bytes: int, window_page_bytes: int
 ) -> dict[tuple[str, str], int]:
-    """Of sessions and of the requests that run. Pages that the radix tree has are everybody's, and not counted."""
+    """Bytes of the sessions' KV and of running requests. Pages in the radix tree are shared and not counted."""
     num_bytes: Counter[tuple[str, str]] = Counter()
 
     def count(kv: SequenceKV) -> None:

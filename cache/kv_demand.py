@@ -1,4 +1,4 @@
-"""KVDemand: how much of the KV pools turns take, and how much they lack. What idle sessions hold is no demand."""
+"""KVDemand: how much of the KV pools turns use, and how much they lack. What idle sessions hold is not demand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from cache.tiers import PageNeed
 class KVDemand:
     """Reads the books, changes nothing.
 
-    Idle sessions give way, to host memory or to the disk: their KV is no demand. What was dropped for want of room on
-    all of them, and missed, is. `need` says what a sequence takes of each pool that has so many pages to come.
+    Idle sessions give way to turns, to host memory or to the disk, so their KV is not demand. KV that was dropped
+    because no tier had room, and was then missed, is demand. `need` says what a sequence takes of each pool for a
+    number of pages.
     """
 
     def __init__(
@@ -27,10 +28,11 @@ class KVDemand:
         self._need = need
 
     def utilization(self, waiting: Iterable[tuple[str | None, int]]) -> float:
-        """Demand as a share of the pool, of the pool that has less room; above 1 there is not enough for all.
+        """Demand as a share of the pool, for the pool with less room; above 1 there is not enough for all.
 
-        It is made of the pages that turns hold, what they share counted once; of those that `waiting` turns will take,
-        given by session and tokens, but for what their sessions share; and of those whose loss was just felt.
+        Demand is the pages that turns hold, shared ones counted once; the pages that `waiting` turns (session and
+        number of tokens) will take, less what their sessions share; and the pages whose loss was felt recently
+        (LostKV.missed).
         """
         demand = self._inner.held_pages()
         for session_id, num_tokens in waiting:

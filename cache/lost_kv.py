@@ -1,4 +1,4 @@
-"""LostKV: which sessions' KV was dropped for want of room, and which of them then came back for it."""
+"""LostKV: which sessions' KV was dropped for lack of room, and which of them then came back for it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 MISSED_FOR_S = 60.0
 MOST_REMEMBERED = 4096
-"""Sessions whose KV was dropped and who have not come back: the longest gone are forgotten first."""
+"""Sessions whose KV was dropped and that have not come back. Those dropped first are forgotten first."""
 
 
 class LostKV:
-    """A session that never comes back was dropped rightly; one that does lacked room. Counts pages of the full pool.
+    """If a session never comes back, it was right to drop its KV; if it does, there was too little room. Counts pages
+    of the full pool.
 
     Owned by the cache and used on its thread only. `clock` returns monotonic seconds.
     """
@@ -22,21 +23,21 @@ class LostKV:
         self._missed: OrderedDict[str, tuple[float, int]] = OrderedDict()  # when, and pages; oldest first
 
     def drop(self, session_id: str, num_pages: int) -> None:
-        """Its KV went to the token log alone, since there was no room for it anywhere."""
+        """The session's KV was dropped since no tier had room for it; only the token log remains."""
         self._dropped[session_id] = num_pages
         self._dropped.move_to_end(session_id)
         if len(self._dropped) > MOST_REMEMBERED:
             self._dropped.popitem(last=False)
 
     def begin(self, session_id: str) -> None:
-        """A turn of the session begins without its KV, which it computes again."""
+        """A turn of the session begins without its KV and computes it again."""
         num_pages = self._dropped.pop(session_id, None)
         if num_pages is not None:
             self._missed[session_id] = self._clock(), num_pages
             self._missed.move_to_end(session_id)
 
     def forget(self, session_id: str) -> None:
-        """The session is closed, or moved: nobody will miss its KV here."""
+        """The session is closed or moved: its KV will not be missed here."""
         self._dropped.pop(session_id, None)
 
     def missed(self) -> list[int]:

@@ -28,9 +28,9 @@ def no_pages() -> PageArray:
 class PageAllocator:
     """Owns the free set of a pool of `num_pages` pages, and the journal of what happened to each.
 
-    A sequence that grows is given the pages right after its last one when they are free, and a new sequence
-    starts in the middle of the largest gap, so that most sequences stay one ascending run: a kernel reads a slice.
-    What either costs does not depend on the pool's size.
+    A sequence that grows gets the pages right after its last one if they are free. A new sequence starts in the middle
+    of the largest gap. So most sequences stay one ascending run, which a kernel reads as a slice. The cost of neither
+    depends on the pool's size.
     """
 
     def __init__(self, num_pages: int, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +56,8 @@ class PageAllocator:
         return np.flatnonzero(np.frombuffer(self._is_free, dtype=np.bool_)).astype(np.int32)
 
     def allocate(self, count: int, after: int | None = None, owner: Owner = NOBODY) -> PageArray | None:
-        """Takes `count` pages, in a run after page `after` if possible. None, nothing taken, if too few are free."""
+        """Takes `count` pages, in a run after page `after` if possible. None, and nothing taken, if too few are
+        free."""
         if count > self._num_free:
             return None
         if count == 0:
@@ -82,12 +83,13 @@ class PageAllocator:
             self.journal.note_run(start, end, operation, owner)
 
     def _take_fresh(self, count: int, owner: Owner) -> PageArray:
-        """From the largest gap; if none has so many from one after another, so that they make few runs."""
+        """Takes pages from the largest gap. If no gap has so many, takes several gaps, the largest first, to make few
+        runs."""
         parts: list[PageArray] = []
         while True:
             start, length = self._runs.largest()
             if length >= count:
-                # A gap that follows somebody's pages leaves its first half to that neighbour's growth.
+                # In a gap that follows a sequence's pages, the first half is left for that sequence to grow into.
                 offset = min(length // 2, length - count) if start > 0 and not parts else 0
                 parts.append(self._take(start, offset, count, owner))
                 return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -95,7 +97,7 @@ class PageAllocator:
             count -= length
 
     def _take(self, start: int, offset: int, count: int, owner: Owner) -> PageArray:
-        """From the gap that begins at page `start`."""
+        """Takes pages from the gap that begins at page `start`."""
         self._runs.take(start, offset, count)
         first, end = start + offset, start + offset + count
         self._is_free[first:end] = bytes(count)

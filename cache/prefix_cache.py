@@ -19,7 +19,7 @@ from cache.window import WindowPool
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What a new sequence could start from. `num_unlocked` pages of it, and `num_unheld` window pages, would leave the
+    """What a new sequence could start from. If one does, `num_unlocked` pages and `num_unheld` window pages leave the
     evictable account."""
 
     namespace: str
@@ -33,8 +33,8 @@ class PrefixCache:
     """Owns the pools' allocators, the tree of shared prefixes and the list of sequences in flight. Lengths in tokens.
 
     A SequenceKV given out by `begin` or `restore` is in flight until `cache_finished`, `release` or `reclaim` takes it
-    back. Models with sliding windows have a `window` pool beside. With `enabled` False requests share nothing; forks
-    still do. `identity` is that of the KV in the pools' pages: it is part of their hashes.
+    back. Models with sliding windows also have a `window` pool. With `enabled` False requests share nothing; forks
+    still do. `identity` is that of the KV in the pools' pages and part of their hashes.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class PrefixCache:
         )
 
     def yielding_pages(self, match: PrefixMatch | None, kv: SequenceKV | None, kept_len: int) -> int:
-        """Protected pages that become evictable when every parked sequence is released, `kv` cut to `kept_len` tokens
-        and `match` locked."""
+        """Protected pages that would become evictable if every parked sequence were released, `kv` cut to `kept_len`
+        tokens, and `match` locked."""
         held = [_held_by(holder) for holder in self._in_flight]
         if kv is not None:
             whole_len = min(kept_len, kv.protected_len) // self.page_size * self.page_size
@@ -116,8 +116,8 @@ class PrefixCache:
         return PageNeed(full, self._account.window + len(np.unique(np.concatenate(shared))))
 
     def match_prefix(self, namespace: str, tokens: TokenArray) -> PrefixMatch:
-        """Longest cached whole-page prefix that a sequence can start from. Changes nothing; stale after the next
-        change of the cache."""
+        """The longest cached whole-page prefix that a sequence can start from. Changes nothing; the result is stale
+        after the next change of the cache."""
         if not self._enabled:
             return PrefixMatch(namespace, 0, TreeMatch(0, None, 0))
         return self._match(namespace, tokens)
@@ -136,8 +136,8 @@ class PrefixCache:
         return kv
 
     def restore(self, namespace: str, owner: Owner, length: int, window_first: int) -> SequenceKV | None:
-        """A sequence with pages for `length` tokens, whose first `window_first` window pages are gone, and no KV in
-        them yet. None, and nothing changed, if too few are free."""
+        """A sequence with pages for `length` tokens and no KV in them yet; its first `window_first` window pages are
+        gone. None, and nothing changed, if too few are free."""
         count = pages_for(length, self.page_size)
         if count > self.allocator.num_free:
             return None
@@ -168,11 +168,11 @@ class PrefixCache:
         return True
 
     def shrink(self, kv: SequenceKV, target_len: int) -> None:
-        """Cuts to `target_len` tokens and frees what lies wholly past it, in each pool.
+        """Cuts to `target_len` tokens and frees the pages wholly past it, in each pool.
 
-        A cut into the protected prefix gives the tree's pages back first; then only whole protected pages
-        survive (a shared page is never written), so `committed_len` may end below `target_len`. It ends at 0 if the
-        window pages that the rest would need are gone.
+        A cut into the protected prefix first gives the tree's pages back. Then only whole protected pages survive (a
+        shared page is never written), so `committed_len` may end below `target_len`. It ends at 0 if the window pages
+        needed to continue from there are gone.
         """
         if target_len < kv.allocated_len:
             self._cut(kv, target_len)
@@ -180,13 +180,13 @@ class PrefixCache:
             self._cut(kv, 0)
 
     def slide(self, kv: SequenceKV, keep_len: int) -> None:
-        """Frees window pages that no later query sees; those that a rollback to `keep_len` would need stay."""
+        """Frees window pages that no later query sees, except those that a rollback to `keep_len` would need."""
         if self.window is not None:
             self.window.slide(kv, keep_len)
 
     def resumable_len(self, kv: SequenceKV, length: int) -> int:
-        """How much of its first `length` tokens `kv` keeps if it is cut to them and goes on: of a shared prefix whole
-        pages only, nothing where the window is gone."""
+        """How many of its first `length` tokens `kv` keeps if it is cut to them and continues: only whole pages of a
+        shared prefix, and 0 if the window pages are gone."""
         if length < kv.protected_len:
             length -= length % self.page_size
         if self.window is None or self.window.resumable(kv, length):
@@ -194,17 +194,17 @@ class PrefixCache:
         return 0
 
     def share(self, kv: SequenceKV, tokens: TokenArray) -> PrefixMatch:
-        """Puts the whole pages of `tokens` into the tree and gives the match for another sequence to begin on."""
+        """Puts the whole pages of `tokens` into the tree and returns the match for another sequence to begin on."""
         self._share(kv, tokens)
         return self._match(kv.namespace, tokens)
 
     def cache_unfinished(self, kv: SequenceKV, tokens: TokenArray) -> None:
-        """Shares the committed whole pages of `tokens`; the sequence goes on, holding them locked."""
+        """Shares the committed whole pages of `tokens`; the sequence continues and holds them locked."""
         if self._enabled:
             self._share(kv, tokens)
 
     def cache_finished(self, kv: SequenceKV, tokens: TokenArray) -> None:
-        """Takes the sequence back, leaving its committed whole pages in the tree, evictable."""
+        """Takes the sequence back and leaves its committed whole pages in the tree, evictable."""
         self.cache_unfinished(kv, tokens)
         self.release(kv)
 
@@ -219,12 +219,12 @@ class PrefixCache:
         self._in_flight.add(kv)
 
     def reclaim(self, kv: SequenceKV, account: PageAccount) -> None:
-        """The holder keeps `kv` parked, counted in its own account (sessions' slots)."""
+        """Parks `kv`: its holder keeps it, and counts it in `account` (that of the sessions' slots)."""
         kv.move_to(account)
         self._in_flight.remove(kv)
 
     def evict(self, num_pages: int) -> int:
-        """Frees at least `num_pages` evictable pages if there are so many; returns how many were freed."""
+        """Frees at least `num_pages` evictable pages if there are that many; returns how many were freed."""
         pages, window_pages = self._tree.evict(num_pages)
         self.allocator.free(pages, operation="evicted")
         if self.window is not None:
@@ -232,11 +232,11 @@ class PrefixCache:
         return len(pages)
 
     def evict_window(self, num_pages: int) -> int:
-        """The same in the window pool; the prefixes' other pages stay."""
+        """The same in the window pool; the prefixes keep their pages of the full pool."""
         return self.window.evict(self._tree, num_pages) if self.window is not None else 0
 
     def claims(self) -> Iterator[Claim]:
-        """Every page of the full pool under its account, but for those of parked sequences."""
+        """Every page of the full pool under its account, except those of parked sequences."""
         yield Claim("free", None, self.allocator.free_pages())
         for account, pages in self._tree.claims():
             yield Claim(account, None, pages)
@@ -254,7 +254,7 @@ class PrefixCache:
             yield Claim("in_flight", kv.owner, kv.window.live(kv.num_protected_pages))
 
     def lock_mismatches(self, parked: list[SequenceKV]) -> list[str]:
-        """Locks and holds that differ from those of the sequences in flight and `parked`."""
+        """Locks and holds that differ from those of the sequences in flight and the `parked` ones."""
         sequences = [*self._in_flight, *parked]
         wrong = self._tree.lock_mismatches([kv.node for kv in sequences if kv.node is not None])
         if self.window is not None:
@@ -305,7 +305,7 @@ class PrefixCache:
         kv.protect(num_tokens)
 
     def _cut(self, kv: SequenceKV, target_len: int) -> None:
-        """Private pages first, then the protected prefix, if the cut goes so far (whole pages of it survive)."""
+        """Cuts private pages first, then the protected prefix if the cut goes that far (its whole pages survive)."""
         self._cut_private(kv, max(target_len, kv.protected_len))
         if target_len < kv.protected_len:
             self._unprotect(kv, target_len - target_len % self.page_size)
@@ -316,7 +316,7 @@ class PrefixCache:
         self.allocator.free(kv.free_aligned(target_len), kv.owner)
 
     def _unprotect(self, kv: SequenceKV, target_len: int) -> None:
-        """Returns the locks past `target_len` (whole pages). Needs private pages to be gone already."""
+        """Returns the locks past `target_len` (whole pages). Private pages must be gone already."""
         if kv.num_private_pages or kv.node is None:
             raise BooksError("protected prefix cut under private pages")
         if self.window is not None:
@@ -331,10 +331,10 @@ class PrefixCache:
 
 
 def _held_by(kv: SequenceKV) -> TreeMatch:
-    """The protected prefix."""
+    """The protected prefix of `kv`."""
     return TreeMatch(kv.protected_len, kv.node, len(kv.node.tokens) if kv.node is not None else 0)
 
 
 def token_array(tokens: object) -> TokenArray:
-    """Tokens as the tree wants them."""
+    """Tokens as the array that the tree needs."""
     return np.asarray(tokens, dtype=np.int32)

@@ -72,7 +72,7 @@ class RadixTree:
 
     @property
     def cached_pages(self) -> int:
-        """Pages no one holds a lock on: evictable."""
+        """Pages without a lock: evictable."""
         return self._num_pages - self._num_locked
 
     @property
@@ -115,7 +115,7 @@ class RadixTree:
         return count
 
     def locked_pages(self, prefixes: Iterable[TreeMatch]) -> int:
-        """Pages of the union of `prefixes` that are locked by anybody."""
+        """Pages of the union of `prefixes` that are locked."""
         counted: dict[int, int] = {}
         for match in prefixes:
             node, length = match.node, match.depth
@@ -124,7 +124,7 @@ class RadixTree:
                 pages = length // self._page_size if node.lock_count else 0
                 counted[id(node)] = max(pages, counted.get(id(node), 0))
                 if known:
-                    break  # so are all above it
+                    break  # so are all nodes above it
                 node = node.parent
                 length = len(node.tokens)
         return sum(counted.values())
@@ -156,8 +156,8 @@ class RadixTree:
     def insert(self, namespace: str, tokens: TokenArray, pages: PageArray) -> tuple[int, RadixNode]:
         """Adds `tokens` (whole pages, at least one) with their pages.
 
-        Returns how many leading tokens the tree had already (the caller keeps its pages for those; the tree owns
-        the others now) and the node at the end of the prefix, unlocked.
+        Returns how many leading tokens the tree already had, and the node at the end of the prefix, unlocked. The
+        caller keeps its pages for those tokens; the tree now owns the others.
         """
         assert len(tokens) > 0
         assert len(tokens) == len(pages) * self._page_size
@@ -199,7 +199,7 @@ class RadixTree:
         return np.concatenate(parts[::-1]) if parts else no_pages()
 
     def place_window(self, node: RadixNode, index: int, page: int) -> None:
-        """Page `index` of the prefix that ends at `node` has its window KV in `page` from now on."""
+        """Page `index` of the prefix that ends at `node` now has its window KV in `page`."""
         start, above = 0, node
         while above.parent is not None:
             start += len(above.pages)
@@ -214,7 +214,7 @@ class RadixTree:
             current = current.parent
 
     def strip_window(self, num_pages: int, is_unheld: NDArray[np.bool_]) -> PageArray:
-        """Takes window pages that nobody holds, oldest nodes first, until `num_pages` (or all) are out."""
+        """Takes window pages that no sequence holds, oldest nodes first, until there are `num_pages` (or all)."""
         taken: list[PageArray] = []
         count = 0
         for node in sorted(self._nodes(), key=lambda node: node.last_used):
@@ -227,8 +227,8 @@ class RadixTree:
         return np.concatenate(taken) if taken else no_pages()
 
     def evict(self, num_pages: int) -> tuple[PageArray, PageArray]:
-        """Drops least recently used unlocked leaves until `num_pages` pages (or all) are out; returns their pages, and
-        their window pages."""
+        """Drops the least recently used unlocked leaves until `num_pages` pages (or all) are out. Returns their pages
+        and their window pages."""
         heap = [(n.last_used, id(n), n) for n in self._nodes() if not n.children and n.lock_count == 0]
         heapq.heapify(heap)
         evicted: list[PageArray] = []
@@ -263,7 +263,7 @@ class RadixTree:
             yield ("protected" if node.lock_count else "cached"), node.pages
 
     def lock_mismatches(self, locked: Iterable[RadixNode]) -> list[str]:
-        """Nodes whose lock count differs from the number of `locked` ends below or at them."""
+        """Nodes whose lock count differs from the number of `locked` prefix ends below or at them."""
         counts: dict[int, int] = {}
         for end in locked:
             node: RadixNode | None = end
@@ -334,7 +334,7 @@ class RadixTree:
         return tokens[: self._page_size].tobytes()
 
     def _common_len(self, left: TokenArray, right: TokenArray) -> int:
-        """Tokens that both start with, in whole pages."""
+        """The number of tokens that both start with, in whole pages."""
         size = min(len(left), len(right))
         differs = np.flatnonzero(left[:size] != right[:size])
         common = int(differs[0]) if len(differs) else size

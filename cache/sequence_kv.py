@@ -23,7 +23,7 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 class PageAccount:
-    """Running count of the private pages of all sequences with one kind of holder, in each pool."""
+    """Running count, for each pool, of the private pages of all sequences with one kind of holder."""
 
     __slots__ = ("full", "window")
 
@@ -38,15 +38,17 @@ class SequenceKV:
     Invariant: protected_len <= committed_len <= allocated_len, draft_len <= committed_len; the table has
     ceil(allocated_len / page_size) pages. The first `protected_len` tokens (whole pages) lie in pages of the prefix
     tree, locked through `node`; the sequence may read but never write or free them. The draft model, if there is one,
-    has its KV of the first `draft_len` tokens. Lengths are in tokens. Private pages are counted in `account`, that
-    of the holder. `window` is the table of sliding-window layers, if the model has any (cache/window.py keeps it).
+    has its KV of the first `draft_len` tokens. Lengths are in tokens. Private pages are counted in `account`, the
+    holder's. `window` is the table of sliding-window layers, if the model has any (cache/window.py keeps it).
 
     `pages` is a view of the page table, read-only by convention and valid until the sequence next changes; `contiguous`
     says that they are one ascending run. Both are made when the table changes, since every step asks for them. The
-    first `sent_pages` entries are as whoever computes the KV was last sent them: the holder's note, which changes cut.
+    first `sent_pages` entries have not changed since they were last sent to the runner: the holder sets it, and changes
+    of the table lower it.
 
-    `chain` has the tokens whose KV this is, and their hashes. While the sequence rests these are all committed ones;
-    while a request has it they are those at its begin, or fewer, and the others are the request's (`name`).
+    `chain` has the tokens whose KV this is, and their hashes. While a slot holds the sequence, these are all committed
+    tokens. While a request holds it, they are the tokens at the request's begin, or fewer; the request knows the others
+    (`name`).
     """
 
     __slots__ = ("_breaks", "_buffer", "account", "allocated_len", "chain", "committed_len", "contiguous", "draft_len",
@@ -56,7 +58,7 @@ class SequenceKV:
     def __init__(
         self, chain: TokenChain, account: PageAccount, namespace: str = "", *, windowed: bool = False
     ) -> None:
-        """`chain` has no token yet."""
+        """`chain` must be empty."""
         self.page_size = chain.page_size
         self.chain = chain
         self.account = account
@@ -91,11 +93,11 @@ class SequenceKV:
 
     @property
     def shareable_len(self) -> int:
-        """Tokens whose KV is complete, the draft model's included."""
+        """Tokens whose KV is complete, including the draft model's."""
         return min(self.committed_len, self.draft_len)
 
     def pages_missing(self, target_len: int) -> int:
-        """Pages to add, in each pool, before `target_len` tokens fit."""
+        """Pages that each pool must add to hold `target_len` tokens."""
         return max(0, pages_for(target_len, self.page_size) - self.num_pages)
 
     def grow(self, pages: PageArray, allocated_len: int) -> None:
@@ -115,8 +117,8 @@ class SequenceKV:
         assert self.num_pages == pages_for(self.allocated_len, self.page_size)
 
     def reach(self, target_len: int) -> bool:
-        """Allocates up to `target_len` tokens on the pages that are there. False, and nothing changed, if they are too
-        few."""
+        """Extends the allocation to `target_len` tokens on the pages that are there. False, and nothing changed, if
+        they are too few."""
         if target_len > self.num_pages * self.page_size:
             return False
         if target_len > self.allocated_len:
@@ -124,23 +126,24 @@ class SequenceKV:
         return True
 
     def commit(self, committed_len: int, draft_len: int | None) -> None:
-        """KV of accepted tokens was computed up to `committed_len`; None: no draft model, nothing of its is missing."""
+        """KV of accepted tokens is computed up to `committed_len`. `draft_len` None: there is no draft model, so none
+        of its KV is missing."""
         assert committed_len <= self.allocated_len
         self.committed_len = committed_len
         self.draft_len = committed_len if draft_len is None else min(draft_len, committed_len)
 
     def name(self, tokens: Tokens) -> None:
-        """The committed KV is that of `tokens`, of which only those that the chain has not yet are read."""
+        """The committed KV is that of `tokens`. Reads only the tokens that the chain does not have yet."""
         self.chain.extend(tokens[len(self.chain) : self.committed_len])
 
     def protect(self, length: int) -> None:
-        """The first `length` tokens (whole pages) are the tree's from now on."""
+        """The first `length` tokens (whole pages) now belong to the tree."""
         assert length >= self.protected_len
         self.account.full -= (length - self.protected_len) // self.page_size
         self.protected_len = length
 
     def free_aligned(self, target_len: int) -> PageArray:
-        """Cuts every length to `target_len` and gives up the pages wholly past it; a part-filled page stays.
+        """Cuts every length to `target_len` and gives up the pages wholly past it; a partly filled page stays.
 
         Must not cut into the protected prefix: the cache unprotects first.
         """
@@ -152,7 +155,8 @@ class SequenceKV:
         return freed
 
     def drop_protected(self, target_len: int) -> None:
-        """Gives the tree's pages past `target_len` (whole pages) back to the tree. Needs private pages to be gone."""
+        """Gives the tree's pages past `target_len` (whole pages) back to the tree. Private pages must be gone
+        already."""
         assert self.num_private_pages == 0
         self.protected_len = target_len
         self._cut(target_len)
@@ -165,7 +169,7 @@ class SequenceKV:
         self.sent_pages = min(self.sent_pages, start_page)
 
     def move_to(self, account: PageAccount) -> None:
-        """The holder changes: private pages are counted in its account from now on."""
+        """Changes the holder: private pages are counted in `account` from now on."""
         window = 0 if self.window is None else self.window.num_private(self.num_protected_pages)
         self.account.full -= self.num_private_pages
         self.account.window -= window
@@ -187,7 +191,7 @@ class SequenceKV:
         return freed
 
     def _set_num_pages(self, count: int) -> None:
-        """After the table and its breaks."""
+        """Call it after the table and its breaks have changed."""
         self.num_pages = count
         self.pages = self._buffer[:count]
         self.contiguous = self._breaks == 0

@@ -1,4 +1,4 @@
-"""SessionAuditor: proves the books of all pools, each step by their balance, on demand page by page."""
+"""SessionAuditor: checks the books of all pools, after each step by their balance, on demand page by page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SessionAuditor:
         self._tiers = tiers
 
     def accounts(self) -> PageAccounts:
-        """The books of the pool of full-attention layers, each account by its own keeper's running counter."""
+        """The accounts of the pool of full-attention layers, each from its own keeper's running counter."""
         return self._inner.accounts(self._account)
 
     def window_accounts(self) -> PageAccounts | None:

@@ -28,7 +28,7 @@ from cache.token_chain import TokenChain, Tokens
 NO_PAGES = PageNeed()
 
 EVICTION_SHARE = 64
-"""Cached prefixes are evicted by at least this part of the pool, so that finding the oldest pays."""
+"""Cached prefixes are evicted by at least a 64th of the pool, so that the search for the oldest pays off."""
 
 
 class SessionBorrowed(RuntimeError):
@@ -36,18 +36,18 @@ class SessionBorrowed(RuntimeError):
 
 
 class Room(Enum):
-    """What came of asking for pages."""
+    """The result of a request for pages."""
 
     READY = auto()
-    WAIT = auto()  # copies on their way will give pages back, or bring what was asked for
-    SHORT = auto()  # only a running request could give way
+    WAIT = auto()  # copies in flight will free pages, or bring what was asked for
+    SHORT = auto()  # only retracting a running request would free pages
 
 
 @dataclass(frozen=True, slots=True)
 class RoomSigns:
-    """What has to change before a sequence finds room that found none, unless another one ends."""
+    """What must change before a sequence that found no room can find some, unless another sequence ends."""
 
-    num_changes: int  # copies that ended, sessions whose KV went
+    num_changes: int  # copies that ended, sessions whose KV was dropped
     num_free: int
     num_window_free: int
 
@@ -61,8 +61,8 @@ class RoomSigns:
 
 @dataclass(frozen=True, slots=True)
 class CacheMatch:
-    """Where a request could start: `prefix_len` tokens of KV are there, from a slot (`prefix` is None) or from the
-    shared tree. `elsewhere`: the slot's KV is on the host or disk; `promote` it first. `loading`: it is on its way."""
+    """Where a request could start: `prefix_len` tokens of KV are in a slot (`prefix` is None) or in the shared tree.
+    `elsewhere`: the slot's KV is on the host or disk; `promote` it first. `loading`: it is on its way to the device."""
 
     session_id: str | None
     prefix_len: int
@@ -76,7 +76,7 @@ class CacheMatch:
 
 
 class SessionAwareCache:
-    """The one facade the scheduler talks to. Lengths in tokens, sizes in pages.
+    """The only part of the cache that the scheduler calls. Lengths in tokens, sizes in pages.
 
     `step_tokens` is the most that a sequence grows by in one step. `clock` returns monotonic seconds.
     """
@@ -110,7 +110,7 @@ class SessionAwareCache:
         return len(self._slots)
 
     def empty_chain(self, namespace: str) -> TokenChain:
-        """That of a sequence of this tenant without any token yet. Safe on any thread."""
+        """The chain of a sequence of this tenant without any token yet. Safe on any thread."""
         return self._inner.identity.chain(namespace, self.page_size)
 
     def match_prefix(
@@ -121,12 +121,13 @@ class SessionAwareCache:
         max_len: int,
         history: History,
     ) -> CacheMatch:
-        """Finds reusable KV for a request over its first `max_len` tokens (the caller's logit reserve applied).
+        """Finds reusable KV for a request over its first `max_len` tokens (the caller has left out those it needs
+        logits of).
 
-        A slot's KV is used as far as it is KV of the turn's history, and no further: the session may have been cut, or
-        continued elsewhere, and no message needs to have said so. If that is not all of it the tree may have more.
-        Changes nothing, so a request refused after it can come back. `tokens` is called only if the tree is asked:
-        a session that continues costs the same at any length. Raises SessionBorrowed during a turn.
+        A slot's KV is used only as far as it is KV of the turn's history: the session may have been cut, or continued
+        elsewhere, and nothing need have told the cache. If the slot has less, the tree may have more. Changes nothing,
+        so a request refused after it can come back. `tokens` is called only if the tree is searched: a session that
+        continues costs the same at any length. Raises SessionBorrowed during a turn.
         """
         slot = self._idle_slot(session_id) if session_id is not None else None
         own = None
@@ -140,7 +141,7 @@ class SessionAwareCache:
         return CacheMatch(session_id, prefix.prefix_len, prefix)
 
     def is_loading(self, session_id: str | None) -> bool:
-        """Whether its KV is on its way to the device."""
+        """Whether the session's KV is on its way to the device."""
         slot = self._slots.get(session_id) if session_id is not None else None
         return slot is not None and slot.state is SlotState.LOADING
 
@@ -151,31 +152,33 @@ class SessionAwareCache:
         )
 
     def need(self, num_pages: int) -> PageNeed:
-        """What a sequence that has so many pages to come takes, at most: of the window pool no more than slides."""
+        """The most that a sequence takes of each pool for `num_pages` more pages. Its window pages never exceed what is
+        live at once."""
         pool = self._inner.window
         window = 0 if pool is None else min(num_pages, pool.pages_for_span(self._step_tokens))
         return PageNeed(num_pages, window)
 
     def can_begin(self, match: CacheMatch, target_len: int, reserve: PageNeed = NO_PAGES) -> bool:
-        """Are there pages for `target_len` tokens on this match, and `reserve` beside, without a retraction?"""
+        """Whether there are pages for `target_len` tokens on this match, and `reserve` besides, without a
+        retraction."""
         held = 0 if match.elsewhere else pages_for(match.prefix_len, self.page_size)
         needed = pages_for(target_len, self.page_size) - held
         own = self._slots.get(match.session_id) if match.session_id is not None else None
         own_kv = own.kv if own is not None else None
         kept_len = match.prefix_len if match.from_slot else 0
         if match.elsewhere and own is not None and own.entry is not None:
-            # What was rewound while stored is fetched with the rest.
+            # KV that was rewound while it was stored is fetched with the rest.
             needed = max(needed, pages_for(own.entry.committed_len, self.page_size))
         locked = match.prefix.num_unlocked if match.prefix is not None else 0
         room = self._inner.num_free + self._inner.cached_pages - locked - reserve.full
         if needed <= room and self._inner.window is None:
             return True
-        # Demoting idle sessions frees their private pages, and the shared ones that nobody in flight holds. Counting
-        # more would demote them all in vain.
+        # Demoting idle sessions frees their private pages, and the shared pages that no sequence in flight holds.
+        # Counting more pages would demote all sessions in vain.
         loading, loading_window = self.tiers.moving_pages(SlotState.LOADING)
         idle, idle_window = self._account.full - loading, self._account.window - loading_window
         if own is not None and own_kv is not None and own.state is not SlotState.LOADING:
-            # Its pages past the match are freed as it begins.
+            # The private pages that it keeps are not freed; those past the match are, when it begins.
             idle -= max(0, pages_for(kept_len, self.page_size) - own_kv.num_protected_pages)
             if own_kv.window is not None:
                 idle_window -= own_kv.window.num_private(own_kv.num_protected_pages)
@@ -185,7 +188,7 @@ class SessionAwareCache:
         return needed <= room or needed <= room + idle + yielding(match.prefix, own_kv, kept_len)
 
     def begin(self, match: CacheMatch, owner: Owner) -> SequenceKV:
-        """Moves the matched KV to a request. A session's tail past the prefix is freed first."""
+        """Moves the matched KV to a request. A session's KV past the prefix is freed first."""
         assert not match.elsewhere
         assert not match.loading
         session_id = match.session_id
@@ -210,10 +213,10 @@ class SessionAwareCache:
         return kv
 
     def promote(self, session_id: str, ahead: PageNeed = NO_PAGES) -> Room:
-        """Brings a session's KV from the host or disk beside compute; READY once that is under way.
+        """Starts to bring a session's KV from the host or disk, beside compute; READY once that is under way.
 
-        Room comes from cached prefixes and from sessions that are needed later than this one. `ahead` is
-        promised to turns before its own.
+        Room comes from cached prefixes and from sessions that are needed later than this one. `ahead` is promised to
+        turns that come before its own.
         """
         slot = self._slots.get(session_id)
         if slot is None or slot.state is not SlotState.STORED:
@@ -237,9 +240,10 @@ class SessionAwareCache:
         return room
 
     def extend(self, kv: SequenceKV, target_len: int, before: str | None = None) -> Room:
-        """Adds pages for `target_len` tokens, evicting cached prefixes, then demoting idle sessions, if it must.
+        """Adds pages for `target_len` tokens. If it must, it evicts cached prefixes, then demotes idle sessions.
 
-        What was evicted or demoted on the way stays so. `before`: spare sessions whose turns came before this one's.
+        That is not undone if room stays short. `before` names this turn's session: sessions whose turns are ahead of it
+        are spared.
         """
         if kv.reach(target_len):
             return Room.READY
@@ -247,20 +251,20 @@ class SessionAwareCache:
         return self._make_room(lambda: self._inner.extend(kv, target_len), missing, missing, before)
 
     def extend_if_free(self, kv: SequenceKV, target_len: int) -> bool:
-        """Adds pages only if nothing has to give way for them."""
+        """Adds pages only if they are free."""
         return self._inner.extend(kv, target_len)
 
     @property
     def slides(self) -> bool:
-        """Whether there are window pages to free."""
+        """Whether there is a window pool, whose pages `slide` frees."""
         return self._inner.window is not None
 
     def slide(self, kv: SequenceKV, keep_len: int) -> None:
-        """After a step: frees window pages that nobody sees any more; a rollback to `keep_len` stays possible."""
+        """After a step: frees window pages that no query will see; a rollback to `keep_len` stays possible."""
         self._inner.slide(kv, keep_len)
 
     def cache_unfinished(self, kv: SequenceKV, tokens: TokenArray) -> None:
-        """Shares a computed prompt with requests to come; its request goes on."""
+        """Shares a computed prompt with later requests; its request goes on."""
         self._inner.cache_unfinished(kv, tokens)
 
     def finish(self, kv: SequenceKV, tokens: TokenArray) -> None:
@@ -269,8 +273,8 @@ class SessionAwareCache:
         self._inner.cache_finished(kv, tokens)
 
     def finish_turn(self, session_id: str, kv: SequenceKV, tokens: Tokens, target_len: int) -> None:
-        """A turn ended well at `target_len` tokens (input plus finished output): its KV moves to the slot, as the KV of
-        these `tokens`."""
+        """A turn ended well at `target_len` tokens (input plus finished output): its KV, which is that of `tokens`,
+        moves to the slot."""
         self._trim_overshoot(kv, target_len)
         self._inner.slide(kv, 0)
         self._park(session_id, kv, tokens)
@@ -280,15 +284,15 @@ class SessionAwareCache:
         self._inner.release(kv)
 
     def give_back(self, kv: SequenceKV, session_id: str | None, tokens: Tokens, history_len: int) -> None:
-        """An unfinished request lets go of its KV: what its session had committed stays."""
+        """An unfinished request gives up its KV; what its session had committed stays."""
         if session_id is None:
             self.release(kv)
         else:
             self.rollback_turn(session_id, kv, tokens, history_len)
 
     def rollback_turn(self, session_id: str, kv: SequenceKV, tokens: Tokens, history_len: int) -> None:
-        """A turn was aborted or retracted: all it computed past `history_len` is freed, the rest moves back, as the KV
-        of these `tokens`."""
+        """A turn was aborted or retracted: its KV past `history_len` is freed. The rest, which is KV of `tokens`, moves
+        back to the slot."""
         self._inner.shrink(kv, history_len)
         self._park(session_id, kv, tokens)
 
@@ -301,7 +305,7 @@ class SessionAwareCache:
             self.tiers.discard(session_id)
         elif slot.state in (SlotState.STORED, SlotState.LOADING):
             assert slot.entry is not None
-            slot.entry.chain.cut(length)  # the KV itself by the turn that takes it
+            slot.entry.chain.cut(length)  # the turn that takes the KV cuts the KV itself
         elif slot.kv is not None and length < slot.kv.allocated_len:
             slot.kv = self.tiers.take_out(slot)
             self._inner.shrink(slot.kv, length)
@@ -311,11 +315,11 @@ class SessionAwareCache:
     def fork_session(self, parent_id: str, child_id: str, tokens: TokenArray, history: History) -> int:
         """Starts `child_id` on the KV of an idle parent's first `tokens`; returns how many of them it covers.
 
-        `tokens` are the parent's `history`, which its KV is used as far as it is of.
+        `tokens` are those of `history`. The parent's KV is used as far as it is KV of this history.
 
-        Whole pages are shared through the prefix tree, each holder with its own lock; the part-filled page is copied.
-        A parent whose KV is on the host or disk gives none: the child computes its own. Raises SessionBorrowed during
-        a turn of either.
+        Whole pages are shared through the prefix tree, each holder with its own lock; a partly filled page is copied. A
+        parent whose KV is on the host or disk gives none: the child computes its own. Raises SessionBorrowed during a
+        turn of either.
         """
         self.release_session(child_id)
         slot = self._idle_slot(parent_id)
@@ -343,40 +347,41 @@ class SessionAwareCache:
         self.tiers.lost.forget(session_id)
 
     def expect(self, session_id: str, place: tuple[int, int]) -> None:
-        """The session's next turn waits at this place in the queue: other idle sessions give way first."""
+        """The session's next turn waits at this place in the queue. Idle sessions without a waiting turn give way
+        first."""
         self._slots.expect(session_id, place)
 
     def unexpect(self, session_id: str) -> None:
-        """It waits no longer."""
+        """The session's turn no longer waits."""
         self._slots.unexpect(session_id)
 
     def flush(self) -> None:
-        """Drops every cached prefix that nobody holds."""
+        """Drops every cached prefix that no session or request holds."""
         self._inner.evict(self._inner.cached_pages)
 
     def kv_bytes(
         self, in_turn: Iterable[SequenceKV], page_bytes: int, window_page_bytes: int
     ) -> dict[tuple[str, str], int]:
-        """Of sessions and of requests that run, by namespace and tier, see cache/kv_census.py."""
+        """Bytes of sessions and of running requests, by namespace and tier, see cache/kv_census.py."""
         return kv_bytes(self._slots, in_turn, page_bytes, window_page_bytes)
 
     def session_ids(self) -> frozenset[str]:
-        """Of all that have a slot."""
+        """All sessions that have a slot."""
         return frozenset(slot.session_id for slot in self._slots)
 
     def held_tokens(self) -> dict[str, int]:
-        """Tokens of KV each idle session holds, wherever they are."""
+        """Tokens of KV that each idle session holds, in whatever tier."""
         return {slot.session_id: slot.usable_len for slot in self._slots if slot.state is not SlotState.LENT}
 
     def places(self, session_ids: Iterable[str]) -> dict[str, KVPlace]:
-        """Where these sessions' KV is, of those that have any."""
+        """Where the KV of these sessions is. Sessions without a slot are left out."""
         slots = map(self._slots.get, session_ids)
         return {slot.session_id: slot.place for slot in slots if slot is not None}
 
     def _match_slot(
         self, slot: SessionSlot, namespace: str, max_len: int, history: History
     ) -> CacheMatch | None:
-        """What a turn can go on from of its slot. None: nothing."""
+        """What a turn can reuse of its session's slot. None: nothing."""
         contents = slot.contents
         assert contents is not None
         if contents.namespace != namespace:
@@ -391,20 +396,20 @@ class SessionAwareCache:
         return match if match.prefix_len > 0 else None
 
     def _free_tail(self, kv: SequenceKV, prefix_len: int) -> None:
-        """Before a turn extends at `prefix_len`, every page wholly past it is freed.
+        """Frees every page wholly past `prefix_len` before a turn extends there.
 
-        Otherwise the turn would write its page-table entries over pages that nobody could free any more. A gap
-        comes from speculation past what was accepted, a retracted turn that resumes one short, or input
-        log-probabilities that recompute the last token; in the common case there is none.
+        Otherwise the turn would overwrite the page-table entries of pages that could then never be freed. Usually there
+        are none. They come from speculation past what was accepted, from a retracted turn that resumes one token short,
+        or from input log-probabilities for which the last token is computed again.
         """
         self._inner.shrink(kv, prefix_len)
 
     def _trim_overshoot(self, kv: SequenceKV, target_len: int) -> None:
-        """At a turn's end every length is cut to `target_len`, so that the next turn's tokens and KV agree."""
+        """Cuts every length to `target_len` at a turn's end, so that the next turn's tokens and KV agree."""
         self._inner.shrink(kv, target_len)
 
     def _park(self, session_id: str, kv: SequenceKV, tokens: Tokens) -> None:
-        """Moves KV from its request to the slot; a slot without KV is dropped, the token log has the rest."""
+        """Moves KV from its request to the slot. A slot without KV is dropped; the token log still has the session."""
         slot = self._slots.get(session_id)
         assert slot is not None
         assert slot.state is SlotState.LENT
@@ -435,9 +440,10 @@ class SessionAwareCache:
         before: str | None,
         ahead: PageNeed = NO_PAGES,
     ) -> Room:
-        """Repeats `attempt`, which takes `full` and `window` pages, giving up one thing after another for it.
+        """Repeats `attempt`, which takes `full` and `window` pages, and evicts or demotes something before each
+        repetition.
 
-        It is not made while that would leave less than `ahead` free.
+        No attempt is made while it would leave less than `ahead` free.
         """
         full, window = full + ahead.full, window + ahead.window
         while (ahead.full and max(self._missing(full, window)) > 0) or not attempt():
@@ -471,8 +477,8 @@ class SessionAwareCache:
         return evicted
 
     def _window_can_begin(self, match: CacheMatch, needed: int, idle: int) -> bool:
-        """The same question for the window pool. Shared pages of idle sessions are not counted: it may say no where
-        there is room, and the request waits for those that run."""
+        """`can_begin` for the window pool. Shared pages of idle sessions are not counted, so it may say no where there
+        is room; the request then waits for the running ones."""
         pool = self._inner.window
         if pool is None:
             return True

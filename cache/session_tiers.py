@@ -1,4 +1,5 @@
-"""SessionTiers: moves idle sessions' KV from the device to the host, on to disk, back, or down to the token log."""
+"""SessionTiers: moves idle sessions' KV from the device to the host, on to disk, back, or drops it (the token log
+remains)."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from cache.slots import SessionSlot, SlotState, SlotTable
 from cache.tiers import CopyKind, CopyOrder, PoolPages, StoredKV, Tier, TierSizes
 
 SPARE_PART = 4
-"""With a disk, one part in so many of the host's budget is kept free."""
+"""With a disk, one part in this many of the host's budget is kept free."""
 
 
 class SessionTiers:
     """Owns the copies in flight and the orders not yet handed to the runner. `slots` and `account` are the cache's.
     `clock` returns monotonic seconds.
 
-    Nothing ever waits for room on the host or disk: a session that finds none is dropped at once. So those longest on
-    the host are written to disk before others need their room. A copy that is no longer wanted runs to its end, and
-    what it holds is given back then.
+    Nothing ever waits for room on the host or disk: KV that finds none is dropped at once. So the sessions that have
+    been on the host longest are written to disk before others need their room. A copy that is no longer wanted runs to
+    its end; what it holds is given back then.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class SessionTiers:
         self._disk_pause = DiskPause(clock)
         self._keys = count(1)
         self._copies: dict[int, StoredKV] = {}
-        self._write: tuple[StoredKV, StoredKV] | None = None  # from the host's entry to the disk's
-        self._orphans: dict[int, SequenceKV] = {}  # being loaded for a session that has gone
+        self._write: tuple[StoredKV, StoredKV] | None = None  # the host's entry and the disk's
+        self._orphans: dict[int, SequenceKV] = {}  # KV being loaded for a session that is gone
         self._orders: list[CopyOrder] = []
-        self.num_changes = 0  # copies to or from the device that ended, sessions whose KV went
+        self.num_changes = 0  # copies to or from the device that ended, sessions whose KV was dropped
         self.num_to_host = 0
         self.num_to_disk = 0
         self.num_to_log = 0
@@ -59,12 +60,12 @@ class SessionTiers:
 
     @property
     def copies_in_flight(self) -> int:
-        """Those that bring device pages, or give them back."""
+        """Copies that fill device pages, or after which device pages are freed."""
         return len(self._copies)
 
     @property
     def writing(self) -> bool:
-        """From the host to the disk: nobody waits for that."""
+        """Whether KV is being written from the host to the disk. Nothing waits for that."""
         return self._write is not None
 
     @property
@@ -72,11 +73,11 @@ class SessionTiers:
         return iter(self._orphans.values())
 
     def accounts(self) -> tuple[TierAccounts, TierAccounts]:
-        """The host's and the disk's. What is being written to disk is in both."""
+        """The host's and the disk's accounts. KV being written to disk is in both."""
         return self._host.accounts(), self._disk.accounts()
 
     def mismatches(self) -> list[str]:
-        """What a recount of both budgets finds wrong, and what is stored for nobody."""
+        """What a recount of both budgets finds wrong, and entries that no slot owns."""
         held = {slot.entry.key for slot in self._slots if slot.entry is not None}
         stray = [
             f"{entry.num_bytes} bytes of session {entry.session_id} are stored for nobody"
@@ -87,7 +88,7 @@ class SessionTiers:
         return [*self._host.mismatches(), *self._disk.mismatches(), *stray]
 
     def moving_pages(self, state: SlotState) -> tuple[int, int]:
-        """Private pages of sessions being saved (they will be free) or loaded, in each pool."""
+        """Private pages, in each pool, of sessions being saved (the pages will be free) or being loaded."""
         full = window = 0
         for entry in self._copies.values():
             slot = self._slots.get(entry.session_id)
@@ -98,16 +99,16 @@ class SessionTiers:
         return full, window
 
     def take_orders(self) -> list[CopyOrder]:
-        """Orders since the last call; the runner must carry them out in sequence, before the next step."""
+        """Orders since the last call. The runner must carry them out in sequence, before the next step."""
         orders, self._orders = self._orders, []
         return orders
 
     def clone_page(self, source: SequenceKV, target: SequenceKV, index: int) -> None:
-        """Page `index` of the target gets what the source's holds."""
+        """Orders that page `index` of the source is copied to that of the target."""
         self._orders.append(CopyOrder(CopyKind.CLONE, 0, _page_at(source, index), _page_at(target, index)))
 
     def demote(self, slot: SessionSlot) -> None:
-        """An idle session's pages are needed: its KV goes to the host, or away if there is no room."""
+        """An idle session's pages are needed: its KV goes to the host, or is dropped if there is no room."""
         assert slot.state is SlotState.IDLE
         kv = slot.kv
         assert kv is not None
@@ -133,7 +134,7 @@ class SessionTiers:
         self._copy(entry, CopyOrder(CopyKind.SAVE, entry.key, pages))
 
     def load(self, slot: SessionSlot, kv: SequenceKV) -> None:
-        """Fills `kv`, whose pages are allocated, from the host or disk; the slot holds it meanwhile."""
+        """Fills `kv`, whose pages are allocated, from the host or disk. The slot holds it meanwhile."""
         entry = slot.entry
         assert entry is not None
         assert slot.state is SlotState.STORED
@@ -142,7 +143,7 @@ class SessionTiers:
         self._copy(entry, CopyOrder(CopyKind.LOAD, entry.key, _pages_of(kv)))
 
     def take_out(self, slot: SessionSlot) -> SequenceKV:
-        """The KV of a slot whose KV is on the device; a save that runs comes to nothing."""
+        """Takes the KV out of a slot whose KV is on the device. A save in flight is discarded."""
         kv = slot.kv
         assert kv is not None
         assert slot.state in (SlotState.IDLE, SlotState.SAVING)
@@ -152,7 +153,7 @@ class SessionTiers:
         return kv
 
     def discard(self, session_id: str) -> None:
-        """The slot and its KV go, wherever they are, unless a turn has them. Unknown ids are fine."""
+        """Drops the slot and its KV, in whatever tier. No turn may have the KV. Unknown ids are fine."""
         slot = self._slots.get(session_id)
         if slot is None:
             return
@@ -168,8 +169,8 @@ class SessionTiers:
         self._drop_entry(slot)
 
     def copy_done(self, key: int, *, failed: bool = False) -> None:
-        """The runner's answer to a SAVE, SPILL or LOAD. What a SAVE or LOAD failed to copy is computed again from the
-        token log."""
+        """Takes the runner's answer to a SAVE, SPILL or LOAD. KV that a SAVE or LOAD failed to copy is computed again
+        from the token log."""
         if key in self._copies:
             self._copied(self._copies.pop(key), failed=failed)
         else:
@@ -177,7 +178,7 @@ class SessionTiers:
         self._spill()
 
     def _copied(self, entry: StoredKV, *, failed: bool) -> None:
-        """A SAVE or LOAD has ended. Of an unwanted one only its pages are left, if it was a load."""
+        """A SAVE or LOAD has ended. If a LOAD is no longer wanted, its pages are freed."""
         self.num_changes += 1
         if failed and entry.on_disk:
             self._disk_failed()
@@ -206,8 +207,8 @@ class SessionTiers:
             self.num_from_host += not entry.on_disk
 
     def _written(self, *, failed: bool) -> None:
-        """The SPILL has ended. It comes to nothing if it failed, or the session is gone, or on its way back to the
-        device: what the host has stays there."""
+        """The SPILL has ended. Its result is dropped if it failed, or if the session is gone or on its way back to the
+        device. The host's copy is then kept as it is."""
         assert self._write is not None
         (source, entry), self._write = self._write, None
         entry.saved = not failed
@@ -230,7 +231,7 @@ class SessionTiers:
         self._disk_pause.failed()
 
     def _lose(self, slot: SessionSlot) -> None:
-        """A copy failed: the token log has the session."""
+        """A copy failed: the session's KV is dropped. The token log still has the session."""
         if slot.kv is not None:
             self._inner.release(slot.kv)
         self._drop_entry(slot)
@@ -238,7 +239,8 @@ class SessionTiers:
         self.num_to_log += 1
 
     def _make_room(self, tier: Tier, num_bytes: int) -> bool:
-        """Sessions longest there go, unless their turns wait. False, and none went, if that is not enough."""
+        """Drops the sessions that have been in the tier longest, unless their turns wait. False, and none dropped, if
+        that is not enough."""
         missing = tier.missing_bytes(num_bytes)
         victims: list[str] = []
         for entry in tier.settled():
@@ -254,7 +256,7 @@ class SessionTiers:
         return True
 
     def _give_up(self, session_id: str) -> None:
-        """There is no room for an idle session's KV: the token log has the session."""
+        """Drops an idle session's KV for lack of room. The token log still has the session."""
         slot = self._slots.get(session_id)
         assert slot is not None
         num_pages = pages_for(slot.usable_len, self._inner.page_size)
@@ -263,8 +265,9 @@ class SessionTiers:
         self.num_to_log += 1
 
     def _spill(self) -> None:
-        """Has the session longest on the host written to disk, unless the spare part of the host's budget is free or
-        will be. One at a time: the next may be wanted, or gone, by then. None while the disk is left alone."""
+        """Starts to write the session that has been on the host longest to disk, unless the spare part of the host's
+        budget is free or will be. One at a time: the next session may be wanted, or gone, by then. None is written
+        while the disk is paused."""
         if self._write is not None or not self._disk.budget_bytes or self._disk_pause.under_way:
             return
         missing = self._host.missing_bytes(self._spare_bytes)
@@ -295,7 +298,7 @@ class SessionTiers:
             self._drop(entry)
 
     def _drop(self, entry: StoredKV) -> None:
-        """Nobody wants it: it goes now, or with the last copy that works on it."""
+        """The entry is no longer wanted: removes it now, or when the last copy that works on it ends."""
         entry.wanted = False
         if entry.copies:
             return
@@ -304,7 +307,7 @@ class SessionTiers:
             self._orders.append(CopyOrder(CopyKind.DROP, entry.key))
 
     def _let_go(self, entry: StoredKV) -> None:
-        """A copy has ended."""
+        """A copy that worked on the entry has ended."""
         entry.copies -= 1
         if not entry.wanted:
             self._drop(entry)

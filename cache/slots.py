@@ -1,4 +1,4 @@
-"""SlotTable: every session's KV between turns, and in which order idle sessions give way."""
+"""SlotTable: every session's KV between turns, and the order in which idle sessions give way."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class SlotState(Enum):
     IDLE = auto()  # KV on the device
     SAVING = auto()  # KV on the device, being copied to the host; a turn may take it back at any time
     STORED = auto()  # KV in host memory or on disk only
-    LOADING = auto()  # device pages are being filled from there
+    LOADING = auto()  # device pages are being filled from host or disk
 
 
 @dataclass(frozen=True, slots=True)
 class KVPlace:
-    """Where a session's KV is: "device", "host" or "disk"; and of how many tokens it is (None: a turn has it)."""
+    """Where a session's KV is ("device", "host" or "disk"), and how many tokens it covers (None: a turn has it)."""
 
     tier: str
     tokens: int | None
@@ -32,7 +32,7 @@ class SessionSlot:
     """A session's KV between turns.
 
     `kv` is there in states IDLE, SAVING and LOADING, `entry` in SAVING, STORED and LOADING, `borrower` (a request id)
-    in LENT. Which session it is of is only a way to find it: what a turn may use of it is for its tokens to say.
+    in LENT. The session id is only a way to find the KV; its tokens decide what a turn may use of it.
     """
 
     session_id: str
@@ -43,12 +43,12 @@ class SessionSlot:
 
     @property
     def contents(self) -> SequenceKV | StoredKV | None:
-        """What knows the KV's tokens, wherever it is: None while a turn has it."""
+        """The object that knows the KV's tokens; None while a turn has it."""
         return self.entry if self.entry is not None else self.kv
 
     @property
     def usable_len(self) -> int:
-        """Tokens of KV that a turn may continue from, wherever they are, if its history begins with them."""
+        """Tokens of KV, in whatever tier, that a turn may continue from if its history begins with them."""
         contents = self.contents
         return 0 if contents is None else len(contents.chain)
 
@@ -61,7 +61,8 @@ class SessionSlot:
 
 
 class SlotTable:
-    """Slots by session id; those that could be demoted, least recently used first; and whose next turns wait already.
+    """Slots by session id, those that could be demoted (least recently used first), and the sessions whose next turns
+    wait.
 
     A slot's state changes only through `put` and `move`.
     """
@@ -69,7 +70,7 @@ class SlotTable:
     def __init__(self) -> None:
         self._slots: dict[str, SessionSlot] = {}
         self._idle: OrderedDict[str, SessionSlot] = OrderedDict()
-        self._expected: dict[str, tuple[int, int]] = {}  # and their places in the queue, smaller first
+        self._expected: dict[str, tuple[int, int]] = {}  # places of their turns in the queue, smaller first
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -81,7 +82,7 @@ class SlotTable:
         return self._slots.get(session_id)
 
     def put(self, slot: SessionSlot) -> None:
-        """Adds or replaces, as the most recently used."""
+        """Adds or replaces a slot, as the most recently used."""
         self._slots[slot.session_id] = slot
         self.move(slot, slot.state)
 
@@ -96,7 +97,8 @@ class SlotTable:
         self._idle.pop(session_id, None)
 
     def expect(self, session_id: str, place: tuple[int, int]) -> None:
-        """The session's next turn waits, at this place in the queue: the sooner it runs, the later its KV should go."""
+        """The session's next turn waits at this place in the queue: the sooner it runs, the later its KV should be
+        demoted."""
         self._expected[session_id] = place
 
     def unexpect(self, session_id: str) -> None:
@@ -106,9 +108,8 @@ class SlotTable:
         return session_id in self._expected
 
     def next_victim(self, before: str | None = None) -> SessionSlot | None:
-        """The idle session to demote next: the longest idle; if turns wait for all of them, that of the last in the
-        queue. `before` and those ahead of it in the queue are spared.
-        """
+        """The idle session to demote next: the longest idle without a waiting turn. If turns wait for all of them, it
+        is the one whose turn is last in the queue. `before` and the sessions ahead of it in the queue are spared."""
         for session_id, slot in self._idle.items():
             if session_id not in self._expected:
                 return slot

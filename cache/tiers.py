@@ -1,6 +1,7 @@
-"""Where an idle session's KV lives when the device's pages are needed: host memory, then a disk, each within a budget.
+"""Where an idle session's KV is kept when the device's pages are needed: host memory, then a disk, each within a
+budget.
 
-Copies run beside compute. The cache says what is to be copied (CopyOrder), the runner copies, and says when it is done.
+Copies run beside compute. The cache orders them (CopyOrder); the runner copies and reports when each is done.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class PoolPages:
 
 @dataclass(frozen=True, slots=True)
 class PageNeed:
-    """So many pages of each pool."""
+    """A number of pages of each pool."""
 
     full: int = 0
     window: int = 0
@@ -36,8 +37,8 @@ class PageNeed:
 
 class CopyKind(Enum):
     SAVE = auto()  # device pages to host memory under a key
-    SPILL = auto()  # what is in host memory under `source` also to the disk, under a key
-    LOAD = auto()  # from wherever it is under a key to device pages
+    SPILL = auto()  # what is in host memory under `source` to the disk as well, under a key
+    LOAD = auto()  # what is under a key, on host or disk, to device pages
     DROP = auto()  # forget what is under a key
     CLONE = auto()  # device pages to other device pages, at once
 
@@ -55,7 +56,7 @@ class CopyOrder:
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Budgets of the tiers below the device, and what a page of each pool takes there."""
+    """Budgets of the tiers below the device, and the bytes that a page of each pool takes there."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -70,10 +71,10 @@ class TierSizes:
 class StoredKV:
     """A session's KV in one tier, or on its way there: enough to build its SequenceKV again.
 
-    `chain` has the tokens that it is the KV of, but for those that were cut off meanwhile. The first `window_first`
-    window pages were gone. While any of `copies` works on it its bytes stay taken, whatever becomes of the session;
-    once nobody wants it, it goes with the last of them. `saved`: the runner has something under the key, to be dropped
-    some day.
+    `chain` has the tokens of this KV, except those that were cut off meanwhile. The first `window_first` window pages
+    were already gone. While any of `copies` works on it, its bytes stay taken, even if the session is gone. An entry
+    that is no longer wanted is removed with the last of its copies. `saved`: the runner has something under the key,
+    which must be dropped in the end.
     """
 
     key: int
@@ -107,7 +108,7 @@ class Tier:
         return TierAccounts(self._budget_bytes, self._used_bytes, len(self._entries))
 
     def missing_bytes(self, num_bytes: int) -> int:
-        """What must be given up before `num_bytes` fit; none if not positive."""
+        """Bytes to free before `num_bytes` fit; zero or less if they fit."""
         return self._used_bytes + num_bytes - self._budget_bytes
 
     def add(self, entry: StoredKV) -> None:
@@ -118,7 +119,7 @@ class Tier:
         self._used_bytes -= self._entries.pop(key).num_bytes
 
     def settled(self) -> Iterator[StoredKV]:
-        """Entries no copy works on, longest there first."""
+        """Entries that no copy works on, longest there first."""
         return (entry for entry in self._entries.values() if not entry.copies)
 
     def mismatches(self) -> list[str]:

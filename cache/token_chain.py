@@ -1,8 +1,8 @@
 """TokenChain: which KV a sequence's pages hold. Each page has a chain hash; equal hash, equal KV.
 
 A page's KV depends on every token before its end, on the model, and on how KV is kept. Its chain hash depends on the
-same: h(i) = BLAKE2b(key, h(i-1), tokens of page i), 16 bytes. The root, h(-1), is made of the tenant and the adapter,
-the key of all else in the KVIdentity.
+same: h(i) = BLAKE2b(key, h(i-1), tokens of page i), 16 bytes. The root, h(-1), is made of the tenant and the adapter;
+the key is made of the rest of the KVIdentity and the page size.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """All that KV depends on but tenant and tokens.
+    """Everything that KV depends on except tenant and tokens.
 
     `weights` is the fingerprint of the model's weights, `kv_format` says how a token's KV is kept (types, heads,
     sizes), `adapter` names what is applied to the weights (nothing yet). Replicas that agree on all of it give equal
-    pages equal hashes. The key is made of these, so it is no secret: since the tenant is in every hash, a page of one
-    tenant that has the hash of another's takes 2**128 tries to find.
+    pages equal hashes. The key is made of these values, so it is no secret. Since the tenant is in every hash, it takes
+    2**128 tries to find a page of one tenant that has the hash of another's.
     """
 
     weights: str = ""
@@ -47,7 +47,7 @@ class KVIdentity:
     adapter: str = ""
 
     def chain(self, tenant: str, page_size: int) -> TokenChain:
-        """Of a sequence of this tenant, without any token yet."""
+        """The empty chain of a sequence of this tenant."""
         kept = json.dumps([_SCHEME, self.weights, self.kv_format, page_size])
         key = blake2b(kept.encode(), digest_size=32).digest()
         owner = json.dumps([tenant, self.adapter])
@@ -56,11 +56,11 @@ class KVIdentity:
 
 
 ANY_KV = KVIdentity()
-"""Of books whose pages nobody else will ever see."""
+"""For books whose pages are never compared with others."""
 
 
 class ChainedTokens(Sequence[int]):
-    """The tokens of a chain, to be read. They grow and are cut with it. Parts cost their length."""
+    """A live view of a chain's tokens, to be read: they grow and are cut with the chain. A slice costs its length."""
 
     __slots__ = ("_packed",)
 
@@ -93,9 +93,9 @@ class ChainedTokens(Sequence[int]):
 
 
 class TokenChain:
-    """A sequence's tokens, and the chain hashes of its pages. Costs 4 bytes a token and 16 a page.
+    """A sequence's tokens, and the chain hashes of its pages. Takes 4 bytes for each token and 16 for each page.
 
-    Owned by whoever owns the sequence; lent for reading only.
+    Owned by the owner of the sequence; lent for reading only.
     """
 
     __slots__ = ("_digests", "_distinct", "_key", "_root", "_tokens", "page_size")
@@ -105,20 +105,20 @@ class TokenChain:
         self._root = root
         self._digests = bytearray()  # of the whole pages
         self._tokens = bytearray()
-        self._distinct: DistinctTokens | None = None  # kept from the first time on that somebody asks
+        self._distinct: DistinctTokens | None = None  # kept from the first call of `distinct` on
         self.page_size = page_size
 
     def __len__(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return len(self._tokens) // _TOKEN.itemsize
 
     @property
     def num_pages(self) -> int:
-        """The part-filled last page included."""
+        """Pages, including a partly filled last one."""
         return -(-len(self) // self.page_size)
 
     def page_hash(self, index: int) -> bytes:
-        """The chain hash of page `index`; that of the part-filled last page is over the tokens it has so far.
+        """The chain hash of page `index`. That of a partly filled last page is over the tokens it has so far.
 
         Raises IndexError.
         """
@@ -130,7 +130,7 @@ class TokenChain:
 
     @property
     def tokens(self) -> ChainedTokens:
-        """All of them, as they will be, too."""
+        """All of them; the view follows later changes."""
         return ChainedTokens(self._tokens)
 
     def extend(self, tokens: Sequence[int] | NDArray[np.int32]) -> None:
@@ -157,15 +157,15 @@ class TokenChain:
         return copy
 
     def distinct(self) -> NDArray[np.uint32]:
-        """Each token that occurs, once: a view, valid until the chain next changes. Only for the owner. Costs what the
-        chain was extended by since the last call, and one pass over the vocabulary at most."""
+        """Each token that occurs, once: a view, valid until the chain next changes. Only for the owner. Costs the
+        tokens added since the last call, and one pass over the vocabulary at most."""
         if self._distinct is None:
             self._distinct = DistinctTokens()
         self._distinct.extend(self._read(self._distinct.length, len(self)))
         return self._distinct.ids
 
     def common_len(self, other: TokenChain) -> int:
-        """Tokens that both begin with: 0 if they are of different tenants or models.
+        """How many leading tokens both have in common: 0 if they are of different tenants or models.
 
         Looks at one hash if all agree, else at O(log pages), and at the tokens of one page.
         """
@@ -181,7 +181,7 @@ class TokenChain:
         return len(self._digests) // DIGEST_BYTES
 
     def _num_common(self, other: TokenChain) -> int:
-        """Whole pages that both begin with. Where a link is equal all before it are."""
+        """How many leading whole pages both have in common. Where a link is equal, all before it are."""
         equal, differs = 0, min(self._num_hashed, other._num_hashed) + 1
         probe = differs - 1  # most often all are equal
         while differs - equal > 1:
@@ -193,7 +193,7 @@ class TokenChain:
         return equal
 
     def _link(self, index: int) -> bytes:
-        """What the page behind page `index` is chained to."""
+        """The hash that the page after page `index` is chained to."""
         if index < 0:
             return self._root
         return bytes(self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])

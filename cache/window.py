@@ -1,7 +1,8 @@
 """WindowPool: pages of the sliding-window layers, freed as the window passes.
 
-A layer with a window of W tokens lets the query at position p see keys from p - W + 1 on, so older pages are of no use.
-A window page belongs to one sequence, or to the prefix tree; of the tree's, those that sequences hold are protected.
+In a layer with a window of W tokens, the query at position p sees keys from p - W + 1 on, so older pages are not
+needed. A window page belongs to one sequence or to the prefix tree. The tree's pages are protected while sequences hold
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cache.window_table import GONE
 
 
 class WindowPool:
-    """Owns the pool's allocator and who holds the tree's pages. `window_len` in tokens, counts in pages.
+    """Owns the pool's allocator, and counts who holds the tree's pages. `window_len` in tokens, counts in pages.
 
     A little more than the window is kept: see `_oldest_kept`.
     """
@@ -52,7 +53,8 @@ class WindowPool:
         return self._allocator
 
     def pages_for_span(self, num_tokens: int) -> int:
-        """Most pages live at once in a sequence that grows by up to `num_tokens` tokens between two slides."""
+        """The most pages that are live at once in a sequence that grows by up to `num_tokens` tokens between two
+        slides."""
         return -(-(self._window_len + num_tokens) // self._page_size) + 2
 
     def first_needed(self, length: int) -> int:
@@ -64,13 +66,14 @@ class WindowPool:
         return int(np.count_nonzero(self._holders[pages] == 0))
 
     def resumable(self, kv: SequenceKV, length: int) -> bool:
-        """Is there what a query at position `length` sees? `length` must not exceed the table."""
+        """Whether the pages that a query at position `length` sees are there. `length` must not exceed the table."""
         assert kv.window is not None
         end = -(-length // self._page_size)
         return kv.window.is_live(self.first_needed(length), end)
 
     def longest_resumable(self, entries: PageArray) -> int:
-        """Of a cached prefix with these window pages (GONE among them): the most pages a sequence can start from."""
+        """The most pages that a sequence can start from, on a cached prefix with these window pages (GONE among
+        them)."""
         gone = np.flatnonzero(entries == GONE)
         ends = np.arange(1, len(entries) + 1)
         starts = np.maximum(0, ends * self._page_size - self._window_len + 1) // self._page_size
@@ -83,7 +86,7 @@ class WindowPool:
         return int(ends[usable[-1]]) if len(usable) else 0
 
     def begin(self, kv: SequenceKV, entries: PageArray) -> None:
-        """A sequence starts on a cached prefix, whose window pages it holds as far as it sees them."""
+        """Starts a sequence on a cached prefix. It holds the prefix's window pages that it sees."""
         assert kv.window is not None
         first = self.first_needed(len(entries) * self._page_size)
         pages = entries[first:]
@@ -107,7 +110,7 @@ class WindowPool:
         kv.window.cut(num_pages)
 
     def slide(self, kv: SequenceKV, keep_len: int) -> None:
-        """Frees what has left the window, but for what a rollback to `keep_len` tokens would need (0: nothing)."""
+        """Frees what has left the window, except what a rollback to `keep_len` tokens would need (0: nothing)."""
         table = kv.window
         assert table is not None
         bound = self._oldest_kept(kv.committed_len)
@@ -125,10 +128,10 @@ class WindowPool:
                 table.gap_start, table.gap_end = keep_end, bound
 
     def share(self, kv: SequenceKV, tree: RadixTree, known_page: int, end_page: int) -> None:
-        """The tree takes over the sequence's window pages up to `end_page`; the sequence holds them on.
+        """The tree takes over the sequence's window pages up to `end_page`; the sequence still holds them.
 
-        Entries below `known_page` the tree had already: it keeps its own where it has one. `kv.node` is the tree's node
-        at `end_page`; the protected length is still the one before.
+        The tree had the entries below `known_page` already: it keeps its own page where it has one. `kv.node` is the
+        tree's node at `end_page`; the protected length is still the old one.
         """
         table, node = kv.window, kv.node
         assert table is not None
@@ -151,7 +154,7 @@ class WindowPool:
                 self._allocator.journal.note(page, "shared", kv.owner)
 
     def disown(self, pages: PageArray) -> None:
-        """Evicted from the tree. Raises BooksError if a sequence still holds one."""
+        """Frees pages evicted from the tree. Raises BooksError if a sequence still holds one."""
         pages = pages[pages != GONE]
         if self._holders[pages].any():
             raise BooksError(f"window pages {pages[self._holders[pages] > 0].tolist()} evicted while held")
@@ -160,7 +163,7 @@ class WindowPool:
         self._allocator.free(pages, operation="evicted")
 
     def evict(self, tree: RadixTree, num_pages: int) -> int:
-        """Frees at least `num_pages` of the tree's unheld window pages if there are so many; returns how many."""
+        """Frees at least `num_pages` of the tree's unheld window pages if there are that many; returns how many."""
         pages = tree.strip_window(num_pages, self._holders == 0)
         self.disown(pages)
         return len(pages)
@@ -184,13 +187,14 @@ class WindowPool:
         return mismatches
 
     def _oldest_kept(self, length: int) -> int:
-        """The oldest page that stays when `length` tokens are committed: it is needed to go on from one token less (the
-        last one is computed again for its logits) or from the last whole page (those who share the prefix)."""
+        """The oldest page that stays when `length` tokens are committed. It is needed to continue from one token less
+        (the last token is computed again for its logits), or from the last whole page (sequences that share the
+        prefix)."""
         whole = length - length % self._page_size
         return max(0, min(length, whole + 1) - self._window_len) // self._page_size
 
     def _drop(self, kv: SequenceKV, start: int, end: int) -> None:
-        """Entries start .. end-1 go: the tree's are held no longer, private ones are freed."""
+        """Drops entries start .. end-1: the tree's pages are no longer held, private ones are freed."""
         table, protected = kv.window, kv.num_protected_pages
         assert table is not None
         self._unhold(table.live(start, min(end, protected)))

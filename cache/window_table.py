@@ -1,4 +1,4 @@
-"""WindowTable: where one sequence's sliding-window KV lies, and which of it is gone."""
+"""WindowTable: where one sequence's sliding-window KV lies, and what is gone of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ _INITIAL_CAPACITY = 16
 
 
 class WindowTable:
-    """Entry i is the window page of tokens i * page_size and on, or GONE; as many entries as the full table has.
+    """Entry i is the window page of the tokens from i * page_size on, or GONE. There are as many entries as in the full
+    table.
 
-    Live entries are those from `first` on, without the gap [gap_start, gap_end): what a turn has slid past behind
-    the pages that its rollback needs. Lengths are in pages. Only cache/window.py changes a table. `sent_pages` is as in
-    SequenceKV.
+    Live entries are those from `first` on, except the gap [gap_start, gap_end). The gap is what a turn has slid past;
+    the pages before it are kept for the turn's rollback. Lengths are in pages. Only cache/window.py changes a table.
+    `sent_pages` is as in SequenceKV.
     """
 
     __slots__ = ("_buffer", "first", "gap_end", "gap_start", "num_pages", "sent_pages")
@@ -39,7 +40,7 @@ class WindowTable:
         return None if page == GONE else page
 
     def live(self, start: int = 0, end: int | None = None) -> PageArray:
-        """Pages still there among entries start .. end-1."""
+        """Pages that are still there among entries start .. end-1."""
         entries = self._buffer[max(start, self.first) : self.num_pages if end is None else end]
         return entries.compress(entries != GONE)
 
@@ -63,7 +64,7 @@ class WindowTable:
         self.num_pages = end
 
     def start_at(self, first: int, pages: PageArray) -> None:
-        """An empty table gets entries for `first` pages that are gone already, then `pages`."""
+        """Gives an empty table `first` entries that are gone already, then `pages`."""
         assert self.num_pages == 0
         self.grow(np.full(first, GONE, dtype=np.int32))
         self.grow(pages)
@@ -74,12 +75,12 @@ class WindowTable:
         self.sent_pages = min(self.sent_pages, index)
 
     def forget(self, start: int, end: int) -> None:
-        """Entries start .. end-1 are gone; the caller has settled their pages and adjusts the limits."""
+        """Marks entries start .. end-1 as gone. The caller has settled their pages, and adjusts the limits."""
         self._buffer[start:end] = GONE
         self.sent_pages = min(self.sent_pages, start)
 
     def cut(self, num_pages: int) -> None:
-        """Only the first `num_pages` entries stay; every limit is capped, or pages would be freed twice."""
+        """Keeps only the first `num_pages` entries. Every limit is capped too, or pages would be freed twice."""
         self.num_pages = min(self.num_pages, num_pages)
         self.first = min(self.first, self.num_pages)
         self.gap_start = min(self.gap_start, self.num_pages)

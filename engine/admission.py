@@ -1,10 +1,12 @@
-"""Admission: may the next waiting request run now? It takes KV pages for those that may, and fetches KV for the others.
+"""Admission: decides whether the next waiting request may run now. Takes KV pages for requests that may, and starts to
+fetch KV for others.
 
-Requests are asked in the order of the queue. No one gets pages that somebody ahead waits for; but while one waits for
-copies between device and host, the KV of those behind it is fetched already, or each step would fetch just one.
+Requests are asked in queue order. No request gets pages that a request ahead of it waits for. But while one request
+waits for copies between device and host, the KV of those behind it is fetched already; otherwise each step would fetch
+only one.
 
-A pass over the queue goes on in the next step where it stopped: whoever was passed over is asked again only when
-something has changed that might let it in.
+A pass over the queue continues in the next step where it stopped. A request that was passed over is asked again only
+when something has changed that might let it in.
 """
 
 from __future__ import annotations
@@ -20,35 +22,37 @@ from engine.request import LiveRequest
 from engine.settings import SchedulerSettings
 
 LOOK_AHEAD = 16
-"""So many are asked behind one that waits for pages: none of them may run before it, but their KV may be fetched."""
+"""How many requests are asked behind one that waits for pages. None of them may run before it, but their KV may be
+fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """READY with `num_tokens`: the request has its KV and runs with so many tokens. READY without: its KV is on its
-    way, others may pass. WAIT: for pages that copies will free, none may pass. SHORT: those behind get nothing.
-    """
+    way, and requests behind it may run. WAIT: it waits for pages that copies will free, and no request behind it may
+    run. SHORT: pages are missing, and requests behind it get nothing."""
 
     room: Room
     num_tokens: int = 0
 
 
 class Admission:
-    """The pass under way. Whoever keeps the queue says what changed in it, or among those that run (`begin_anew`); what
-    changes in the cache is seen here."""
+    """The current pass over the queue. The scheduler calls `begin_anew` when the queue or the set of running requests
+    has changed. Admission notices changes in the cache itself."""
 
     def __init__(self, cache: SessionAwareCache, settings: SchedulerSettings) -> None:
         self._cache = cache
         self._settings = settings
         self._seen = cache.room_signs()
         self._running: Sequence[LiveRequest] = ()
-        self._owed: PageNeed | None = None  # worked out for the first to be asked in a step
-        self._loading: dict[str, PageNeed] = {}  # by request id: KV is on its way; what they need beside it
+        self._owed: PageNeed | None = None  # computed when the first request of a step is asked
+        self._loading: dict[str, PageNeed] = {}  # by request id: KV is on its way; pages needed besides it
         self._loading_before: dict[str, PageNeed] = {}
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """A request ended, was put back, or shares its prompt now; or the queue changed, but for its end."""
+        """Starts the pass again from the front. Call it when a request has ended, was put back or now shares its
+        prompt, or when the queue has changed other than at its end."""
         self._place = 0
         self._ahead = NO_PAGES  # pages that requests passed over wait for
         self._num_looked_ahead = 0
@@ -58,7 +62,7 @@ class Admission:
             self._loading_before, self._loading = self._loading, {}
 
     def resume(self, running: Sequence[LiveRequest]) -> int | None:
-        """A step begins, in which these run. Gives `place`."""
+        """Begins a step in which the `running` requests run. Returns `place`."""
         if not running or self._cache.room_signs().promise_more_than(self._seen):
             self.begin_anew()
         self._running = running
@@ -67,12 +71,12 @@ class Admission:
 
     @property
     def place(self) -> int | None:
-        """In the queue, of who is to be asked next: all before it were passed over. None: nobody."""
+        """Index in the queue of the next request to ask; all before it were passed over. None: there is none to ask."""
         return None if self._is_over else self._place
 
     def ask(self, request: LiveRequest, budget: int) -> Verdict:
-        """After READY with tokens the request owns its KV, and the caller makes it run. `budget` tokens are left in the
-        step."""
+        """Decides on `request` when `budget` tokens are left in the step. After READY with tokens the request owns its
+        KV, and the caller must run it."""
         verdict = self._ask(request, budget)
         if verdict.room is Room.SHORT:
             self._is_over = True
@@ -93,8 +97,8 @@ class Admission:
         )
         if match.loading:
             return self._pass_over(request, match, Room.READY)
-        # Beside others all of it must fit, and what they still need for theirs, and one page more for everyone who
-        # grows; alone it fits by itself.
+        # Beside other requests there must be pages for all of it, for what the others still need, and one more for each
+        # running request. A request alone always fits.
         if self._owed is None:
             self._owed = self._still_owed(self._running)
         beside_others = bool(self._running) or self._place > 0
@@ -119,7 +123,8 @@ class Admission:
         self._loading_before.pop(request.request_id, None)
         assert self._owed is not None
         self._owed += self._still_owed([request])
-        # What the session shared past a cut is computed again, and is shared again.
+        # A session that continues from its slot does not share its prompt. But if part of its history is computed
+        # again, what it had shared of that is shared again.
         request.shares_prompt = not match.from_slot or request.recomputes_history
         return Verdict(room, count)
 
@@ -139,7 +144,7 @@ class Admission:
         return Verdict(Room.READY)
 
     def _still_owed(self, running: Sequence[LiveRequest]) -> PageNeed:
-        """What running requests need for the tokens they have, and a page more each."""
+        """Pages that running requests still need for the tokens they have, plus one more for each."""
         full = window = 0
         for request in running:
             assert request.kv is not None

@@ -1,7 +1,7 @@
-"""The engine's public face: requests in, deltas out, typed errors. Plain data, no tensors.
+"""The engine's public interface: requests in, deltas out, typed errors. Plain data, no tensors.
 
-`GenerateRequest` describes one generation. A session's turn hands in its committed history by
-reference (never copied) and only the new tokens of the turn.
+`GenerateRequest` describes one generation. A session's turn passes its committed history by reference (never copied)
+and only the turn's new tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 class EngineError(Exception):
-    """Base of every error that the engine answers a request with.
+    """Base of all errors that the engine answers a request with.
 
-    `code` is stable and machine readable; `param` names the request field at fault, if one is.
+    `code` is stable and machine readable; `param` names the request field at fault, if there is one.
     """
 
     code = "engine_error"
@@ -93,8 +93,9 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How to pick tokens. `temperature == 0` is greedy; `top_k == 0`, `top_p == 1`, `min_p == 0` are off.
 
-    Before `min_new_tokens` of output neither end-of-sequence tokens nor `stop_token_ids` are picked. Others than
-    `allowed_token_ids` never are (None: all may be), nor what would complete one of `bad_words` in the output.
+    Neither end-of-sequence tokens nor `stop_token_ids` are picked before `min_new_tokens` of output. Only
+    `allowed_token_ids` are ever picked (None: all tokens). A token that would complete one of `bad_words` in the output
+    is never picked.
     """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -119,12 +120,12 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """True if logits change before the pick, so that plain argmax of the model's logits is not enough."""
+        """True if logits are changed before the pick, so that plain argmax of the model's logits is not enough."""
         return self.penalizes or bool(self.logit_bias)
 
     @property
     def penalizes(self) -> bool:
-        """True if they change by the tokens so far."""
+        """True if the change of logits depends on the tokens so far."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
 
@@ -132,8 +133,8 @@ class SamplingParams:
 class LogprobParams:
     """Which log-probabilities (of the raw model distribution, natural log) to report.
 
-    `input_start` is an absolute position in history + new tokens. From there on each has an entry; KV of the history
-    past it is computed again for its logits.
+    `input_start` is an absolute position in history + new tokens. Each token from there on gets an entry. KV of the
+    history past it is computed again for its logits.
     """
 
     output: bool = False
@@ -151,57 +152,60 @@ class TokenLogprob:
 
 
 class TextWatcher(Protocol):
-    """Follows a request's output text on the engine's thread to find stop strings. It sees every accepted token, in
-    order and once, before the delta that has it leaves; but not one of the request's stop tokens, which ends it anyway.
-    """
+    """Follows a request's output text on the engine's thread to find stop strings. It sees every accepted token once,
+    in order, before the delta with that token is sent. It does not see the request's stop tokens, which end the request
+    anyway."""
 
     def accept(self, token_id: int) -> str | None:
-        """The stop string that the text up to and including that token completes."""
+        """The stop string that the text completes with this token; None if there is none."""
 
 
 class TokenConstraint(Protocol):
-    """What a request may say, token by token. Used on the engine's thread, which reads it after each `accept`.
+    """Decides token by token what a request may generate. Used on the engine's thread, which reads it after each
+    `accept`.
 
-    It speaks of text alone: the model's end-of-sequence tokens are the engine's, which allows them where the output
-    `may_end`. Whatever it raises ends its request; ConstraintFailed says why.
+    It decides about text alone. The engine handles the model's end-of-sequence tokens and allows them where the output
+    `may_end`. Any exception it raises ends its request; ConstraintFailed says why.
 
-    It may hold parts of an output only. Where they begin and end follows from the tokens so far, however they were
-    picked: of a token that begins a part nothing is asked before.
+    It may constrain only parts of an output. Where they begin and end follows from the tokens so far, however they were
+    picked. The token that begins such a part is not constrained.
     """
 
     @property
     def holds(self) -> bool:
-        """Whether it says what may be next. Else anything may, and nothing but `accept` and `complete` is asked."""
+        """Whether it restricts the next token. If not, any token may be next, and only `accept` and `complete` are
+        called."""
 
     @property
     def may_end(self) -> bool:
-        """Whether the output so far is whole."""
+        """Whether the output so far is complete."""
 
     @property
     def complete(self) -> bool:
-        """Whether it is whole and nothing may follow."""
+        """Whether the output is complete and nothing may follow."""
 
     def allowed(self) -> bytes:
-        """A bit for each token of the model, the least significant first, in whole bytes: whether it may be next."""
+        """A bit for each token of the model, the least significant first, in whole bytes: whether the token may be
+        next."""
 
     def accept(self, token_id: int) -> None:
-        """The next token, which was allowed if it `holds`."""
+        """Takes the next token. If the constraint `holds`, the token was allowed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
     """One generation. The model sees `history[:history_len]` followed by `new_tokens`.
 
-    Ownership: `history` is read by the engine's thread until the final delta; its owner must not change the
-    first `history_len` entries before that. A request with `session_id` continues (or starts) that session's KV, as far
-    as it is KV of this history. `history_chain` begins with the same tokens (see Engine.empty_chain) and is lent in the
+    Ownership: the engine's thread reads `history` until the final delta; its owner must not change the first
+    `history_len` entries before that. A request with `session_id` continues (or starts) that session's KV, as far as
+    that is KV of this history. `history_chain` begins with the same tokens (see Engine.empty_chain) and is lent in the
     same way; without it the engine hashes the history itself.
 
-    `resumed_tokens` are output that another engine has made. They count as this one's own, and the request goes on
-    behind them. The first delta tells them again; log-probabilities, those of the input included, are not computed
-    for what was made there.
+    `resumed_tokens` are output that another engine generated. They count as this request's output, and it continues
+    after them. The first delta repeats them. Log-probabilities are not computed for them, nor for the input of such a
+    request.
 
-    `on_admitted` is called on the engine's thread each time that the request begins to run, before a step of it.
+    `on_admitted` is called on the engine's thread each time the request begins to run, before its first step.
     """
 
     request_id: str
@@ -236,13 +240,13 @@ class Finish:
 
 @dataclass(slots=True)
 class TokenDelta:
-    """News of one request, never changed (a frozen one takes ten times as long to make, and every token has one).
-    Token ids are new since the last delta; counts are totals so far.
+    """Progress of one request since its last delta. Never changed after it is made. (It is not a frozen dataclass
+    because that takes ten times as long to make, and every token has one.) Token ids are new since the last delta;
+    counts are totals so far.
 
-    `prompt_tokens` counts history and new tokens, `cached_tokens` the part whose KV was already there.
-    `draft_tokens` were proposed so far, `accepted_draft_tokens` of them agreed with the model. `queued_s` it waited for
-    its first step.
-    The last delta of a request, and only that one, carries `finish`.
+    `prompt_tokens` counts history and new tokens, `cached_tokens` the part whose KV was already there. `draft_tokens`
+    counts proposals so far, `accepted_draft_tokens` those that the model agreed with. `queued_s` is how long the
+    request waited for its first step. The last delta of a request, and only that one, carries `finish`.
     """
 
     request_id: str
@@ -260,8 +264,8 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class KVCensus:
-    """Whose KV it is: `num_bytes` by namespace and tier (device, host, disk), pages that several share not among them;
-    and the sessions that have a slot."""
+    """Whose KV is where: `num_bytes` by namespace and tier (device, host, disk), without pages of shared prefixes.
+    `sessions` are those that have a slot."""
 
     num_bytes: Mapping[tuple[str, str], int]
     sessions: frozenset[str]
@@ -271,11 +275,11 @@ class KVCensus:
 class EngineStats:
     """A snapshot published by the step loop; safe to read from any thread.
 
-    `window_pages` are the books of the pool of sliding-window layers, if the model has any; `window_len` in tokens.
-    `kv_utilization` is the share of the pools that turns take and lack, above 1 where there is not enough for all.
-    Demotions are of idle sessions: to host memory, from there to disk, or dropped to the token log.
-    `disk_failures` are writes to disk, whose sessions stay in host memory, and reads. Everything from `steps` on counts
-    since start.
+    `window_pages` are the accounts of the pool of sliding-window layers, if the model has any; `window_len` is in
+    tokens. `kv_utilization` is what turns use and lack of the pools, as a share of them; above 1 there is not enough
+    for all. Demotions are of idle sessions: to host memory, from there to disk, or dropped to the token log.
+    `disk_failures` counts failed writes to disk, after which the session stays in host memory, and failed reads.
+    Everything from `steps` on counts since start.
     """
 
     pages: PageAccounts
@@ -318,22 +322,22 @@ class Engine(Protocol):
     def stop(self, timeout_s: float) -> None: ...
 
     def abandon(self) -> None:
-        """For an engine whose step hangs: it is not waited for any more. The engine is not `alive` from now on, refuses
-        everything with EngineStopped, and ends if the step does. What it was asked before may never be answered."""
+        """Gives up an engine whose step hangs, without waiting for it. From now on it is not `alive` and refuses
+        everything with EngineStopped. It ends if the step ever does. Earlier calls may never be answered."""
 
     @property
     def alive(self) -> bool: ...
 
     @property
     def step_age_s(self) -> float:
-        """Seconds since the step, or the command, began that is under way; 0 while there is nothing to do."""
+        """Seconds since the current step or command began; 0 while there is nothing to do."""
 
     @property
     def max_context_len(self) -> int: ...
 
     @property
     def pool_len(self) -> int:
-        """Tokens that the whole KV pool can hold: no sequence gets longer."""
+        """Tokens that the whole KV pool can hold; no sequence can be longer."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -349,9 +353,9 @@ class Engine(Protocol):
         """Frees the session's KV. Raises SessionBusy (in the future) while a turn runs. Unknown ids are fine."""
 
     def rewind_session(self, session_id: str, length: int) -> Future[None]:
-        """Frees what the session's KV has past its first `length` tokens. Raises SessionBusy while a turn runs.
+        """Frees the session's KV past its first `length` tokens. Raises SessionBusy while a turn runs.
 
-        Only for the memory: KV that a turn's history does not have is never used.
+        Only saves memory: KV that does not belong to a turn's history is never used.
         """
 
     def fork_session(
@@ -364,32 +368,32 @@ class Engine(Protocol):
     ) -> Future[int]:
         """Starts session `child_id` at the first `history_len` tokens of its idle parent, sharing KV pages.
 
-        Gives how many of those tokens have KV now; the child's first turn computes the others. `history` is the
-        parent's, with its chain as a request has it, read until the future is done. Raises SessionBusy while the
-        parent or the child has a turn.
+        Returns how many of those tokens have KV now; the child's first turn computes the others. `history` and
+        `history_chain` are the parent's, as in a GenerateRequest, and are read until the future is done. Raises
+        SessionBusy while the parent or the child has a turn.
         """
 
     def empty_chain(self, namespace: str) -> TokenChain:
-        """For a history of this tenant that has no token yet. Whoever keeps the history cuts and extends the chain with
-        it, and hands in both: then a turn costs the same at any length."""
+        """A chain for a history of this tenant that has no token yet. The owner of the history extends and cuts the
+        chain along with it and passes both. A turn then costs the same however long the history is."""
 
     def flush(self) -> Future[bool]:
-        """Drops every cached prefix no session holds. False, and nothing done, while requests run."""
+        """Drops every cached prefix that no session holds. False, and nothing is done, while requests run."""
 
     def stats(self) -> EngineStats: ...
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """What it runs on and how: device, attention and why, graphs; `model_fingerprint` tells models apart. Never
-        changes."""
+        """What the engine runs on and how: device, attention and why it was chosen, graphs. `model_fingerprint` tells
+        models apart. Never changes."""
 
     def session_kv_tokens(self) -> Future[dict[str, int]]:
-        """Tokens of KV held per idle session, wherever they are."""
+        """Tokens of KV of each idle session, in whatever tier."""
 
     def kv_census(self) -> Future[KVCensus]:
-        """Whose KV is where, and which sessions have any. Looks at all of them."""
+        """Whose KV is where, and which sessions have any. Walks over all sessions."""
 
     def session_places(self, session_ids: Sequence[str]) -> Future[dict[str, KVPlace]]:
-        """Where these sessions' KV is, of those that have any."""
+        """Where the KV of these sessions is. Sessions without KV are left out."""
 
     def audit(self) -> Future[AuditReport]:
-        """Walks every page of every pool and names each that has no account, or two, and who had it last."""
+        """Checks every page of every pool. Names each page that has no account or several, and who had it last."""

@@ -18,9 +18,9 @@ PENDING = -1
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SeenTokens:
-    """What penalties go by. `prompt` has each token of the input at least once (none if no penalty asks for them),
-    `output` every token that was picked, in order; it only grows. A run of a request has one, and the runner may keep
-    what it made of it (engine/runner/penalties.py): owned by the live request, which the runner only reads."""
+    """The tokens that penalties depend on. `prompt` has each token of the input at least once (empty if no penalty
+    needs them). `output` has every picked token in order; it only grows. Each run of a request has its own. The live
+    request owns it; the runner only reads it, and may keep what it derived from it (engine/runner/penalties.py)."""
 
     prompt: NDArray[np.int64]
     output: list[int]
@@ -28,11 +28,11 @@ class SeenTokens:
 
 @dataclass(slots=True)
 class SampleSpec:
-    """How to pick the token that follows an item's last certain token (proposals come after it). A request has one for
-    all items of a run, but for `allowed`.
+    """How to pick the token that follows an item's last certain token (proposals come after it). All items of a run
+    share one, except for `allowed`.
 
-    `allowed` has a bit for each token of the vocabulary, the least significant first: no other is picked. An item with
-    it has no proposals.
+    `allowed` has a bit for each token of the vocabulary, the least significant first; only these tokens may be picked.
+    An item with `allowed` has no proposals.
     """
 
     params: SamplingParams
@@ -43,16 +43,15 @@ class SampleSpec:
 
     @property
     def edits_logits(self) -> bool:
-        """True if the pick is not of the model's own logits."""
+        """True if the token is not picked from the model's unchanged logits."""
         return self.allowed is not None or self.params.edits_logits
 
 
 @dataclass(slots=True)
 class DraftWork:
-    """What the draft model does for an item before the target runs: computes its own KV of `token_ids` at positions
-    start .. start+len-1 (they end with the item's last certain token), then proposes `count` tokens more, whose
-    draft KV, but for the last, is computed on the way. Draft KV lies in the item's pages, in a pool of its own.
-    """
+    """What the draft model does for an item before the target runs. It computes its own KV of `token_ids` at positions
+    start .. start+len-1 (they end with the item's last certain token). Then it proposes `count` more tokens; their
+    draft KV, except for the last, is computed on the way. Draft KV lies in the item's pages, in a pool of its own."""
 
     start: int
     token_ids: Sequence[int]
@@ -68,16 +67,16 @@ class BatchItem:
     ascending run. `window_pages` is the same for the pool of sliding-window layers, -1 where pages have left the
     window; None without such layers. `sample` is None while the prompt is not finished.
 
-    `run` is a number for one run of a request, between two retractions, that nothing else bears (0: it has none). Of
-    the tables the first `known_pages` and `known_window_pages` entries are as in the run's item before.
+    `run` is a unique number of one run of a request, between two retractions (0: it has none). The first `known_pages`
+    and `known_window_pages` entries of the tables are unchanged since the previous item of the run.
 
-    With `pending_from` the item's one token is not known yet, and stands as PENDING in `token_ids`: it is the last
-    one that the item of that index in the batch launched before picks.
+    With `pending_from` the item's one token is not known yet, and `token_ids` has PENDING in its place. It is the last
+    token that item number `pending_from` of the previously launched batch picks.
 
-    The last `num_drafts` of `token_ids` are proposals of the n-gram proposer; `draft` asks the draft model for some.
-    Either way the step verifies them. `input_logprobs_from` asks for the log-probability of each input token at
-    absolute positions p with input_logprobs_from <= p <= start+len (the one at start+len is only known when it is
-    an input token: the runner is given it in `next_token`).
+    The last `num_drafts` of `token_ids` are proposals of the n-gram proposer; `draft` asks the draft model for
+    proposals. Either way the step verifies them. `input_logprobs_from` asks for the log-probability of each input token
+    at absolute positions p with input_logprobs_from <= p <= start+len. The token at start+len is not among `token_ids`:
+    the runner is given it in `next_token` if it is an input token.
     """
 
     request_id: str
@@ -99,12 +98,13 @@ class BatchItem:
 
     @property
     def certain_len(self) -> int:
-        """Tokens of the sequence once it is computed, without proposals: the position of the token to be picked."""
+        """Length of the sequence once the item is computed, without proposals: the position of the token to be
+        picked."""
         return self.start + len(self.token_ids) - self.num_drafts
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it computes, proposals included."""
+        """Tokens that the item computes, proposals included."""
         return len(self.token_ids) + (self.draft.count if self.draft is not None else 0)
 
 
@@ -112,9 +112,9 @@ class BatchItem:
 class ScheduledBatch:
     """The items of one step, decodes and extends mixed. Never empty.
 
-    With `num_steps` > 1 it is that many steps in one go: every item computes one token, samples, and goes on with what
-    it picked; its pages cover them all, and its output has that many tokens. No item of it has drafts, edits logits or
-    asks for log-probabilities.
+    With `num_steps` > 1 the batch runs that many steps in one launch. Every item computes one token, samples, and
+    continues with what it picked. Its pages cover all these steps, and its output has that many tokens. No item of such
+    a batch has drafts, edits logits or asks for log-probabilities.
     """
 
     items: list[BatchItem]

@@ -43,7 +43,7 @@ STOP_S = 5.0
 
 
 def build_engine(settings: EngineSettings, sink: DeltaSink) -> LocalEngine:
-    """An engine with the settings' model, not started. Ranks other than this process are its children.
+    """An engine with the settings' model, not started. Its other ranks are child processes of this one.
 
     Raises engine.models.errors.ModelError, engine.device.DeviceUnavailable, engine.memory.MemoryShort,
     engine.runner.kv_pool.PoolTooSmall, engine.attention.interface.AttentionUnavailable,
@@ -64,8 +64,8 @@ def build_parallel_engine(
 ) -> LocalEngine:
     """An engine of `settings.execution.tensor_parallel` ranks, not started; this process is rank 0.
 
-    `start` starts the others, which reach this one at `host`; without it they are child processes here. Raises what
-    build_engine raises. When a rank is lost the engine stops.
+    `start` starts the other ranks, which connect to this one at `host`; without it they are child processes of this
+    one. Raises what build_engine raises. The engine stops when a rank is lost.
     """
     starter = start or LocalRanks(settings, make_runner)
     size, device = settings.execution.tensor_parallel, resolve_device(settings.model.device)
@@ -136,7 +136,8 @@ def _engine(runner: Runner, loaded: LoadedModel, settings: EngineSettings, sink:
 
 
 def _stopper(engine: LocalEngine) -> Callable[[], None]:
-    """Stops the engine on a thread of its own: whoever notices a loss may be the engine's own thread."""
+    """Returns a function that stops the engine on a separate thread, since the engine's own thread may be the one that
+    notices a loss."""
 
     def stop() -> None:
         engine.stop(STOP_S)
@@ -154,8 +155,8 @@ def _proposer(speculation: SpeculationSettings, eos_token_ids: frozenset[int]) -
 
 
 def _window_pool(facts: RunnerFacts, step_tokens: int) -> WindowPool | None:
-    """Raises PoolTooSmall if a single sequence could run out of window pages: what it sees, what a rollback of its
-    turn would see, and a step."""
+    """Raises PoolTooSmall if a single sequence could run out of window pages. It needs pages for what it sees, for what
+    a rollback of its turn would see, and for a step."""
     if facts.window_len is None:
         return None
     needed = pages_for(2 * (facts.window_len + 1) + step_tokens, facts.page_size) + 5

@@ -1,7 +1,7 @@
-"""The runner's half of the composition root, on each rank: the model, or its share of it, pools that fit, the attention
-over them, and what steps are launched by.
+"""The runner's half of the composition root, for each rank: the model or its share, pools that fit into memory,
+attention over them, and what launches steps.
 
-A GPU's pool takes what its memory has left once the largest step has been tried.
+On a GPU the pool takes the memory that is left after the largest step has been tried.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ONE_RANK = OneRank()
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most that a step ever has: rows, items, rows that are sampled, steps in one go."""
+    """The most that a step can have: rows, items, sampled rows, and steps in one launch."""
 
     rows: int
     items: int
@@ -72,7 +72,7 @@ def make_runner(settings: EngineSettings, ranks: RankGroup) -> Runner:
 
 
 def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, LoadedModel]:
-    """A runner and the model in it. Several ranks call this at the same time. Raises what build_engine raises."""
+    """A runner and the model in it. All ranks call this at the same time. Raises what build_engine raises."""
     speculation = settings.speculation
     linear = settings.execution.linear
     device = resolve_device(settings.model.device)
@@ -93,7 +93,7 @@ def make_rank(settings: EngineSettings, ranks: RankGroup) -> tuple[Runner, Loade
 def _load_draft(
     target: LoadedModel, speculation: SpeculationSettings, ranks: RankGroup, linear: LinearName
 ) -> LoadedModel | None:
-    """Each rank has the draft model whole, and its proposals from rank 0."""
+    """Each rank holds the whole draft model, and takes its proposals from rank 0."""
     if speculation.method != "draft":
         return None
     if speculation.draft_model is None:
@@ -118,8 +118,8 @@ def build_runner(
     num_drafts: int = 0,
     ranks: RankGroup = ONE_RANK,
 ) -> Runner:
-    """The model over KV pools of its own, with a draft model whose KV lies in a pool of as many pages. `num_drafts` is
-    the most that are verified for an item.
+    """The model over its own KV pools. A draft model's KV lies in a separate pool with as many pages. `num_drafts` is
+    the most proposals that are verified for an item.
 
     Raises PoolTooSmall, MemoryShort, AttentionUnavailable, DiskUnavailable or UnsupportedModel (the draft model does
     not fit).
@@ -145,14 +145,14 @@ def build_runner(
         runner.capture()
         for rows, items, longest in steps_beyond_graphs(limits, execution):
             runner.rehearse(rows, items, longest)
-        runner.rehearse(limits.rows, limits.items)  # memory for the largest is found to be there
+        runner.rehearse(limits.rows, limits.items)  # proves that there is memory for the largest step
     return runner
 
 
 def steps_beyond_graphs(limits: StepLimits, execution: ExecutionSettings) -> list[tuple[int, int, int]]:
-    """Rows, items and rows of the longest item of steps that have, between them, every kernel of those that no graph
-    holds: attention's depend on the longest item, and on whether there are many or few. They are run before the
-    replica starts, since a kernel that is compiled in the middle of service stops all for seconds."""
+    """Steps to run before the replica starts, as rows, items and rows of the longest item. Together they use every
+    kernel that steps outside graphs need. Attention kernels depend on the longest item, and on whether there are many
+    rows or few. A kernel compiled during service would stop everything for seconds."""
     first = execution.max_graph_tokens + 1 if execution.graphs else 1
     steps = []
     for longest in (*(2**power for power in range(limits.rows.bit_length())), limits.rows):
@@ -171,7 +171,7 @@ def careful_runner(
     execution: ExecutionSettings,
     disk: DiskStore | None = None,
 ) -> TorchRunner:
-    """The runner that does everything, a step at a time."""
+    """The runner that supports everything, one step at a time."""
     drafter, draft_pool = None, None
     if draft is not None:
         draft_pool = _draft_pool(draft, pool)
@@ -193,8 +193,9 @@ def careful_runner(
 
 
 def kv_identity(loaded: LoadedModel, pool: KVPool, draft: LoadedModel | None) -> KVIdentity:
-    """Of one rank's KV: all that its bytes depend on but tokens, tenant and the size of a page. Where KV of the same
-    tokens may differ its identity must; replicas of one configuration on like devices have the same."""
+    """The identity of one rank's KV: everything that its bytes depend on except tokens, tenant and page size. Where KV
+    of the same tokens may differ, the identity must differ. Replicas with the same configuration on like devices have
+    the same identity."""
     kept = {
         "weights": dtype_name(loaded.weights_dtype),
         "activations": dtype_name(loaded.dtype),
@@ -217,7 +218,7 @@ def device_runner(
     execution: ExecutionSettings,
     ranks: RankGroup,
 ) -> DeviceRunner:
-    """Around `careful`, of the same model and pool; nothing is captured yet."""
+    """A DeviceRunner around `careful`, with the same model and pool. No graph is captured yet."""
     sizes = ladder(min(execution.max_graph_tokens, limits.rows)) if execution.graphs else ()
     buffers = StepBuffers(
         max_rows=max(limits.rows, *sizes, 1),
@@ -237,7 +238,7 @@ def device_runner(
 
 
 def open_disk(cache: CacheSettings) -> DiskStore | None:
-    """A folder of this rank's own, if any KV is to go to disk. Raises DiskUnavailable."""
+    """A store in a folder of this rank's own; None if no KV is to go to disk. Raises DiskUnavailable."""
     if not cache.disk_size_bytes:
         return None
     if cache.disk_path is None:
@@ -246,7 +247,7 @@ def open_disk(cache: CacheSettings) -> DiskStore | None:
 
 
 def choose_picker(device: torch.device) -> RowPicker:
-    """Triton's on a GPU that has it."""
+    """Triton's picker on a GPU that has Triton, otherwise torch's."""
     if device.type == "cuda":
         try:
             from engine.kernels.sampling import pick_tokens
@@ -263,8 +264,8 @@ def _room_bytes(
     limits: StepLimits,
     ranks: RankGroup,
 ) -> int:
-    """What a GPU has for KV: its share of memory, less what the largest step took at its peak, and what graphs keep
-    for theirs. A draft model's steps are not tried."""
+    """Bytes that a GPU has for KV: its share of memory, less the largest step's peak, and less what graphs keep for
+    their steps. A draft model's steps are not tried. 0 if the settings give the size of the pool."""
     if cache.num_pages is not None or cache.size_bytes is not None:
         return 0
     trial = replace(cache, num_pages=PROFILE_PAGES, window_ratio=1.0)
@@ -284,10 +285,10 @@ def _room_bytes(
         reserve += peak_bytes(loaded.device)
     room = memory_room(loaded.device, cache.memory_share, reserve)
     runner.close()
-    return ranks.least(room)  # one set of books counts the pages of all
+    return ranks.least(room)  # the least of all ranks: one set of books counts their pages
 
 
 def _draft_pool(draft: LoadedModel, target: KVPool) -> KVPool:
-    """As many pages as the target's: a sequence's page table serves both."""
+    """A pool with as many pages as the target's, since a sequence's page table serves both."""
     settings = CacheSettings(page_size=target.page_size, num_pages=target.num_pages)
     return make_kv_pool(draft.layout, settings, draft.dtype, draft.device)

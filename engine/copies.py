@@ -1,4 +1,5 @@
-"""The cache's orders, carried out: the runner copies beside the steps, and the cache hears of each end between two."""
+"""Carries out the cache's copy orders. The runner copies beside the steps; the cache is told of each end between two
+steps."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _logger = logging.getLogger("kedge.engine")
 
 
 class Copies:
-    """Between the cache's tiers and the runner, both of which are the step thread's. `post` has it run a command; what
-    is posted too late (EngineStopped) is nobody's concern."""
+    """Connects the cache's tiers with the runner; the step thread owns both. `post` makes that thread run a command.
+    Commands posted too late (EngineStopped) are dropped."""
 
     def __init__(
         self, tiers: SessionTiers, runner: Runner, post: Callable[[Callable[[], None]], None]
@@ -28,7 +29,7 @@ class Copies:
         self._post = post
 
     def carry_out(self) -> None:
-        """Hands new orders to the runner, before anything is written to the pages that they read."""
+        """Hands new orders to the runner. Call it before anything is written to the pages that they read."""
         for order in self._tiers.take_orders():
             if order.kind is CopyKind.DROP:
                 self._runner.drop(order.key)
@@ -47,12 +48,13 @@ class Copies:
         return start(order.key, order.pages)
 
     def _ended(self, key: int, copy: Future[None]) -> None:
-        """On whatever thread copied."""
+        """Runs on the thread that copied."""
         with suppress(EngineStopped):
             self._post(partial(self._report, key, copy.exception()))
 
     def _report(self, key: int, error: BaseException | None) -> None:
-        """A disk that fails may do so at every session: it is logged once, then only counted."""
+        """Tells the cache, and logs errors. A failing disk may fail for every session: that is logged once, then only
+        counted."""
         failures = self._tiers.num_disk_failures
         self._tiers.copy_done(key, failed=error is not None)
         if error is None:

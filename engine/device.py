@@ -1,4 +1,5 @@
-"""Where the model lives. The only file that names torch.cuda (graph capture aside)."""
+"""The device that holds the model: choice, memory, streams and timing. No other file names torch.cuda, except for graph
+capture."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from engine.settings import DeviceName, DTypeName
 FENCE_POLL_S = 20e-6
 
 FILLER_BYTES = 256 * 2**20
-"""More than the L2 cache of any card."""
+"""More than the L2 cache of any GPU."""
 
 TURNS = 11
 
@@ -59,7 +60,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name, or cpu."""
+    """The GPU's name, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -68,7 +69,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def free_gpu_bytes(device: torch.device) -> int | None:
-    """What may still be allocated on a GPU; None for a CPU."""
+    """Bytes that can still be allocated on a GPU; None for a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
@@ -77,7 +78,7 @@ def free_gpu_bytes(device: torch.device) -> int | None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forgets the peak of memory use, and gives back what torch keeps for later."""
+    """Resets the peak of memory use, and frees the memory that torch caches."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -85,7 +86,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """What has been taken at most since `reset_peak` beyond what is taken now. 0 on a CPU."""
+    """The most memory used since `reset_peak`, beyond what is in use now. 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -93,7 +94,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def memory_room(device: torch.device, share: float, reserve_bytes: int) -> int:
-    """What is left of `share` of a GPU's memory beside all that is in use now, by anybody, and a reserve."""
+    """What is left of `share` of a GPU's memory after all that is in use now, by any process, and a reserve."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(total * share) - int(total - free) - reserve_bytes
@@ -113,7 +114,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def compute_capability(device: torch.device) -> int | None:
-    """90 for sm_90; None on a CPU."""
+    """For example 90 for sm_90; None on a CPU."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -121,9 +122,9 @@ def compute_capability(device: torch.device) -> int | None:
 
 
 def seconds_of_each(device: torch.device, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Medians of a GPU's time for each call, with its L2 cache full of something else. Calls take turns, so that what
-    changes meanwhile, as clocks do, changes for all. The cache is filled by reading: lines to be written back would
-    count for the call. And that takes longer than it takes to launch the call, so the GPU never waits for the host."""
+    """The median GPU time of each call, with the L2 cache full of other data. The calls take turns, so that a change
+    over time, such as of clocks, affects all of them. The cache is filled by reading: dirty lines would be written back
+    at the expense of the call. Filling takes longer than launching the call, so the GPU never waits for the host."""
     filler = torch.zeros(FILLER_BYTES // 4, device=device)
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for call in calls:
@@ -141,7 +142,7 @@ def seconds_of_each(device: torch.device, calls: Sequence[Callable[[], object]])
 
 
 class CopyStream:
-    """Orders copies of one thread after steps that another thread issued. On a CPU there is nothing to order."""
+    """Runs one thread's copies after steps that another thread issued. On a CPU there is nothing to order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -149,7 +150,7 @@ class CopyStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event | None:
-        """What the calling thread has issued so far."""
+        """A mark behind everything that the calling thread has issued so far."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -158,7 +159,7 @@ class CopyStream:
 
     @contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Work inside runs beside the steps, but after `mark`; it is done at the end of the block."""
+        """Work inside the block runs beside the steps, but after `mark`. It is done at the end of the block."""
         if self._stream is None or mark is None:
             yield
             return
@@ -171,34 +172,35 @@ class CopyStream:
 
 
 def fetch(part: Tensor) -> Tensor:
-    """A copy in pinned memory, complete once the stream gets past it; `part` itself if it is in host memory."""
+    """A copy in pinned memory, complete once the stream has passed it; `part` itself if it is in host memory
+    already."""
     if part.device.type != "cuda":
         return part
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory [size] that copies to and from the device need not wait for."""
+    """Host memory [size] for copies to and from the device that run asynchronously."""
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def send(
     numbers: Sequence[int | float] | NDArray[np.int64], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The numbers as a tensor on the device; nobody waits for their way there."""
+    """The numbers as a tensor on the device; the copy is asynchronous."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def send_bytes(data: bytes, device: torch.device) -> Tensor:
-    """The same for bytes, as uint8."""
+    """Like `send`, for bytes, as uint8."""
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return tensor if device.type != "cuda" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Fence:
-    """A point in the work issued to the device. On a CPU all work before it is done."""
+    """A point in the work issued to the device. On a CPU all work before it is already done."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None

@@ -45,11 +45,11 @@ _logger = logging.getLogger("kedge.engine")
 class LocalEngine:
     """Engine (see engine/api.py) on one thread of this process.
 
-    Ownership: `cache`, `scheduler` and `runner` belong to the step thread from `start` on. Other threads only
-    post commands to the inbox and read the last published stats. A fault in one model step fails the requests of
-    that step; a fault in the books, or the loss of the runner, stops the engine and fails every request.
+    Ownership: `cache`, `scheduler` and `runner` belong to the step thread from `start` on. Other threads only post
+    commands to the inbox and read the last published stats. A fault in one model step fails the requests of that step.
+    A fault in the books, or the loss of the runner, stops the engine and fails every request.
 
-    The step thread is the `driver`'s (None: a StepThread). `clock` returns monotonic seconds.
+    `driver` runs the step loop (None: a StepThread). `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LocalEngine:
         self._books = books
         self._copies = Copies(cache.tiers, runner, self._post)
         self._in_flight: tuple[ScheduledBatch, Launch] | None = None
-        self._stalled = False  # all that could run waits for copies between device and host
+        self._stalled = False  # everything that could run waits for copies between device and host
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _accepting against a post racing with the end of the loop
         self._accepting = True
@@ -86,7 +86,7 @@ class LocalEngine:
         self._about = runner.describe()
         self._limits = RequestLimits(self.vocab_size, self.max_context_len, cache.page_size, cache.num_pages)
         self._stats = StatsBoard(cache, scheduler, counters, self._facts, clock)
-        self._crank_began_s: float | None = None  # None: it waits for a command
+        self._crank_began_s: float | None = None  # None: the loop waits for a command
 
     @property
     def alive(self) -> bool:
@@ -119,7 +119,7 @@ class LocalEngine:
             self._post(self._request_stop)
         except EngineStopped:
             return
-        if not self._driver.started:  # never started: nobody else would answer what is in the inbox
+        if not self._driver.started:  # never started: nothing else would answer the commands in the inbox
             self._shut(EngineStopped("the engine is shut down"))
             return
         self._driver.join(timeout_s)
@@ -132,10 +132,10 @@ class LocalEngine:
 
     def submit(self, request: GenerateRequest) -> None:
         check_request(request, self._limits)
-        # What is posted but not yet taken in counts as waiting: a burst within one step must not slip past the limit.
+        # Requests still in the inbox count as waiting: a burst within one step must not slip past the limit.
         if self._scheduler.num_waiting + self._inbox.qsize() >= self._settings.max_waiting:
             raise EngineOverloaded(f"{self._settings.max_waiting} requests are waiting already")
-        arrived_s = self._clock()  # it may wait for a step to end before it is taken in
+        arrived_s = self._clock()  # the request may wait in the inbox until a step ends
         self._post(lambda: self._emit(self._scheduler.add(request, arrived_s)))
 
     def abort(self, request_id: str) -> None:
@@ -229,8 +229,8 @@ class LocalEngine:
         return False
 
     def step(self) -> bool:
-        """Plans and launches a step, and takes in the result of the one before, or its
-        own if the runner does not run ahead. False if there was nothing to do. Only for the step thread and tests."""
+        """Plans and launches a step, then takes in the result of the step before (its own if the runner does not run
+        ahead). False if there was nothing to do. Only for the step thread and tests."""
         before = self._in_flight
         batch = self._scheduler.schedule()
         self._copies.carry_out()
@@ -248,7 +248,7 @@ class LocalEngine:
         return not idle
 
     def _launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, Launch] | None:
-        """None if it failed, which its requests are told."""
+        """None if the launch failed; the batch's requests are then failed."""
         try:
             return batch, self._runner.launch(batch)
         except RunnerLost:
@@ -258,7 +258,7 @@ class LocalEngine:
             return None
 
     def _take_in(self, batch: ScheduledBatch, launch: Launch) -> None:
-        """Waits for a step and lets the scheduler have what came of it."""
+        """Waits for a step and gives its result to the scheduler."""
         try:
             output = launch.result()
         except RunnerLost:
@@ -289,8 +289,8 @@ class LocalEngine:
     def _shut(self, reason: EngineStopped) -> None:
         with self._lock:
             self._accepting = False
-        # Nothing is posted from here on: run what came before, so that every caller gets its answer, even if
-        # the books are broken and some commands fail.
+        # Nothing is posted from here on. Run the commands that came before, so that every caller gets an answer, even
+        # if the books are broken and some commands fail.
         while not self._inbox.empty():
             try:
                 self._inbox.get()()
@@ -346,4 +346,4 @@ class LocalEngine:
         if self._deltas:
             deltas: Sequence[TokenDelta] = self._deltas
             self._sink(deltas)
-            self._deltas = []  # kept until then: if the sink fails, the shutdown hands them out once more
+            self._deltas = []  # only cleared now: if the sink fails, the shutdown sends them again

@@ -1,4 +1,4 @@
-"""From a running request to its share of a step."""
+"""Makes a running request's share of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.speculative.proposers import NOTHING, NoProposer, Proposal, Proposer
 
 
 class ItemMaker:
-    """Makes items; of requests it changes nothing but the pages that proposals need.
+    """Makes items. The only thing it changes in requests is the pages that proposals need.
 
     With `mirrors_prompts` a draft model computes its own KV of every prompt along with the target.
     """
@@ -22,8 +22,8 @@ class ItemMaker:
         self._mirrors_prompts = mirrors_prompts
 
     def can_go_on(self, request: LiveRequest) -> bool:
-        """Whether its next item can be made now. While a result is awaited that takes a request whose next step
-        depends on no token's value, and that is not certain to end with that result."""
+        """Whether the request's next item can be made now. While a result is awaited, that requires that its next step
+        depends on no token's value, and that it is not certain to end with that result."""
         if not request.in_flight:
             return True
         if self._speculates or request.seen is not None or request.next_input_logprob is not None:
@@ -33,15 +33,15 @@ class ItemMaker:
         return request.num_pending == 0 or request.output_left > 0
 
     def step_by_step(self, request: LiveRequest) -> bool:
-        """Whether every step of it needs the host: for proposals, edits of its logits, what it is held to, or
-        log-probabilities."""
+        """Whether every step of the request needs the host: for proposals, edits of its logits, its constraint or
+        rules, or log-probabilities."""
         spec = request.spec
         if self._speculates or request.is_held:
             return True
         return spec.sampling.edits_logits or spec.logprobs is not None
 
     def make(self, request: LiveRequest, count: int, budget: int) -> BatchItem:
-        """Its next `count` tokens; proposals may take what they leave of `budget`."""
+        """An item for the request's next `count` tokens. Proposals may use the rest of `budget`."""
         kv = request.kv
         assert kv is not None
         start = request.launched_len
@@ -67,7 +67,7 @@ class ItemMaker:
         return item
 
     def cover(self, request: LiveRequest, item: BatchItem, num_steps: int) -> bool:
-        """Adds pages for so many steps of a decode, if nothing has to give way for them."""
+        """Adds pages for `num_steps` steps of a decode if they are free. Nothing gives way for them."""
         kv = request.kv
         assert kv is not None
         if not self._cache.extend_if_free(kv, item.start + num_steps):
@@ -77,7 +77,7 @@ class ItemMaker:
 
     @staticmethod
     def draft_len(work: DraftWork | None, before: int) -> int:
-        """How far the draft model's KV goes after a step."""
+        """Length of the draft model's KV after a step."""
         return before if work is None else work.start + len(work.token_ids) + max(work.count - 1, 0)
 
     def _add_drafts(self, item: BatchItem, request: LiveRequest, count: int, budget: int) -> None:
@@ -95,8 +95,8 @@ class ItemMaker:
             item.draft = DraftWork(kv.draft_len, missing, proposal.model_count)
 
     def _propose(self, request: LiveRequest, budget: int) -> Proposal:
-        """Drafts for a decode, if there are pages for them: nothing gives way to a guess. Constraints and rules are
-        asked for one token at a time, so what is held to them gets none."""
+        """Proposals for a decode, if there are free pages for them: nothing gives way to a guess. Constraints and rules
+        decide one token at a time, so a request that is held to them gets none."""
         kv = request.kv
         assert kv is not None
         if request.is_held:
@@ -115,6 +115,6 @@ class ItemMaker:
 
     @staticmethod
     def _name_pages(item: BatchItem, kv: SequenceKV) -> None:
-        """Again, since there may be more by now."""
+        """Updates the item's tables, since pages may have been added."""
         item.pages, item.contiguous = kv.pages, kv.contiguous
         item.window_pages = kv.window.pages if kv.window is not None else None

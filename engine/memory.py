@@ -1,6 +1,6 @@
-"""How much memory there is, and errors that name the settings which ask for more.
+"""How much memory there is, and errors that name the settings that ask for more.
 
-The host's is the machine's, or its container's if that may use less (Linux, cgroup v2).
+Host memory is the machine's, or the limit of its container if that is lower (Linux, cgroup v2).
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ class MemoryShort(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of a control group, over all of its processes. What the kernel would give back at once is not used."""
+    """Limit and use of a control group, over all of its processes. Memory that the kernel can reclaim at once does not
+    count as used."""
 
     limit_bytes: int
     used_bytes: int
 
 
 def host_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """All memory that there is for this process and others."""
+    """All host memory that this process and others can use."""
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine_bytes, *(limit.limit_bytes for limit in _limits(proc, cgroups))])
 
 
 def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """What may still be allocated; None where nobody says, as outside Linux."""
+    """Host memory that can still be allocated; None where it is unknown, as outside Linux."""
     try:
         meminfo = (proc / "meminfo").read_text()
     except OSError:
@@ -53,20 +54,21 @@ def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """What may still be allocated there; None where nobody says."""
+    """Memory of the device that can still be allocated; None where it is unknown."""
     on_gpu = free_gpu_bytes(device)
     return free_host_bytes() if on_gpu is None else on_gpu
 
 
 def check_free(device: torch.device, size_bytes: int, what: str, setting: str) -> None:
-    """Before an allocation: the kernel grants a CPU more than it has, and kills whoever uses it. Raises MemoryShort."""
+    """Checks that an allocation will fit. Raises MemoryShort. Without the check, a process on a CPU would be granted
+    more memory than there is, and be killed when it uses it."""
     free_bytes = free_memory_bytes(device)
     if free_bytes is not None and size_bytes > free_bytes:
         raise MemoryShort(f"{what} takes {_mib(size_bytes)}; {_free_memory(device, free_bytes)} ({setting})")
 
 
 def check_host(size_bytes: int, what: str, setting: str) -> None:
-    """Of what is allocated only later, as it is needed. Raises MemoryShort."""
+    """Checks the size of memory that is allocated later, as it is needed. Raises MemoryShort."""
     total_bytes = host_memory_bytes()
     if size_bytes > total_bytes:
         raise MemoryShort(
@@ -76,7 +78,7 @@ def check_host(size_bytes: int, what: str, setting: str) -> None:
 
 @contextmanager
 def memory_for(device: torch.device, what: str, settings: str) -> Iterator[None]:
-    """Where nobody can say beforehand how much it takes. Raises MemoryShort in place of torch's own error."""
+    """Around allocations whose size is not known beforehand. Raises MemoryShort in place of torch's own error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -93,7 +95,7 @@ def _mib(size_bytes: int) -> str:
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[Limit]:
-    """Of this process's group and those around it; a container sees its own as the outermost."""
+    """Of this process's control group and those around it; a container sees its own group as the outermost."""
     try:
         found = re.search(r"^0::/(.*)$", (proc / "self" / "cgroup").read_text(), re.MULTILINE)
     except OSError:
@@ -109,7 +111,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[Limit]:
 
 
 def _limit_of(group: Path) -> Limit | None:
-    """None without a limit, or where the group does not say."""
+    """None if the group has no limit, or does not report it."""
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":

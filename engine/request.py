@@ -18,7 +18,7 @@ from engine.token_rules import TokenRules
 
 
 class TokenSequence:
-    """History (by reference, its first `history_len` tokens) followed by this request's own tokens."""
+    """The history (by reference, its first `history_len` tokens) followed by this request's own tokens."""
 
     __slots__ = ("_array", "_history", "_history_len", "_own", "append")
 
@@ -40,18 +40,19 @@ class TokenSequence:
         return self.slice(part.start, part.stop)
 
     def slice(self, start: int, end: int) -> Sequence[int]:
-        """Tokens start .. end-1; costs their number, not the history's."""
+        """Tokens start .. end-1. Costs their number, not the history's length."""
         if start >= self._history_len:
             return self._own[start - self._history_len : end - self._history_len]
         head = list(self._history[start : min(end, self._history_len)])
         return head + self._own[: max(0, end - self._history_len)]
 
     def latest(self, count: int) -> Sequence[int]:
-        """The last tokens, of which this request has at least so many of its own."""
+        """The last `count` tokens. The request must have that many of its own."""
         return self._own[len(self._own) - count :]
 
     def array(self, end: int | None = None) -> TokenArray:
-        """The first `end` tokens (all by default) as an array; costs their number, once until the next append."""
+        """The first `end` tokens (all by default) as an array. Costs the number of all tokens, once until the next
+        append."""
         if self._array is None or len(self._array) < len(self):
             self._array = token_array(self.slice(0, len(self)))
         return self._array[:end]
@@ -66,12 +67,13 @@ class Status(Enum):
 class LiveRequest:
     """State of one request, owned by the scheduler (the engine's thread).
 
-    While RUNNING it owns `kv`; otherwise `kv` is None. `in_flight` of its steps are launched and not yet answered:
-    with them the KV of `launched_len` tokens is computed, and `num_pending` tokens will follow those known, which makes
-    `total_len`. Once the prompt is done that is the KV of all tokens but the last. `run` is 0 unless it is RUNNING.
+    While RUNNING it owns `kv`; otherwise `kv` is None. `in_flight` counts its steps that are launched and not yet
+    answered. Once they are done, the KV of `launched_len` tokens is computed, and `num_pending` tokens follow the known
+    ones; `total_len` includes those. After the prompt, `launched_len` is all tokens but the last. `run` is 0 unless the
+    request is RUNNING.
 
-    What never changes is worked out once, since a step asks for it with every token: `sample` for its items,
-    `stop_ids`, `longest_output` and `rules`, see StopCriteria, which lets go of rules that are over.
+    What never changes is computed once, since a step needs it for every token: `sample` for its items, `stop_ids`,
+    `longest_output` and `rules` (see StopCriteria, which removes rules that no longer apply).
     """
 
     __slots__ = ("accepted_draft_tokens", "arrival", "arrived_s", "cached_tokens", "draft_tokens", "history",
@@ -94,7 +96,7 @@ class LiveRequest:
         self.in_flight = 0
         self.launched_len = 0
         self.num_pending = 0
-        self.place = 0  # of its item in the batch launched last
+        self.place = 0  # index of its item in the batch launched last
         self.num_output = 0
         self.cached_tokens: int | None = None
         self.shares_prompt = False
@@ -115,7 +117,7 @@ class LiveRequest:
 
     @property
     def rollback_len(self) -> int:
-        """Where its session stands if it fails; 0 without one."""
+        """The length that its session's KV goes back to if it fails; 0 without a session."""
         return self.spec.history_len if self.spec.session_id is not None else 0
 
     @property
@@ -125,13 +127,13 @@ class LiveRequest:
 
     @property
     def output_left(self) -> int:
-        """Tokens that it may still pick, beside those on their way."""
+        """Tokens that it may still pick, besides the pending ones."""
         return self.longest_output - self.num_output - self.num_pending
 
     @property
     def max_prefix_len(self) -> int:
-        """How much KV may be reused: one token is left to compute for its logits, more if their log-probabilities
-        are asked for."""
+        """How much KV may be reused. One token is left to compute for its logits, more if log-probabilities of the
+        input are asked for."""
         limit = len(self.tokens) - 1
         if self.next_input_logprob is not None:
             limit = min(limit, max(self.next_input_logprob - 1, 0))
@@ -143,7 +145,7 @@ class LiveRequest:
         return self.next_input_logprob is not None and self.next_input_logprob < self.spec.history_len
 
     def begin_run(self, run: int) -> None:
-        """It has its KV and joins those that run."""
+        """The request has its KV and joins the running ones."""
         assert self.kv is not None
         self.run = run
         self.launched_len = self.kv.committed_len
@@ -156,7 +158,7 @@ class LiveRequest:
             self.sample = replace(self.sample, seen=self.seen)
 
     def launch(self, item: BatchItem, place: int, num_steps: int) -> None:
-        """Its item is on its way, at `place` in the batch."""
+        """Records that its item is launched, at `place` in the batch."""
         self.in_flight += 1
         self.place = place
         self.launched_len = item.start + len(item.token_ids) - item.num_drafts + num_steps - 1
@@ -170,7 +172,8 @@ class LiveRequest:
             self.total_len += num_steps
 
     def answered(self, item: BatchItem, num_steps: int, num_tokens: int) -> int:
-        """Its oldest item came back, with so many tokens. Gives how many of all have KV now: the last has none."""
+        """Records that its oldest item came back with `num_tokens` tokens. Returns how many tokens have KV now: all but
+        the last."""
         computed_len = item.start + len(item.token_ids) - item.num_drafts
         if num_tokens > 1:
             computed_len += num_tokens - 1
@@ -183,14 +186,14 @@ class LiveRequest:
         return computed_len
 
     def end_run(self) -> None:
-        """It lets go of its KV: what is in flight will not be looked at."""
+        """Lets go of its KV. Results in flight will be ignored."""
         self.kv = None
         self.total_len -= self.num_pending
         self.run = self.in_flight = self.num_pending = self.launched_len = 0
 
     def take_back(self, run: int) -> None:
-        """Tokens that were picked behind those it has are not to be: it goes on from here, in a run of its own if some
-        are on their way."""
+        """Drops the tokens that were picked behind those it has, and continues from here. If some are in flight, it
+        continues as a new run."""
         assert self.kv is not None
         self.kv.commit(len(self.tokens) - 1, self.kv.draft_len)
         if self.in_flight:
@@ -202,16 +205,16 @@ class LiveRequest:
 
     @property
     def is_held(self) -> bool:
-        """Whether what its next token may be depends on those before it: by its constraint, or by rules."""
+        """Whether its next token is restricted by a constraint or rules, given the tokens so far."""
         return self.rules is not None or self.constrained
 
     @property
     def constrained(self) -> bool:
-        """Whether its constraint says what its next token may be."""
+        """Whether its constraint restricts the next token."""
         return self.spec.constraint is not None and self.spec.constraint.holds
 
     def allow(self, mask: bytes | None) -> None:
-        """What the next token may be (SampleSpec.allowed)."""
+        """Sets which tokens may be next (SampleSpec.allowed)."""
         if self.sample is not None and self.sample.allowed is not mask:
             self.sample = replace(self.sample, allowed=mask)
 
@@ -224,7 +227,8 @@ class LiveRequest:
             self.seen.output.append(token_id)
 
     def _see(self, kv: SequenceKV) -> SeenTokens:
-        """Costs what is new since the session's last turn, not its history: what has KV is known to the KV's chain."""
+        """Costs what is new since the session's last turn, not the length of its history: the KV's chain knows the
+        distinct tokens of what has KV."""
         output = [*self.tokens.slice(self.prompt_len, len(self.tokens))]
         if self.spec.sampling.repetition_penalty == 1.0:
             return SeenTokens(np.empty(0, dtype=np.int64), output)
@@ -239,7 +243,7 @@ class LiveRequest:
         input_logprobs: tuple[TokenLogprob, ...] = (),
         finish: Finish | None = None,
     ) -> TokenDelta:
-        """What is new of it; `finish` makes it the last."""
+        """A delta of what is new; `finish` makes it the last."""
         return TokenDelta(
             self.request_id,
             token_ids,
@@ -256,7 +260,7 @@ class LiveRequest:
 
 
 def _sample(spec: GenerateRequest) -> SampleSpec | None:
-    """None if it is to pick nothing."""
+    """None if the request picks no token."""
     sampling, logprobs = spec.sampling, spec.logprobs
     if sampling.max_new_tokens == 0:
         return None

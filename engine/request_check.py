@@ -1,4 +1,4 @@
-"""What a request must be before it is queued: what could never run, or would spoil a step for others, is refused."""
+"""Checks a request before it is queued. Refuses what could never run, or would spoil a step for others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TOP_K = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an engine can take. Never changes, so any thread may check against it."""
+    """What an engine can take. It never changes, so any thread may check against it."""
 
     vocab_size: int
     max_context_len: int
@@ -32,7 +32,7 @@ class RequestLimits:
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     """Raises InvalidRequest, ContextLengthExceeded or RequestTooLarge, each with the field at fault.
 
-    The history is not looked at: it is committed, and long.
+    Does not read the history: it is committed, and long.
     """
     if not 0 <= request.history_len <= len(request.history):
         raise InvalidRequest("history_len does not fit the history", param="history_len")
@@ -52,7 +52,7 @@ def _check_ids(token_ids: Collection[int], limits: RequestLimits, param: str) ->
 
 
 def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
-    """The ranges in which the sampler gives a token of the vocabulary; NaN is in none of them."""
+    """The ranges for which the sampler picks a token of the vocabulary; NaN is in none of them."""
     in_range = {
         "max_new_tokens": sampling.max_new_tokens >= 0,
         "temperature": 0.0 <= sampling.temperature < math.inf,
@@ -93,7 +93,7 @@ def _check_length(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def _check_resumed(request: GenerateRequest, limits: RequestLimits) -> None:
-    """They can be this request's output."""
+    """Checks that the resumed tokens can be this request's output."""
     num_resumed = len(request.resumed_tokens)
     longest = min(request.sampling.max_new_tokens, limits.max_context_len - request.prompt_len)
     if num_resumed > longest:

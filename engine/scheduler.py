@@ -1,14 +1,14 @@
 """The scheduler: schedule() picks a step's work, update() takes in its result. No tensors, no threads.
 
-Continuous batching: every step mixes decodes and prompt chunks. Order is by priority, then arrival. When pages run
-out cached prefixes go first, then idle sessions' KV, then the last in order among the running is retracted. The
-first in order is never retracted and fits the pool by itself, so something always finishes. While copies between device
-and host are on their way, those who need their outcome sit steps out, and no one is retracted for them.
+Continuous batching: every step mixes decodes and prompt chunks. The order is by priority, then arrival. When pages run
+out, cached prefixes go first, then idle sessions' KV, then the running request that is last in order is retracted. The
+first in order is never retracted and fits the pool by itself, so some request always finishes. While copies between
+device and host are in flight, requests that need their outcome sit out steps, and none is retracted for them.
 
-A step may be planned while the one before is still on its way (schedule, schedule, update, schedule, update ...):
-tokens that it will pick are pending, and their requests go on as if they were known. A request that ends or is
-retracted meanwhile, or that begins to be held to something, is computed in vain: that result is dropped. Pages it gave
-back may be given away at once, since steps are done in the order in which they were planned.
+A step may be planned while the one before is still in flight (schedule, schedule, update, schedule, update ...). The
+tokens that it will pick are pending, and their requests continue as if they were known. If a request meanwhile ends, is
+retracted, or begins to be held to a constraint or rules, its result in flight is dropped. Pages that it gave back may
+be reused at once, since steps run in the order in which they were planned.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from engine.stops import StopCriteria
 class Scheduler:
     """Owns every live request. Called only from the engine's thread (`num_waiting` may be read anywhere).
 
-    With `mirrors_prompts` a draft model computes its own KV of every prompt along with the target. When nothing waits
-    up to `decode_steps` steps are planned in one go. `clock` returns monotonic seconds.
+    With `mirrors_prompts` a draft model computes its own KV of every prompt along with the target. When no request
+    waits, up to `decode_steps` steps are planned in one launch. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Scheduler:
 
     @property
     def kv_utilization(self) -> float:
-        """Of the KV pools, by the requests that run and wait, see KVDemand."""
+        """Demand for the KV pools by running and waiting requests, see KVDemand."""
         return self._cache.demand.utilization(
             (request.spec.session_id, len(request.tokens)) for request in self._waiting
         )
@@ -102,12 +102,12 @@ class Scheduler:
         return session_id in self._sessions_in_turn
 
     def kv_in_turn(self) -> Iterator[SequenceKV]:
-        """Of the requests that run."""
+        """The KV of the running requests."""
         return (request.kv for request in self._running if request.kv is not None)
 
     def add(self, spec: GenerateRequest, arrived_s: float | None = None) -> TokenDelta | None:
-        """Queues a request that arrived then, or now. Returns its final delta if it cannot even wait, since its id or
-        session is in use, or need not; and its first one if it resumes."""
+        """Queues a request that arrived at `arrived_s` (by default now). Returns its final delta if it cannot wait,
+        since its id or session is in use, or need not wait. Returns its first delta if it resumes."""
         if spec.request_id in self._live:
             error = SessionBusy(f"request id {spec.request_id} is in flight", param="request_id")
             return _refusal(spec, error)
@@ -122,7 +122,7 @@ class Scheduler:
         return self._begin(request)
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """Ends a request now; its session stands at its last commit. None for unknown ids."""
+        """Ends a request now; its session goes back to its last commit. None for unknown ids."""
         request = self._live.get(request_id)
         return None if request is None else self._end(request, Finish(FinishReason.ABORT))
 
@@ -134,7 +134,7 @@ class Scheduler:
         return [self._end(request, finish) for request in live]
 
     def abandon_all(self, error: EngineError) -> list[TokenDelta]:
-        """Answers every live request when the engine ends. The books, perhaps broken, are not touched."""
+        """Answers every live request when the engine ends. Does not touch the books, which may be broken."""
         finish = Finish(FinishReason.ERROR, message=error.message, error=error)
         deltas = [request.delta((), finish=finish) for request in self._live.values()]
         self._live.clear()
@@ -144,9 +144,10 @@ class Scheduler:
         return deltas
 
     def retract(self, request_id: str) -> bool:
-        """Running -> waiting: the turn's pages go back, its tokens stay, and it resumes exactly. False if not running.
+        """Running -> waiting: the turn's pages are given back, its tokens stay, and it resumes exactly. False if not
+        running.
 
-        Between two steps only, or from within `schedule`.
+        Call it only between two steps, or from within `schedule`.
         """
         request = self._live.get(request_id)
         if request is None or request.status is not Status.RUNNING:
@@ -165,14 +166,14 @@ class Scheduler:
         self._proposer.forget(session_id)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plans one step, which is in flight from then on; None if there is nothing to run now. May retract running
-        requests, unless a step is in flight: then it plans none, since the result may free what is missing."""
+        """Plans one step, which is in flight from then on; None if nothing can run now. May retract running requests,
+        unless a step is in flight: then it plans no step, since the result may free the missing pages."""
         assert self._batches_in_flight <= 1
         budget = self._settings.max_batch_tokens
         items: list[BatchItem] = []
         short = False
-        # Decodes first: a long prompt must not hold up the others' next token. Nor may drafts: a token of the budget is
-        # kept for each decode to come.
+        # Decodes first: a long prompt must not delay other requests' next tokens. Nor may drafts: one token of the
+        # budget is kept for each decode still to come.
         requests, num_decodes = self._decodes_first()
         retractions = self._counters.retractions
         for place, request in enumerate(requests, 1):
@@ -196,8 +197,8 @@ class Scheduler:
             budget -= item.num_tokens
         if self._counters.retractions > retractions:
             items = self._without_retracted(items)
-        # While those that run wait for pages nobody joins them: taking back a session that is being saved to the host
-        # for its pages would have them wait for ever.
+        # While running requests wait for pages, no request joins them. It could take back a session that is being saved
+        # to the host to free its pages; then they would wait for ever.
         if self._waiting and not short:
             self._admit_waiting(items, budget)
         if not items:
@@ -205,8 +206,8 @@ class Scheduler:
         return self._launch(ScheduledBatch(items, 1 if short else self._num_steps(items)))
 
     def refuse_stuck(self) -> TokenDelta | None:
-        """Ends the first waiting request if it found no room although nothing runs and no copy is on its way: it
-        would wait for ever. Admission's limits make that impossible; should they err, it is still answered."""
+        """Ends the first waiting request if it found no room although nothing runs and no copy is in flight: it would
+        wait for ever. Admission's limits make that impossible; should they be wrong, the request is still answered."""
         if (
             self._running
             or not self._waiting
@@ -244,7 +245,7 @@ class Scheduler:
         return deltas
 
     def _begin(self, request: LiveRequest) -> TokenDelta | None:
-        """Sends again what the request begins with, which may be its end already."""
+        """The delta that repeats a request's resumed tokens, if it has any. It may already be the last."""
         finish = self._stops.begin(request)
         known = tuple(request.spec.resumed_tokens[: request.num_output])
         if finish is not None:
@@ -274,15 +275,16 @@ class Scheduler:
         return request.delta(token_ids, logprobs, result.input_logprobs)
 
     def _take_back(self, request: LiveRequest) -> None:
-        """From here on it is held to something, so what was picked further on, and is on its way, is not looked at."""
+        """The request is held to a constraint or rules from here on, so tokens picked further on, or in flight, are
+        ignored."""
         self._runs += 1
         request.take_back(self._runs)
 
     def _end_of_step(self, request: LiveRequest, item: BatchItem) -> Finish | None:
-        """What ends a request that goes on by its tokens."""
+        """How a request ends that its accepted tokens did not end; None if it goes on."""
         if item.sample is not None:
             return self._stops.allow(request)
-        return Finish(FinishReason.LENGTH) if item.next_token is None else None  # it was to pick nothing
+        return Finish(FinishReason.LENGTH) if item.next_token is None else None  # the request picks no token
 
     def _count_drafts(self, request: LiveRequest, result: ItemOutput) -> None:
         agreed = len(result.token_ids) - 1
@@ -293,7 +295,7 @@ class Scheduler:
         self._proposer.observe(request, result.num_proposed, agreed)
 
     def _admit_waiting(self, items: list[BatchItem], budget: int) -> None:
-        """Adds the share of every waiting request that may run now."""
+        """Adds an item for every waiting request that may run now."""
         if budget == 0 or len(self._running) >= self._settings.max_running:
             return
         place = self._admission.resume(self._running)
@@ -328,8 +330,8 @@ class Scheduler:
         self._proposer.begin(request)
 
     def _num_steps(self, items: list[BatchItem]) -> int:
-        """How many steps to run in one go: several if everyone decodes, nobody waits (neither in the queue nor for
-        a result that its next step needs), and pages are free."""
+        """How many steps to run in one launch: several if every request decodes, none waits (neither in the queue nor
+        for a result that its next step needs), and pages are free."""
         if self._decode_steps == 1 or self._waiting or any(item.sample is None for item in items):
             return 1
         if any(map(self._maker.step_by_step, self._running)):
@@ -349,12 +351,12 @@ class Scheduler:
         return batch
 
     def _runner_of(self, item: BatchItem) -> LiveRequest | None:
-        """The request that launched the item, if it still runs: others may bear its name by now."""
+        """The request that launched the item, if that run is not over. Another request may have its id by now."""
         request = self._live.get(item.request_id)
         return request if request is not None and request.run == item.run else None
 
     def _decodes_first(self) -> tuple[list[LiveRequest], int]:
-        """Those that run, and how many of them decode."""
+        """The running requests, those that decode first, and how many do."""
         decodes = [request for request in self._running if request.total_len - request.launched_len == 1]
         if len(decodes) < len(self._running):
             others = [request for request in self._running if request.total_len - request.launched_len != 1]
@@ -362,8 +364,8 @@ class Scheduler:
         return decodes, len(decodes)
 
     def _make_room(self, request: LiveRequest, count: int) -> Room:
-        """Gets pages for `count` more tokens, retracting from the end of the order. SHORT: `request` itself went, or
-        somebody would have to while a step is in flight."""
+        """Gets pages for `count` more tokens, retracting requests from the end of the order. SHORT: `request` itself
+        was retracted, or a retraction is needed while a step is in flight."""
         kv = request.kv
         assert kv is not None
         while True:
@@ -400,7 +402,7 @@ class Scheduler:
         logprobs: tuple[TokenLogprob, ...] = (),
         input_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> TokenDelta:
-        """Ends a request in any state: KV settled, final delta made, the request forgotten."""
+        """Ends a request in any state: settles its KV, makes the final delta, forgets the request."""
         kv, session_id = request.kv, request.spec.session_id
         done = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if kv is not None and done:

@@ -22,8 +22,8 @@ CPU_POOL_BYTES = 256 * 1024 * 1024
 class ModelSettings:
     """Which model, and how its weights are held.
 
-    `path` is a local Hugging Face directory or a hub id, `revision` a commit, tag or branch there. `dtype` auto is
-    float32 on a CPU and the checkpoint's own on a GPU. `load_format` dummy gives seeded random weights of the
+    `path` is a local Hugging Face directory or a hub id; `revision` is a commit, tag or branch on the hub. `dtype` auto
+    is float32 on a CPU and the checkpoint's own on a GPU. `load_format` dummy makes seeded random weights for the
     directory's config.json.
     """
 
@@ -38,14 +38,14 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """The KV pool: `page_size` tokens a page; sized by `num_pages`, else by `size_bytes`. With neither a GPU gives
-    `memory_share` of its memory to weights, activations and KV, and a CPU has CPU_POOL_BYTES for KV.
+    """The KV pool, in pages of `page_size` tokens. `num_pages` gives its size, else `size_bytes`. With neither, a GPU
+    gives `memory_share` of its memory to weights, activations and KV, and a CPU has CPU_POOL_BYTES for KV.
 
-    `kv_dtype` auto is that of activations; fp8 halves the bytes of bfloat16, with a scale for each token's head.
-    Layers with a sliding window have a pool of their own with `window_ratio` times as many pages. Idle sessions' KV
-    may take `host_size_bytes` of host memory when the pool is full, and when that gets full `disk_size_bytes` of files
-    under the folder `disk_path`, encrypted if `disk_encrypted`. `books` is checked after each step: nothing, the
-    balance of the running counters, or every page (for tests).
+    `kv_dtype` auto is that of activations; fp8 takes half the bytes of bfloat16, plus a scale for each head of a token.
+    Layers with a sliding window have a pool of their own with `window_ratio` times as many pages. When the pool is
+    full, idle sessions' KV may take `host_size_bytes` of host memory. When that is full, it may take `disk_size_bytes`
+    of files under the folder `disk_path`, encrypted if `disk_encrypted`. `books` says what is checked after each step:
+    nothing, the balance of the running counters, or every page (for tests).
     """
 
     page_size: int = 16
@@ -64,12 +64,12 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """Who proposes tokens for the model to verify, and at most how many a step.
+    """Who proposes tokens for the model to verify, and how many at most in a step.
 
-    `ngram_size` tokens that occurred before make the n-gram proposer speak; `draft_model` is needed for "draft".
-    `row_cost` is what one more token in a step costs, `draft_cost` what a pass of the draft model costs, as shares of
-    a one-token step; drafts that would not pay for it are not made. The defaults are of the embedded models on a CPU,
-    where eight rows, seven drafts and the token before them, are the most that a step takes in its quick way.
+    The n-gram proposer proposes when the last `ngram_size` tokens occurred before. "draft" needs `draft_model`.
+    `row_cost` is what one more token in a step costs, `draft_cost` what a pass of the draft model costs, both as shares
+    of a one-token step; drafts that would not pay off are not made. The defaults are for the embedded models on a CPU,
+    where a step is quick for up to eight rows: seven drafts and the token before them.
     """
 
     method: SpeculationMethod = "off"
@@ -84,8 +84,8 @@ class SpeculationSettings:
 class SchedulerSettings:
     """Limits of a step and of the queue, in tokens and requests.
 
-    `max_batch_tokens` bounds one step, `chunk_size` one request's share of it; `max_waiting` is where
-    EngineOverloaded begins.
+    `max_batch_tokens` bounds one step, `chunk_size` one request's share of it. When `max_waiting` requests wait,
+    further ones get EngineOverloaded.
     """
 
     max_batch_tokens: int = 2048
@@ -99,12 +99,12 @@ class SchedulerSettings:
 class ExecutionSettings:
     """How steps run.
 
-    `attention` auto is the first that this machine can run of triton and flash on a GPU; on a CPU the
-    compiled kernels (cpu), and torch where there are none. `graphs`: on a
-    GPU, steps of up to `max_graph_tokens` tokens are replayed as CUDA graphs. `overlap`: on a GPU, the next step is
-    planned and launched while this one runs. `decode_steps` is how many steps are run in one go when nothing waits.
-    `tensor_parallel` processes hold one model between them. `linear`: who multiplies by the weights; auto is on a GPU
-    what is timed to be the quickest there, on a CPU what was found to be.
+    `attention` auto is, on a GPU, the first of triton and flash that this machine can run; on a CPU, the compiled
+    kernels (cpu), or torch where there are none. `graphs`: on a GPU, steps of up to `max_graph_tokens` tokens are
+    replayed as CUDA graphs. `overlap`: on a GPU, the next step is planned and launched while this one runs.
+    `decode_steps` is how many steps run in one launch when no request waits. `tensor_parallel` processes hold one model
+    between them. `linear` says what multiplies by the weights; auto is, on a GPU, what is timed as the quickest at
+    start, and on a CPU the compiled kernels, or what was found to be the quickest in torch.
     """
 
     attention: AttentionName = "auto"

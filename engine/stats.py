@@ -1,4 +1,4 @@
-"""What the engine's thread counts, and the snapshots of its state that other threads read."""
+"""Counters of the engine's thread, and the snapshots of its state that other threads read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERIOD_S = 0.1
 
 @dataclass(slots=True)
 class EngineCounters:
-    """All since start. Written only on the engine's thread."""
+    """Counts since start. Written only on the engine's thread."""
 
     steps: int = 0
     retractions: int = 0
@@ -27,7 +27,7 @@ class EngineCounters:
 
 
 class Load(Protocol):
-    """What the scheduler says of itself."""
+    """What the scheduler reports about its load."""
 
     @property
     def num_running(self) -> int: ...
@@ -40,7 +40,8 @@ class Load(Protocol):
 
 
 class StatsBoard:
-    """`latest` may be read on any thread; all else is the engine's. `clock` returns monotonic seconds."""
+    """Publishes EngineStats. Any thread may read `latest`; all else belongs to the engine's thread. `clock` returns
+    monotonic seconds."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class StatsBoard:
         self.latest = self._take()
 
     def publish(self, *, now: bool) -> None:
-        """Every PERIOD_S, or now."""
+        """Takes a new snapshot every PERIOD_S, or `now`."""
         time_s = self._clock()
         if now or time_s >= self._due_s:
             self.latest = self._take()

@@ -1,4 +1,4 @@
-"""Who turns the crank of an engine's step loop: in production a thread of its own."""
+"""What drives an engine's step loop: in production a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Protocol
 
 
 class StepLoop(Protocol):
-    """What is driven: an engine's loop, by one driver."""
+    """An engine's loop, cranked by one driver."""
 
     def crank(self, *, wait: bool) -> bool:
-        """Takes commands in and makes a step. `wait`: without any work, for a command first. False: it was the last."""
+        """Takes commands in and makes a step. `wait`: if there is no work, waits for a command first. False: this was
+        the last crank."""
 
     @property
     def idle(self) -> bool:
@@ -23,7 +24,8 @@ class StepDriver(Protocol):
     def start(self, loop: StepLoop) -> None: ...
 
     def wake(self) -> None:
-        """A command has been posted, or a copy has ended. May be called from any thread, also before the start."""
+        """Tells the driver that a command was posted or a copy has ended. May be called from any thread, also before
+        the start."""
 
     def join(self, timeout_s: float) -> None:
         """Waits until the last crank is done. Raises TimeoutError."""
@@ -37,7 +39,7 @@ class StepDriver(Protocol):
 
 
 class StepThread:
-    """A StepDriver that is a thread. The loop's own wait for a command is what wakes it."""
+    """A StepDriver that is a thread. `wake` does nothing: the loop itself waits for commands."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

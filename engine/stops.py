@@ -1,4 +1,5 @@
-"""When does a request end? Stop tokens, stop strings, length limits, and what may follow: constraints and rules."""
+"""Decides when a request ends (stop tokens, stop strings, length limits) and what may follow (constraints and
+rules)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class StopCriteria:
         self._max_context_len = max_context_len
 
     def begin(self, request: LiveRequest) -> Finish | None:
-        """Says what ends the request, and accepts its resumed tokens, up to one that does. Call it once, first."""
+        """Sets what ends the request, and accepts its resumed tokens, up to one that ends it. Call it once, first."""
         sampling = request.spec.sampling
         if not sampling.ignore_eos:
             request.stop_ids = sampling.stop_token_ids | self._eos_token_ids
@@ -50,7 +51,8 @@ class StopCriteria:
         return finish
 
     def allow(self, request: LiveRequest) -> Finish | None:
-        """Notes what the next token may be of a request that is held to something, or was; if there is none it ends."""
+        """Sets which tokens may be next, for a request that is held to a constraint or rules, or was. If there are none
+        the request ends."""
         if not request.is_held:
             request.allow(None)
             return None
@@ -72,7 +74,8 @@ class StopCriteria:
         return _failed("constraint", ConstraintFailed("no token of the model can go on with the output"))
 
     def _constrained(self, request: LiveRequest, constraint: TokenConstraint) -> tuple[bytearray, bool]:
-        """What its constraint allows, and whether the output may end. Raises whatever the constraint does."""
+        """Which tokens the request's constraint allows, and whether the output may end. Raises whatever the constraint
+        does."""
         allowed, may_end = bytearray(constraint.allowed()), constraint.may_end
         if len(allowed) != self._num_mask_bytes:
             raise ValueError(f"its mask has {len(allowed)} bytes, not {self._num_mask_bytes}")
@@ -82,7 +85,7 @@ class StopCriteria:
 
 
 def _ruled(request: LiveRequest) -> bytearray | None:
-    """What its rules allow. Once they are over the request is rid of them."""
+    """Which tokens the request's rules allow. Rules that no longer apply are removed."""
     rules = request.rules
     if rules is None:
         return None
@@ -110,7 +113,7 @@ def _accepted(constraint: TokenConstraint, token_id: int) -> Finish | None:
 
 
 def _failed(whose: str, error: Exception) -> Finish:
-    """Watchers and constraints are the caller's: their fault ends the request, not the engine."""
+    """Watchers and constraints belong to the caller: their error ends the request, not the engine."""
     if not isinstance(error, ConstraintFailed):
         error = StepFailed(f"the {whose} failed: {type(error).__name__}: {error}")
     return Finish(FinishReason.ERROR, message=error.message, error=error)

@@ -1,4 +1,4 @@
-"""Which backend of attention a replica runs, and why."""
+"""Which attention backend a replica runs, and why."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from engine.runner.kv_pool import KVPool
 from engine.settings import AttentionName
 
 GPU_ORDER = ("triton", "flash", "torch")
-"""What auto tries on a GPU, the first first."""
+"""What auto tries on a GPU, in this order."""
 
 CPU_ORDER = ("cpu", "torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionChoice:
-    """One backend in its two forms: over a step's items, and over tables on the device. `reason` is a sentence for
-    the log."""
+    """One backend in its two forms: over a step's items, and over tables on the device. `reason` is a sentence for the
+    log."""
 
     name: str
     reason: str
@@ -44,10 +44,10 @@ class _Place:
 def choose_attention(
     name: AttentionName, pool: KVPool, device: torch.device, sinks: bool = False
 ) -> AttentionChoice:
-    """The backend `name` over the pool, which nothing was written to yet; auto is the first that can run.
+    """The backend `name` over a pool that nothing has been written to yet; auto is the first that can run.
 
     `sinks` says that the model has layers with attention sinks. Raises AttentionUnavailable with the reasons if the
-    backend, or with auto every one, cannot run.
+    backend, or with auto every backend, cannot run.
     """
     place = _Place(pool, device, sinks)
     if name != "auto":

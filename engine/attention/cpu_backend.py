@@ -1,4 +1,4 @@
-"""Attention with the compiled kernels for processors: all items at once, keys and values read in place page by page.
+"""Attention with the compiled CPU kernels: all items at once, keys and values read in place page by page.
 
 Legend: P pools, N tokens of the step, B items, H query heads, K key/value heads, D head size.
 """
@@ -22,7 +22,7 @@ INT32 = np.dtype(np.int32).str
 
 
 class CpuAttention:
-    """An AttentionBackend. Raises AttentionUnavailable for pools that the kernels do not read.
+    """An AttentionBackend. Raises AttentionUnavailable for pools that the kernels cannot read.
 
     Layers with soft caps or sinks are computed by torch's operators.
     """
@@ -61,7 +61,7 @@ class CpuAttention:
         kv_N2KD = kv_N2KD.contiguous()
         out_NA = torch.empty(rows, heads * dim)
         layer_kv = self._layer(*self._pool.places[layer], traits.window)
-        if self._workers is None:  # models that run in whole steps have threads of their own
+        if self._workers is None:  # made late: models that run whole steps at once have their own threads
             self._workers = Workers(self._kernels, torch.get_num_threads())
         outcome = self._kernels.c.kedge_attention_layer(
             self._handle, self._workers.team, byref(step), byref(HeadsC(heads, kv_N2KD.shape[2], dim)), byref(layer_kv),
@@ -87,7 +87,7 @@ class CpuAttention:
 
 
 class CpuAttentionStep:
-    """An AttentionStep. `items_c` is the same for kernels that run all layers in one go."""
+    """An AttentionStep. Kernels that run all layers at once use the same `items_c`."""
 
     def __init__(
         self, backend: CpuAttention, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]
@@ -116,7 +116,7 @@ class CpuAttentionStep:
 
 
 def _address(pages: NDArray[np.int32]) -> tuple[int, int]:
-    """And the length, of a dense array that the item keeps."""
+    """The address and length of a dense array that the item keeps alive."""
     array = pages.__array_interface__
     assert array["typestr"] == INT32
     assert array["strides"] is None, "a page table is dense"

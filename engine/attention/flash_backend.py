@@ -1,14 +1,15 @@
 """Attention with the flash-attention kernels that vllm ships, over pages where they lie.
 
 Two builds are known: `vllm.vllm_flash_attn`, inside vllm, and the older package `vllm_flash_attn`. Their function
-`flash_attn_varlen_func` takes paged keys and values with a `block_table`, by different signatures; which arguments it
-is called with follows from the one that is found.
+`flash_attn_varlen_func` takes paged keys and values with a `block_table`, but with different signatures. The arguments
+depend on the build that is found.
 
-Masked keys are multiplied by weights of zero in blocks of up to BLOCK tokens, so whatever they lie in must be finite:
-the pools are zeroed once, and dead or missing entries of a page table are replaced by the item's own last page.
+Masked keys are multiplied by weights of zero in blocks of up to BLOCK tokens, so their memory must hold finite numbers.
+Therefore the pools are zeroed once, and dead or missing entries of a page table are replaced by the item's own last
+page.
 
-Legend: P pages of a pool, p tokens of a page, N tokens of the step, B items, M pages of the longest, H query heads,
-K key/value heads, D head size, S slots, A = H * D.
+Legend: P pages of a pool, p tokens of a page, N tokens of the step, B items, M pages of the longest, H query heads, K
+key/value heads, D head size, S slots, A = H * D.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from engine.runner.kv_pool import KVPool, PagedKV
 
 MODULES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 BLOCK = 256
-"""Most keys that a kernel reads as one block: it looks up pages that far past an item's end."""
+"""The most keys that a kernel reads as one block: it looks up pages that far past an item's end."""
 
 MAX_HEAD_DIM = 256
 MAX_SINK_HEADS = 64
@@ -37,8 +38,8 @@ _NEEDED_TRAITS = frozenset(("softmax_scale", "causal", "window_size", "softcap")
 
 @dataclass(frozen=True, slots=True)
 class FlashFunction:
-    """`flash_attn_varlen_func` of the module `source`. `version` is what it is given as fa_version; None if it has no
-    such argument."""
+    """`flash_attn_varlen_func` of the module `source`. `version` is passed as fa_version; None if there is no such
+    argument."""
 
     call: Callable[..., Any]
     source: str
@@ -47,7 +48,7 @@ class FlashFunction:
 
     @property
     def takes_sinks(self) -> bool:
-        """Versions 2 and older have none."""
+        """Versions 2 and older do not take sinks."""
         return "s_aux" in self.takes and self.version == 3
 
 
@@ -68,8 +69,8 @@ def find_flash() -> FlashFunction:
 def read_function(
     call: Callable[..., Any], source: str, supports: Callable[[int], bool] | None = None
 ) -> FlashFunction:
-    """What the function's signature says. `supports` tells which fa_version runs on this GPU. Raises
-    AttentionUnavailable if the function cannot do what is asked of it here."""
+    """Reads the function's signature. `supports` says which fa_version runs on this GPU. Raises AttentionUnavailable if
+    the function cannot do what is needed here."""
     takes = frozenset(inspect.signature(call).parameters)
     missing = sorted((_NEEDED | _NEEDED_TRAITS) - takes)
     if not takes & {"seqused_k", "cu_seqlens_k"}:
@@ -86,15 +87,15 @@ def read_function(
 
 class KVWriter(Protocol):
     def __call__(self, paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor, /) -> None:
-        """Writes row n to slot `slots_N[n]` of the pool's layer `place`, to none if that is negative."""
+        """Writes row n to slot `slots_N[n]` of the pool's layer `place`, or nowhere if that is negative."""
 
 
 class FlashAttention:
-    """A TableAttention. Zeroes the pools: nothing may have been written to them. Without a writer torch's operators
+    """A TableAttention. Zeroes the pools, so nothing may have been written to them. Without a writer, torch's operators
     write.
 
-    Raises AttentionUnavailable if the function does not serve such pools, or has no attention sinks where the model
-    has (`sinks`).
+    Raises AttentionUnavailable if the function cannot read such pools, or if the model has attention sinks (`sinks`)
+    and the function does not take them.
     """
 
     name = "flash"
@@ -123,7 +124,7 @@ class FlashAttention:
         self._layers = [_LayerKV.of(paged, place, int(paged is pool.window)) for paged, place in pool.places]
 
     def captures(self, max_query_len: int) -> bool:  # noqa: ARG002
-        """Always: launches follow from shapes and the tables' bounds; lengths and pages are read on the device."""
+        """Always: launches depend only on shapes and the tables' bounds; lengths and pages are read on the device."""
         return True
 
     def plan(self, tables: AttentionTables) -> AttentionStep:
@@ -132,7 +133,7 @@ class FlashAttention:
 
 @dataclass(frozen=True, slots=True)
 class _LayerKV:
-    """One layer's memory, layer `place` of `paged`, by page for reading; `row` is the pool's."""
+    """One layer's memory, layer `place` of `paged`, arranged by page for reading; `row` is the pool's index."""
 
     row: int
     paged: PagedKV
@@ -150,8 +151,8 @@ class _LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """Where a step's rows go in one pool. Rows that go nowhere repeat one that does, so that each slot is written
-    with one content only; if none goes anywhere, a slot is written with what it holds."""
+    """Where a step's rows go in one pool. A row that goes nowhere repeats one that does, so that each slot is written
+    with one content only. If no row goes anywhere, a slot is written with what it already holds."""
 
     slots_N: Tensor
     rows_N: Tensor
@@ -165,7 +166,7 @@ class _Writes:
         return _Writes(slots_N[rows_N].clamp_min(0), rows_N, live_N.any())
 
     def write(self, slots_S2KD: Tensor, kv_N2KD: Tensor) -> None:
-        """To one layer by slot."""
+        """Writes to one layer, by slot."""
         kept_N2KD = slots_S2KD.index_select(0, self.slots_N)
         written_N2KD = torch.where(self.any_live, kv_N2KD.index_select(0, self.rows_N), kept_N2KD)
         slots_S2KD.index_copy_(0, self.slots_N, written_N2KD)
@@ -173,7 +174,7 @@ class _Writes:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What all layers of one pass share, derived from the tables on the device. `writes` is for torch's operators."""
+    """What all layers of one pass share, derived from the tables on the device. Torch's operators use `writes`."""
 
     writes: list[_Writes]
     pages: list[Tensor]
@@ -193,7 +194,7 @@ class _Pass:
 
 
 class _FlashStep:
-    """An AttentionStep. A pass is derived anew at its first layer: the tables may hold something else by then."""
+    """An AttentionStep. A pass is derived anew at its first layer, since the tables may have changed."""
 
     def __init__(
         self,
@@ -240,7 +241,7 @@ class _FlashStep:
         return out_NHD.flatten(1)
 
     def _query_bound(self, rows: int) -> int:
-        """With a bound of 1 some versions take row b for item b, whatever the starts say."""
+        """Given a bound of 1, some versions take row b for item b, whatever the starts say."""
         bound = self._tables.max_query_len
         return bound if rows == len(self._tables.kv_lens_B) else max(2, bound)
 
@@ -257,7 +258,7 @@ class _FlashStep:
 
 
 def _whole_table(pages_BM: Tensor, kv_lens_B: Tensor, page_size: int) -> Tensor:
-    """The table with pages wherever the kernels may look: the item's last one where there is none."""
+    """The table with valid pages wherever the kernels may look: the item's last page where there is none."""
     width = pages_BM.shape[1]
     last_B1 = ((kv_lens_B - 1) // page_size).clamp(0, width - 1)[:, None]
     own_B1 = pages_BM.gather(1, last_B1.long()).clamp_min(0)

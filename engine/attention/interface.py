@@ -18,7 +18,7 @@ from engine.runner.kv_pool import PagedKV
 
 
 class AttentionUnavailable(RuntimeError):
-    """The backend `name` cannot run here; `why` is half a sentence that says what is missing."""
+    """The backend `name` cannot run here; `why` is a clause that says what is missing."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"attention {name!r} cannot run: {why}")
@@ -28,10 +28,10 @@ class AttentionUnavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class AttentionItem:
-    """One request's share of a step: its last `query_len` of `kv_len` tokens are computed now.
+    """One request's share of a step: the last `query_len` of its `kv_len` tokens are computed now.
 
-    Token t lies in slot `pages[t // page_size] * page_size + t % page_size`; `contiguous` says that `pages` is
-    one ascending run. `window_pages` is the same for layers in the pool of sliding windows, -1 where pages are gone.
+    Token t lies in slot `pages[t // page_size] * page_size + t % page_size`; `contiguous` says that `pages` is one
+    ascending run. `window_pages` is the same for layers in the pool of sliding windows, -1 where pages are gone.
     """
 
     query_len: int
@@ -46,8 +46,8 @@ class LayerTraits:
     """How one layer attends.
 
     `scale` multiplies the scores; `softcap` c then bends them to c * tanh(score / c). With `window` W the query at
-    position p sees keys at p - W + 1 .. p. `sinks_H` has one logit a head that takes its share of the softmax and
-    gives nothing.
+    position p sees keys at p - W + 1 .. p. `sinks_H` has one logit per head that takes its share of the softmax and
+    adds nothing to the output.
     """
 
     scale: float
@@ -64,15 +64,16 @@ class AttentionStep(Protocol):
     """The attention of one step. Called once per layer, in the order of layers."""
 
     def __call__(self, layer: int, q_NHD: Tensor, kv_N2KD: Tensor, traits: LayerTraits) -> Tensor:
-        """Writes the new keys and values to the layer's pool, then attends causally; gives [N, H * D].
+        """Writes the new keys and values to the layer's pool, then attends causally; returns [N, H * D].
 
-        Keys out of the window's reach are not read: their pages may be gone, and hold anything."""
+        Keys outside the window are not read: their pages may be gone and hold anything.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVTarget:
-    """Where one layer's new keys and values go: row n to slot `slots_N[n]` of the pool's layer `place`, to none if that
-    is negative."""
+    """Where one layer's new keys and values go: row n to slot `slots_N[n]` of the pool's layer `place`, or nowhere if
+    that is negative."""
 
     paged: PagedKV
     place: int
@@ -81,16 +82,16 @@ class KVTarget:
 
 @runtime_checkable
 class OpenStep(AttentionStep, Protocol):
-    """An AttentionStep that leaves the writing to those who can do it on the way."""
+    """An AttentionStep whose writing can be done by another kernel on its way."""
 
     def target(self, layer: int) -> KVTarget: ...
 
     def attend(self, layer: int, q_NHD: Tensor, traits: LayerTraits) -> Tensor:
-        """A call without its first half: the new keys and values are in the layer's pool."""
+        """A call without its first half: the new keys and values are already in the layer's pool."""
 
 
 class AttentionBackend(Protocol):
-    """Owns how the pools are read; made once with them."""
+    """Knows how to read the pools; made once for them."""
 
     def begin(self, items: Sequence[AttentionItem], slots_PN: Sequence[Tensor]) -> AttentionStep:
         """Plans a step. `slots_PN` (int64) is where each of the step's tokens is written in each pool, items one
@@ -99,13 +100,13 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionTables:
-    """A step's items as tensors on the device: what kernels read, at addresses that a CUDA graph may keep.
+    """A step's items as tensors on the device, which kernels read at addresses that a CUDA graph may keep.
 
-    Item b's queries are rows query_starts[b] .. query_starts[b + 1] - 1, the last of its kv_lens[b] tokens. Token t
-    of it lies in slot `pages[b, t // page_size] * page_size + t % page_size` of each pool; -1 stands where a page has
-    left the window or never was. Row n is written to `slots_PN[p][n]` of pool p, to none if that is -1. Padding:
-    items without queries at the end (kv_len 0), and rows past the last item, whose output nobody reads. The two
-    lengths are upper bounds known on the host.
+    Item b's queries are rows query_starts[b] .. query_starts[b + 1] - 1, the last of its kv_lens[b] tokens. Its token t
+    lies in slot `pages[b, t // page_size] * page_size + t % page_size` of each pool; the entry is -1 where a page has
+    left the window or never was. Row n is written to `slots_PN[p][n]` of pool p, or nowhere if that is -1. Padding is
+    items without queries at the end (kv_len 0), and rows past the last item, whose output is not read. The two lengths
+    are upper bounds known on the host.
     """
 
     query_starts_B1: Tensor
@@ -119,20 +120,20 @@ class AttentionTables:
     max_query_len: int
     max_kv_len: int
     live_items_1: Tensor | None = None
-    """int32 [1]: how many items come before padding; None: all, or the host knows no better"""
+    """int32 [1]: how many items come before padding; None: all, or the host does not know"""
 
 
 class TableAttention(Protocol):
-    """Attention that reads its plan on the device. Owns how the pools are read; made once with them."""
+    """Attention that reads its plan on the device. Knows how to read the pools; made once for them."""
 
     @property
     def name(self) -> str:
         """As in the settings: triton, flash, torch."""
 
     def captures(self, max_query_len: int) -> bool:
-        """Whether a step's launches depend on the tables' shapes alone, so that a CUDA graph of them serves other
+        """Whether a step's launches depend only on the tables' shapes, so that a CUDA graph of them works for other
         contents."""
 
     def plan(self, tables: AttentionTables) -> AttentionStep:
-        """The step reads the tables when its first layer is called: they may be filled after this, and again for each
-        pass over the layers."""
+        """The step reads the tables when its first layer is called: they may be filled after this call, and again for
+        each pass over the layers."""

@@ -12,11 +12,11 @@ from engine.kernels.kv_write import write_kv
 from engine.runner.kv_pool import PagedKV
 
 ELEMENTS = 2048
-"""Of one program."""
+"""Numbers that one program writes."""
 
 
 def write_rows(paged: PagedKV, place: int, kv_N2KD: Tensor, slots_N: Tensor) -> None:
-    """Row n goes to slot `slots_N[n]` of the pool's layer `place`, to none if that is negative."""
+    """Row n goes to slot `slots_N[n]` of the pool's layer `place`, or nowhere if that is negative."""
     kv_N2KD = kv_N2KD if kv_N2KD.stride(3) == 1 else kv_N2KD.contiguous()
     pool_2KSD, scales = paged.kv_L2KSD[place], paged.scales_L2KS
     rows, _, kv_heads, dim = kv_N2KD.shape

@@ -1,6 +1,6 @@
-"""Attention tables served by torch's own operators: the reference on a GPU, and in tests of whatever makes tables.
+"""Attention over tables with torch's own operators: the reference on a GPU, and for tests of code that makes tables.
 
-Reads its plan back to the host at each step, so it neither runs ahead nor is captured.
+Copies its plan back to the host at each step, so it neither runs ahead nor is captured.
 
 Legend: P pools, N tokens of the step, H query heads, K key/value heads, D head size, B items, M pages of the longest.
 """
@@ -39,7 +39,7 @@ class TorchTables:
 
 
 class _TableStep:
-    """An AttentionStep: that of the items, without the tables' padding. The tables are read at the first layer of each
+    """An AttentionStep over the items, without the tables' padding. The tables are read at the first layer of each
     pass."""
 
     def __init__(self, pool: KVPool, backend: TorchAttention, tables: AttentionTables) -> None:

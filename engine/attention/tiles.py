@@ -1,4 +1,4 @@
-"""How attention is cut into programs: the constants that a benchmark may sweep."""
+"""How attention is cut into programs: the constants, which a benchmark may vary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.runner.kv_pool import FP8
 @dataclass(frozen=True, slots=True)
 class TileShape:
     """One variant of the kernel. A tile is `block_m` rows (queries times the heads that share a key head), which take
-    `block_n` keys at a time; both are powers of two from 16. Tiles are split along their keys while that makes no more
-    than `programs` programs a multiprocessor: as many as run at once, or several times as many."""
+    `block_n` keys at a time; both are powers of two from 16. Tiles are split along their keys as long as there are at
+    most `programs` programs per multiprocessor: as many as run at once, or several times as many."""
 
     block_m: int
     block_n: int
@@ -26,8 +26,8 @@ class TileShape:
 class AttentionTiles:
     """`shapes` ascend in block_m: a step takes the first that holds all rows of its longest item, else the last.
 
-    A split is of at least `min_split` tokens, and of two for each row of its tile, since what it finds is written and
-    read again in float32. There are at most `max_splits`, a power of two.
+    A split has at least `min_split` tokens, and at least two for each row of its tile, because its result is written
+    and read again in float32. There are at most `max_splits`, a power of two.
     """
 
     shapes: tuple[TileShape, ...]
@@ -43,7 +43,7 @@ class AttentionTiles:
             raise ValueError(f"max_splits is a power of two, not {self.max_splits}")
 
     def shape(self, rows: int) -> TileShape:
-        """For steps whose longest item has so many rows."""
+        """The shape for steps whose longest item has `rows` rows."""
         return next((shape for shape in self.shapes if rows <= shape.block_m), self.shapes[-1])
 
     def least_split(self, shape: TileShape) -> int:
@@ -51,8 +51,8 @@ class AttentionTiles:
 
 
 def default_tiles(head_dim: int, kv_dtype: torch.dtype, capability: int | None) -> AttentionTiles:
-    """For a pool of `kv_dtype` on a card (None: the interpreter). Chosen so that nothing spills and shared memory
-    suffices; their speed is for a benchmark to tell."""
+    """Tiles for a pool of `kv_dtype` on a GPU with this compute capability (None: the interpreter). Chosen so that no
+    registers spill and shared memory suffices; benchmarks measure their speed."""
     if kv_dtype == torch.float32:  # no matrix units: every thread holds what it multiplies
         if head_dim > 128:
             return AttentionTiles((TileShape(16, 16, 8, 2, 4),))

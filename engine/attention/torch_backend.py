@@ -1,8 +1,8 @@
-"""Attention with torch's own operators, tuned for a CPU: keys and values are read in place where they lie.
+"""Attention with torch's own operators, tuned for a CPU: keys and values are read in place.
 
-Legend: P pools, L a pool's layers, N tokens of the step, n and T one request's query and key tokens, H query heads,
-K key/value heads, G = H / K queries per key head, R = G * n rows that share a key head, D head size, S pool slots,
-p pages.
+Legend: P pools, L a pool's layers, N tokens of the step, n and T one request's query and key tokens, H query heads, K
+key/value heads, G = H / K queries per key head, R = G * n rows that share a key head, D head size, S pool slots, p
+pages.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from engine.attention.interface import AttentionItem, LayerTraits
 from engine.runner.kv_pool import KVPool, PagedKV
 
 FEW_ROWS = 32
-"""Rows of one key head (R) up to which two plain products beat torch's fused operator, which reads the keys once
+"""Up to this many rows of one key head (R), two plain products beat torch's fused operator, which reads the keys once
 for each query head."""
 
 SCORE_ROWS = 64
-"""Queries whose scores are held at once where the fused operator does not serve (soft caps, sinks)."""
+"""Queries whose scores are held at once where the fused operator cannot be used (soft caps, sinks)."""
 
 
 @dataclass(slots=True)
 class _Span:
     """One request's rows and the keys they see.
 
-    `views` holds each layer's keys [K, D, T] and values [K, T, D] where they lie in the pool; without it they are
-    gathered from `pages`, `skip` tokens into the first. `mask_nT` is 0 where a query may look, else -inf; `mask_RT`
-    is the same for each query of a group; both are None if no query is masked or the mask is the plain causal one.
+    `views` holds each layer's keys [K, D, T] and values [K, T, D] where they lie in the pool. Without it they are
+    gathered from `pages`, beginning `skip` tokens into the first page. `mask_nT` is 0 where a query may look, else
+    -inf; `mask_RT` is the same for each query of a group; both are None if no query is masked or the mask is the plain
+    causal one.
     """
 
     row: int
@@ -47,7 +48,7 @@ class _Span:
 
 
 class _PoolViews:
-    """One pool's memory, cut in the ways it is written and read."""
+    """One pool's memory, in the views that are written and read."""
 
     def __init__(self, paged: PagedKV, row: int) -> None:
         layers, _, kv_heads, _, dim = paged.kv_L2KSD.shape
@@ -61,7 +62,7 @@ class _PoolViews:
         self.layers_2KpsD = paged.kv_L2KSD.view(paged_shape).unbind(0)
 
     def span(self, item: AttentionItem, row: int, window: int | None, group: int) -> _Span:
-        """`row` is the item's first; `group` is G."""
+        """`row` is the item's first row; `group` is G."""
         history, size = item.kv_len - item.query_len, self.paged.page_size
         first = 0 if window is None else max(0, history - window + 1)
         key_len, first_page = item.kv_len - first, first // size
@@ -91,7 +92,7 @@ class _PoolViews:
         return mask_nT if window is None else mask_nT.add_(hidden_nT.tril_(last - window))
 
     def keys_and_values(self, span: _Span, place: int) -> tuple[Tensor, Tensor]:
-        """Keys [K, D, T] and values [K, T, D]: views of the pool, else gathered now (this layer is written)."""
+        """Keys [K, D, T] and values [K, T, D]: views of the pool, or gathered now, after this layer was written."""
         if span.views is not None:
             return span.views[place]
         assert span.pages is not None
@@ -166,7 +167,7 @@ class TorchAttentionStep:
 
 
 def _attend_one(q_KGD: Tensor, keys_KDT: Tensor, values_KTD: Tensor) -> Tensor:
-    """Decode: the group's queries are rows of one key head, so no key is repeated, and none is masked."""
+    """Decode: the group's queries are rows of one key head, so no key is repeated, and no key is masked."""
     weights_KGT = torch.bmm(q_KGD, keys_KDT).softmax(-1)
     return torch.bmm(weights_KGT, values_KTD)
 
@@ -205,7 +206,7 @@ def _attend_rows(q_KRD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, mask_RT: T
 def _attend_scores(
     q_KGnD: Tensor, keys_KDT: Tensor, values_KTD: Tensor, mask_nT: Tensor | None, traits: LayerTraits
 ) -> Tensor:
-    """With soft caps and sinks: gives [K, G, n, D]."""
+    """Attention with soft caps and sinks; returns [K, G, n, D]."""
     kv_heads, group, count, dim = q_KGnD.shape
     scores_KRT = torch.bmm(q_KGnD.reshape(kv_heads, -1, dim), keys_KDT)
     if traits.softcap is not None:

@@ -1,7 +1,7 @@
-"""Attention with Triton kernels of our own: one launch writes a layer's keys and values, one attends.
+"""Attention with Kedge's own Triton kernels: one launch writes a layer's keys and values, one attends.
 
-Legend: N rows of the step, B items, M pages of the longest, H query heads, K key/value heads, D head size, S slots,
-A = H * D.
+Legend: N rows of the step, B items, M pages of the longest, H query heads, K key/value heads, D head size, S slots, A =
+H * D.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from engine.runner.kv_pool import FP8, KVPool, PagedKV
 
 MAX_HEAD_DIM = 256
 FIRST_WITH_FP8 = 89
-"""The first capability whose float8_e4m3fn Triton can convert."""
+"""The first compute capability on which Triton can convert float8_e4m3fn."""
 
 LOG2_E = math.log2(math.e)
 WIDE_ELEMENTS = 2**31
-"""Of one head in a layer's pool, from which offsets need 64 bits."""
+"""From this many numbers of one head in a layer's pool on, offsets need 64 bits."""
 
 JOIN_ELEMENTS = 512
-"""Of a tile's output that a warp holds while it joins splits."""
+"""Numbers of a tile's output that a warp holds while it joins splits."""
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -45,7 +45,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 class TritonAttention:
     """A TableAttention. Steps of one object run one after another on one stream: they share its workspace.
 
-    `multiprocessors` of the card decide how far long contexts are split; the default is the card's own. Raises
+    The number of `multiprocessors` decides how far long contexts are split; the default is the GPU's own. Raises
     AttentionUnavailable for pools that the kernels cannot read.
     """
 
@@ -61,7 +61,7 @@ class TritonAttention:
         self.block_d = max(16, triton.next_power_of_2(self.head_dim))
         self.tiles = tiles or default_tiles(self.head_dim, kv_L2KSD.dtype, capability)
         self.multiprocessors = multiprocessors or num_multiprocessors(self.device)
-        # Tiles are split into no more parts than these programs.
+        # Tiles are split into at most this many parts.
         programs = [self.multiprocessors * shape.programs for shape in self.tiles.shapes]
         rows = [n * shape.block_m for n, shape in zip(programs, self.tiles.shapes, strict=True)]
         self.partials = torch.empty(max(rows) * self.block_d, device=self.device)
@@ -167,8 +167,8 @@ class TritonStep:
         return out_NA
 
     def _cut(self, rows: int, kv_heads: int, group: int, most_keys: int) -> _Cut:
-        """Of a step's shapes alone. It has between `fewest` and `most` tiles that are alive: the kernel knows, and cuts
-        them into as many splits as the card has room for, and none into more than its keys fill."""
+        """Depends on a step's shapes alone. The step has between `fewest` and `most` live tiles; only the kernel knows
+        how many. It cuts them into as many splits as the GPU has room for, but into no more than their keys fill."""
         attention, items, longest = self._attention, len(self._tables.kv_lens_B), self._tables.max_query_len
         shape = attention.tiles.shape(longest * group)
         tile_per_item = longest * group <= shape.block_m
@@ -187,7 +187,7 @@ class TritonStep:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a step is cut into the `grid`'s programs; if into splits, then so that no more than `programs` have work."""
+    """How a step is cut into the programs of `grid`. If it is cut into splits, at most `programs` of them have work."""
 
     shape: TileShape
     tile_per_item: bool
@@ -209,7 +209,8 @@ def _check(head_dim: int, dtype: torch.dtype, capability: int | None) -> None:
 
 
 def _score_constants(traits: LayerTraits) -> tuple[float, float, int]:
-    """The kernel's score_scale, cap and Q_FACTOR: its scale is positive, the sign goes to the queries."""
+    """The kernel's score_scale, cap and Q_FACTOR. The kernel's scale is positive; the sign is applied to the
+    queries."""
     factor = (traits.scale > 0) - (traits.scale < 0)
     scale = abs(traits.scale) if factor else 1.0
     if traits.softcap is None:
@@ -218,8 +219,8 @@ def _score_constants(traits: LayerTraits) -> tuple[float, float, int]:
 
 
 def _compute_dtype(q_NHD: Tensor, kv_2KSD: Tensor) -> Any:
-    """Of products. Keys in fp8 become bfloat16, in whose range every scale fits; the interpreter multiplies bfloat16
-    in float32."""
+    """The dtype of products. Keys in fp8 become bfloat16, whose range covers every scale; the interpreter multiplies
+    bfloat16 in float32."""
     dtype = q_NHD.dtype
     if dtype != torch.float32 and kv_2KSD.dtype == FP8:
         dtype = torch.bfloat16
@@ -229,7 +230,7 @@ def _compute_dtype(q_NHD: Tensor, kv_2KSD: Tensor) -> Any:
 
 
 def _scores_dtype(q_NHD: Tensor, kv_2KSD: Tensor) -> Any:
-    """Of queries and keys: float16 holds every key in fp8, and queries once they are scaled."""
+    """The dtype of queries and keys: float16 can hold every fp8 key, and queries once they are scaled."""
     if q_NHD.dtype != torch.float32 and kv_2KSD.dtype == FP8:
         return tl.float16
     return _compute_dtype(q_NHD, kv_2KSD)

@@ -1,4 +1,4 @@
-"""Says which kernels this machine has: `python -m engine.cpu`."""
+"""Prints which kernels this machine has: `python -m engine.cpu`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The compiled kernels for processors: found, checked and declared.
+"""The compiled CPU kernels: finds, checks and declares them.
 
-They are built from engine/cpu/source/ when the project is installed (setup.py), once for each kind of processor of this
+They are built from engine/cpu/source/ when the project is installed (setup.py), once for each kind of CPU of this
 architecture. Where no compiler was found there are none, and torch's operators do the work.
 """
 
@@ -17,7 +17,7 @@ from typing import cast
 
 FOLDER = Path(__file__).parent
 VARIANTS = ("avx512bf16", "avx512", "avx2", "neon")
-"""The best first. Names of setup.py."""
+"""The best first. The names are those of setup.py."""
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Formats of weights, as in product.h."""
@@ -113,11 +113,11 @@ class ModelC(Structure):
 MATRIX = POINTER(MatrixC)
 
 DONE, NO_MEMORY, BAD_TABLE, BAD_POSITION = 0, 1, 2, 3
-"""What became of a call, as in attention.h."""
+"""The outcome of a call, as in attention.h."""
 
 
 def check(outcome: int, what: str) -> None:
-    """Raises MemoryError or IndexError, with nothing computed; `what` names the step for people."""
+    """Raises MemoryError or IndexError; nothing was computed then. `what` names the step for the error message."""
     if outcome == NO_MEMORY:
         raise MemoryError(f"{what} (scheduler.max_batch_tokens)")
     if outcome != DONE:
@@ -150,7 +150,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """One build, for a processor that this machine has. Calls of `c` let other Python threads run meanwhile."""
+    """One build, for a CPU like this machine's. Calls of `c` release the GIL."""
 
     variant: str
     c: ctypes.CDLL
@@ -158,13 +158,13 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class NoKernels:
-    """`reason` is for people."""
+    """Why there are none; `reason` is for people."""
 
     reason: str
 
 
 def find_kernels(folder: Path = FOLDER, variants: Sequence[str] = VARIANTS) -> Kernels | NoKernels:
-    """The first of the builds in the folder that runs here. No other is opened."""
+    """The first build in the folder that runs here. No other is opened."""
     runs = _processor(folder)
     if isinstance(runs, NoKernels):
         return runs
@@ -188,7 +188,7 @@ def find_kernels(folder: Path = FOLDER, variants: Sequence[str] = VARIANTS) -> K
 
 
 def _processor(folder: Path) -> Callable[[bytes], int] | NoKernels:
-    """Says of a variant whether it runs here: code that any processor of the architecture runs."""
+    """A function that says whether a variant runs here. Its code runs on any CPU of the architecture."""
     path = _file(folder, "processor")
     if not path.is_file():
         return NoKernels("no kernels were compiled when Kedge was installed (docs/operations.md)")
@@ -205,7 +205,7 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def sources_digest(folder: Path) -> str | None:
-    """Of the C files; None where they did not come along."""
+    """Digest of the C files; None where they are not installed."""
     files = sorted(path for path in folder.glob("*") if path.suffix in (".c", ".h"))
     return digest_of(files) if files else None
 
@@ -228,7 +228,7 @@ def _declare(c: ctypes.CDLL) -> None:
 
 
 class Workers:
-    """The threads that work through a step: the caller's, and `threads` - 1 that sleep between steps."""
+    """The threads that compute a step: the caller's, and `threads` - 1 that sleep between steps."""
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
         self.kernels = kernels

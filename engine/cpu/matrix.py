@@ -1,8 +1,8 @@
 """Weights packed for the compiled kernels: one copy, for any number of rows.
 
-A checkpoint's weights are held in 16 bits where that loses nothing: decode reads all of them at each step, so bytes are
-time. Arithmetic is float32 all the same; what is asked for in bfloat16 rounds rows to bfloat16 where there are many
-of them and the processor multiplies that faster.
+A checkpoint's weights are stored in 16 bits where that loses nothing: decode reads all of them at each step, so fewer
+bytes take less time. Arithmetic is float32 all the same. If the model is held in bfloat16 (`rounds`), many rows are
+rounded to bfloat16 where the CPU multiplies that faster.
 
 Legend: N rows of input, I input features, O output features.
 """
@@ -23,14 +23,14 @@ from engine.models.linear import Linear
 ALIGNMENT = 64
 HUGE_PAGE = 2**21
 STORE, SILU_MUL = 0, 2
-"""What becomes of a product, as in product.h."""
+"""What to do with a product, as in product.h."""
 
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 class PackedMatrix:
-    """A Linear in float32. With `paired` the first half of the outputs is a gate: the result is
-    silu(gate) * the second half, O / 2 wide."""
+    """A Linear in float32. With `paired` the first half of the outputs is a gate: the result is silu(gate) * the second
+    half, O / 2 wide."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class PackedMatrix:
 
 
 class PackedLinears:
-    """A Linears whose matrices are packed for the compiled kernels. `rounds`: see above."""
+    """A Linears whose matrices are packed for the compiled kernels. For `rounds` see the module."""
 
     def __init__(self, workers: Workers, *, rounds: bool) -> None:
         self.workers = workers
@@ -94,7 +94,7 @@ class PackedLinears:
 
 
 def narrowed(weight_OI: Tensor) -> Tensor:
-    """In 16 bits if that loses nothing."""
+    """The weights in 16 bits if that loses nothing."""
     if weight_OI.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             narrow_OI = weight_OI.to(dtype)
@@ -104,19 +104,20 @@ def narrowed(weight_OI: Tensor) -> Tensor:
 
 
 def aligned_bytes(count: int) -> Tensor:
-    """Uninitialised, at the beginning of a cache line."""
+    """Uninitialised memory that begins at a cache line."""
     room = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
     start = -room.data_ptr() % ALIGNMENT
     return room[start : start + count]
 
 
 def weight_memory(count: int) -> Tensor:
-    """Zeros, in huge pages where the system has them: a step reads all weights, and finds their addresses sooner."""
+    """Zeroed memory, in huge pages where the system has them: a step reads all weights, and address translation is then
+    faster."""
     if count < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return aligned_bytes(count)
     room = mmap.mmap(-1, count + HUGE_PAGE)
     memory = torch.frombuffer(room, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a system without huge pages
         room.madvise(mmap.MADV_HUGEPAGE, start, count // HUGE_PAGE * HUGE_PAGE)
     return memory[start : start + count]

@@ -1,7 +1,7 @@
 """Whole steps of a decoder in one call of the compiled kernels.
 
-A step of a small model layer by layer in Python is mostly the way to some twenty operators a layer and back, and each
-takes the interpreter's lock again. In one call the lock is free for as long as the step takes.
+When Python runs a step of a small model layer by layer, most of the time goes into calling some twenty operators per
+layer, and each call takes the GIL again. One call leaves the GIL free for the whole step.
 
 Legend: N tokens, E hidden size, R rows of which logits are wanted, V vocabulary, A query and key heads, D head size.
 """
@@ -23,7 +23,7 @@ from engine.models.protocol import CausalModel
 
 
 def in_whole_steps(decoder: Decoder, linears: object) -> CausalModel:
-    """The decoder as it is, if it was not made for the compiled kernels."""
+    """A WholeSteps around the decoder, or the decoder as it is if the compiled kernels cannot run it."""
     spec = decoder.spec
     if not isinstance(linears, PackedLinears):
         return decoder
@@ -33,7 +33,7 @@ def in_whole_steps(decoder: Decoder, linears: object) -> CausalModel:
 
 
 class WholeSteps:
-    """A CausalModel: `decoder`, whose products are packed matrices, run by the kernels. With attention of another kind
+    """A CausalModel: `decoder`, whose products are packed matrices, run by the kernels. With another kind of attention
     the decoder runs its layers itself."""
 
     def __init__(self, decoder: Decoder, workers: Workers) -> None:
@@ -89,7 +89,7 @@ class WholeSteps:
         return logits_RV[:, : self._vocab_size]
 
     def _layers_of(self, backend: CpuAttention) -> int:
-        """Where the layers' KV lies, for the kernels; worked out once for each pool."""
+        """The address of the layers' KV descriptions for the kernels; computed once for each pool."""
         if self._kv is None or self._kv[0] is not backend:
             self._kv = backend, backend.layers(self._decoder.spec.windows)
         return addressof(self._kv[1])
@@ -104,6 +104,6 @@ class WholeSteps:
         )
 
     def _floats(self, weights: Tensor) -> int:
-        """The address of a dense copy, which is kept."""
+        """The address of a dense copy, which is kept alive."""
         self._kept.append(weights.float().contiguous())
         return self._kept[-1].data_ptr()

@@ -1,4 +1,4 @@
-"""Whose small operators a device runs."""
+"""Which small operators a device runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def choose_ops(device: torch.device) -> DecoderOps:
     """Fused kernels on a GPU where Triton is installed, torch's own operators elsewhere."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return TorchOps()
-    # Imports triton, which machines without a GPU need not have.
+    # This imports triton, which machines without a GPU need not have.
     from engine.kernels.decoder_ops import TritonOps
 
     return TritonOps()

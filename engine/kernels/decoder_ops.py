@@ -45,7 +45,7 @@ class TritonRotation:
 
 
 class TritonOps:
-    """DecoderOps of this package's kernels."""
+    """DecoderOps with this package's kernels."""
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return TritonNorm(weight, eps)

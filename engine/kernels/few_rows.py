@@ -1,11 +1,12 @@
-"""Products of few rows with fixed weights: decode of few streams, where a step's time is that of reading the weights.
+"""Products of few rows with fixed weights: decode of few streams, where reading the weights takes most of a step's
+time.
 
 Legend: N rows of input, I input features, O output features.
 
 Each weight is read once, by a copy to shared memory that runs while earlier ones are multiplied. A program has so many
-bytes on their way that one for each multiprocessor is enough: by Little's law an H100 needs some 18 KB (3.35 TB/s,
-700 ns, 132 multiprocessors), an H200 26. So inputs are not shared out, there are no sums over programs, and the result
-is the same every time. The matrix units take eight rows for the price of one.
+bytes in flight that one program per multiprocessor is enough: by Little's law an H100 needs some 18 KB (3.35 TB/s, 700
+ns, 132 multiprocessors), an H200 26. So inputs are not divided among programs, there are no sums over programs, and the
+result is the same every time. The matrix units take eight rows in the time of one.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -33,8 +34,8 @@ class RowTiles:
 
 
 TILES = (RowTiles(16, 128, 2, 5), RowTiles(32, 128, 4, 5), RowTiles(64, 64, 4, 4))
-"""They give each of 132 multiprocessors a program from 2,112, about 4,096 and 8,448 outputs on. With more outputs to a
-program the rows are read less often, and more sums run side by side. Which is quickest is for the card to say."""
+"""They give each of 132 multiprocessors a program from 2,112, about 4,096 and 8,448 outputs on. With more outputs per
+program the rows are read less often, and more sums run side by side. The quickest is found by timing on the GPU."""
 
 
 class FewRowsLinear:
@@ -50,8 +51,9 @@ class FewRowsLinear:
 
 
 def multiply_few(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: RowTiles) -> Tensor:
-    """x @ weight.T + bias in the dtype of x, which is that of the weights: summed in float32 and rounded once. Rows of
-    x and of the weights must be dense. Where they begin at multiples of 16 numbers they are read 16 bytes at a time."""
+    """x @ weight.T + bias in the dtype of x, which must be that of the weights; summed in float32 and rounded once.
+    Rows of x and of the weights must be dense. Rows that begin at multiples of 16 numbers are read 16 bytes at a time.
+    """
     rows, inputs = x_NI.shape
     outputs = weight_OI.shape[0]
     assert rows <= MOST_ROWS
@@ -83,7 +85,8 @@ def multiply_few(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: 
 
 
 def _compute_dtype(x_NI: Tensor) -> tl.dtype:
-    """Of products. The interpreter multiplies bfloat16's bits as if they were integers."""
+    """The dtype of products. The interpreter multiplies bfloat16's bits as if they were integers, so it gets
+    float32."""
     if x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu":
         return tl.float32
     return _DTYPES[x_NI.dtype]
@@ -106,8 +109,8 @@ def multiply_rows(
     COMPUTE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Grid: blocks of BLOCK_O outputs; those past the end read the last one's weights again. Two sums, of every other
-    block of inputs, are two chains of products that do not wait for each other."""
+    """Grid: blocks of BLOCK_O outputs; outputs past the end read the last one's weights again. There are two sums, each
+    of every other block of inputs: two chains of products that do not wait for each other."""
     at_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     at_N = tl.arange(0, BLOCK_N)
     at_I = tl.arange(0, BLOCK_I)

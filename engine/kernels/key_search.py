@@ -1,7 +1,8 @@
-"""Tokens in the order of their likelihood, as integers, and where in this order a mass is reached: device functions.
+"""Tokens ordered by likelihood, as integer keys, and where in this order a mass is reached: device functions.
 
-A token's gap is the row's largest logit less its own, in float32. Gaps are not negative, so their bits are integers,
-keys, in the same order. All loops end, whatever the logits and parameters are: they narrow a range of keys.
+A token's gap is the row's largest logit less its own, in float32. Gaps are not negative, so their bits, read as
+integers (keys), have the same order. All loops end, whatever the logits and parameters are, because they narrow a range
+of keys.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -11,26 +12,27 @@ import triton
 import triton.language as tl
 
 HIGHEST = tl.constexpr(2.0**100)
-"""Stands for infinity: over the least temperature it is still a number."""
+"""Stands for infinity; divided by the least temperature it is still a finite number."""
 HIGHEST_KEY = tl.constexpr(227 << 23)
 
 
 @triton.jit
 def finite(logits):
-    """As float32; NaN becomes -inf, and +inf the largest that a logit can be."""
+    """The logits as float32; NaN becomes -inf, and +inf becomes HIGHEST."""
     wide = logits.to(tl.float32)
     return tl.minimum(tl.where(wide == wide, wide, float("-inf")), HIGHEST)
 
 
 @triton.jit
 def gap_below(peak, logits):
-    """HIGHEST for tokens that cannot be picked."""
+    """The gaps of the tokens; HIGHEST for tokens that cannot be picked."""
     return tl.minimum(tl.maximum(peak, -HIGHEST) - logits, HIGHEST)
 
 
 @triton.jit
 def mass_of(gap, cold):
-    """Not normalised: the most likely has 1. `cold` is log2(e) / temperature; with 0 this counts tokens."""
+    """Masses, not normalised: the most likely token has 1. `cold` is log2(e) / temperature; with 0 this counts
+    tokens."""
     return tl.where(gap < HIGHEST, tl.exp2(-gap * cold), 0.0)
 
 
@@ -41,7 +43,7 @@ def key_of(gap):
 
 @triton.jit
 def least_key(keys, masses, target, low, high):
-    """The least key up to which `masses` reach `target`; it lies in (low, high]."""
+    """The least key up to which `masses` sum to `target` or more; it lies in (low, high]."""
     while high - low > 1:
         middle = low + (high - low) // 2
         reached = tl.sum(tl.where(keys <= middle, masses, 0.0)) >= target
@@ -64,12 +66,12 @@ def least_key_of_row(
     upto_high,
     BLOCK: tl.constexpr,
 ):
-    """least_key over a whole row in memory: at most some forty passes, on random rows of 128 k seven or eight.
+    """least_key over a whole row in memory: at most about forty passes, on random rows of 128 k seven or eight.
 
-    `upto_low` is the mass up to `low`, `upto_high` at least that up to `high`; the search may end where the masses left
-    between them are `slack`. Every other pass tries pivots close to where the target would lie if masses were even.
-    `high` becomes the key of a token, and the last pivot of a pass is the key before: a value that many tokens share
-    is recognised at once.
+    `upto_low` is the mass up to `low`, `upto_high` at least the mass up to `high`. The search may end when at most
+    `slack` of mass is left between them. Every other pass tries pivots close to where the target would lie if masses
+    were even. `high` becomes the key of a token, and the last pivot of a pass is the key before it, so a value that
+    many tokens share is recognised at once.
     """
     columns = tl.arange(0, BLOCK)
     passes = low * 0

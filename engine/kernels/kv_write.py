@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 FP8_LARGEST = tl.constexpr(448.0)
-"""Of float8_e4m3fn."""
+"""The largest float8_e4m3fn."""
 
 
 @triton.jit
 def _round_to_fp8(x_RD):
-    """To the nearest float8_e4m3fn, ties to even, of |x| <= 448: the cast after it is exact, so that the interpreter's,
-    which drops carries, gives the same bits as a card's. Adding 1.5 * 2^23 steps leaves whole steps."""
+    """Rounds to the nearest float8_e4m3fn, ties to even, for |x| <= 448. The cast after it is then exact, so that the
+    interpreter, whose cast drops carries, gives the same bits as a GPU. Adding 1.5 * 2^23 steps leaves whole steps."""
     exponent_RD = (x_RD.to(tl.int32, bitcast=True) >> 23) & 0xFF
     steps_RD = (tl.maximum(exponent_RD, 127 - 6) + (23 - 3)) << 23
     magic_RD = 1.5 * steps_RD.to(tl.float32, bitcast=True)
@@ -26,8 +26,7 @@ def _round_to_fp8(x_RD):
 
 @triton.jit
 def quantise(x_RD, ROWS: tl.constexpr):
-    """Rows divided by their largest magnitude / 448, ready for the cast to float8_e4m3fn, and what they were divided
-    by."""
+    """Rows divided by their largest magnitude / 448, ready for the cast to float8_e4m3fn, and those divisors."""
     x_RD = x_RD.to(tl.float32)
     largest_R = tl.max(tl.abs(x_RD), 1)
     scale_R = tl.where(largest_R > 0.0, tl.div_rn(largest_R, tl.full((ROWS,), FP8_LARGEST, tl.float32)), 1.0)
@@ -51,8 +50,8 @@ def write_kv(
     ROWS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """Grid: tokens, blocks of ROWS of their 2 * NUM_HEADS heads. `kv` [N, 2, K, DIM] is strided, its heads dense;
-    `pool` is one layer [2, K, slots, DIM], `scales` [2, K, slots] of it. A token whose slot is negative is not
+    """Grid: tokens, blocks of ROWS of their 2 * NUM_HEADS heads. `kv` [N, 2, K, DIM] is strided, with dense heads;
+    `pool` is one layer [2, K, slots, DIM], `scales` [2, K, slots] belongs to it. A token whose slot is negative is not
     written. With scales a head is stored divided by its largest magnitude / 448."""
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)

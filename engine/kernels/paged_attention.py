@@ -17,21 +17,22 @@ import triton
 import triton.language as tl
 
 JOIN_STAGES = tl.constexpr(5)
-"""Partial outputs of a tile that are on their way at once, and one."""
+"""One more than the number of a tile's partial outputs that are in flight at once."""
 
 LOWEST = tl.constexpr(-1.0e30)
-"""Where maxima begin: below every score, and finite, so that no difference of two is NaN."""
+"""Where maxima begin: below every score, and finite, so that no difference of two maxima is NaN."""
 
 
 @triton.jit
 def _tiles_before(num_rows, num_items, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Room for the tiles of so many rows of queries in so many items, of which each may have a part-filled one."""
+    """Room for the tiles of `num_rows` rows of queries in `num_items` items, each of which may have a partly filled
+    tile."""
     return (num_rows * GROUP + num_items * (BLOCK_M - 1)) // BLOCK_M
 
 
 @triton.jit
 def _find_item(query_starts, num_items, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The item that owns a tile, and which of its tiles it is."""
+    """The item that owns a tile, and the tile's index within the item."""
     low = 0
     first = 0
     high = num_items
@@ -56,8 +57,9 @@ def _load_pages(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Of each key of a block, or of the whole block where it lies in one page. Keys out of reach have the page of the
-    nearest in reach. Quotients of unsigned numbers are one instruction, of others several."""
+    """The page of each key of a block, or of the whole block if it lies in one page. Keys outside the reach get the
+    page of the nearest key in reach. Unsigned division is used because it is one instruction, signed division several.
+    """
     keys_N = block * BLOCK_N
     if PAGE_SIZE % BLOCK_N != 0:
         keys_N += tl.arange(0, BLOCK_N)
@@ -68,7 +70,8 @@ def _load_pages(
 
 @triton.jit
 def _power_of_two_below(x):
-    """Of a float32 that is not negative: its exponent alone. The least that is normal for those below it."""
+    """The power of two at or below a float32 that is not negative: its exponent alone. For subnormal numbers, the least
+    normal one."""
     return tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 1 << 23).to(tl.float32, bitcast=True)
 
 
@@ -120,9 +123,8 @@ def _attend_block(
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds one block of keys to the running sums. Unmasked, every row sees every key of it.
-
-    In place of keys out of reach, of which nothing may be read, the nearest in reach is read, and not seen."""
+    """Adds one block of keys to the running sums. Unmasked, every row sees every key of it. Keys out of reach must not
+    be read. The nearest key in reach is read in their place, and masked."""
     offsets_D = tl.arange(0, BLOCK_D)
     key_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
     near_N = key_N
@@ -187,7 +189,7 @@ def _join_splits(
     MAX_SPLITS: tl.constexpr,
 ):
     """Writes the weighted mean of a tile's partial outputs, each of its own softmax, JOIN_D columns at a time. Reads
-    past the first-level cache, which knows nothing of what other programs wrote."""
+    bypass the first-level cache, which may not have what other programs wrote."""
     rows_M = tl.arange(0, BLOCK_M)
     splits_S = tl.arange(0, MAX_SPLITS)
     at_SM = (first_part + splits_S)[:, None] * (2 * BLOCK_M) + rows_M[None, :]
@@ -257,15 +259,15 @@ def paged_attention(
 ):
     """Writes `out`, dense [rows, heads, DIM]; rows of no item are left as they are.
 
-    `kv` is one layer of the pool [2, K, slots, DIM] and `scales` [2, K, slots] of it. Only the `live_items` that come
-    before padding have tiles, so that the grid need not be larger than what they can make: as many parts as tiles, or
-    `num_programs` if they are cut into splits. All are cut alike, into at most `most_splits`. A split has at least
-    MIN_BLOCKS blocks, and one that is alone writes the output itself. Otherwise `partials` [parts, M, D] and `sums`
-    [parts, 2, M] hold what each found, and `counters`, zero before and after, how many of a tile's are done.
-    MAX_SPLITS is a power of two, `most_splits` or more. With TILE_PER_ITEM item b is tile b, else items are found by
-    search. Q_FACTOR is -1 or 0 if the scores' scale is; COMPUTE is the dtype of products, SCORES that of queries by
-    keys: keys in fp8 are float16 exactly, and in one instruction, and each query is brought into its range. WIDE: a
-    head's offsets need 64 bits. score_scale and cap hold log2(e), see _attend_block.
+    `kv` is one layer of the pool [2, K, slots, DIM], and `scales` [2, K, slots] belongs to it. Only the `live_items`
+    that come before padding have tiles, so the grid need not be larger than what they can make: as many parts as tiles,
+    or `num_programs` if they are cut into splits. All are cut alike, into at most `most_splits`. A split has at least
+    MIN_BLOCKS blocks. A tile with a single split writes the output itself. Otherwise `partials` [parts, M, D] and
+    `sums` [parts, 2, M] hold the result of each split, and `counters`, zero before and after, count how many splits of
+    a tile are done. MAX_SPLITS is a power of two, `most_splits` or more. With TILE_PER_ITEM item b is tile b, else
+    items are found by search. Q_FACTOR is the sign of the scores' scale: -1, 0 or 1. COMPUTE is the dtype of products,
+    SCORES that of queries by keys: float16 holds keys in fp8 exactly, by one instruction, and each query is scaled into
+    its range. WIDE: a head's offsets need 64 bits. score_scale and cap hold log2(e), see _attend_block.
     """
     num_tiles = tl.load(live_items)
     if not TILE_PER_ITEM:
@@ -277,7 +279,7 @@ def paged_attention(
     program = tl.program_id(0)
     if program >= num_tiles * KV_HEADS * num_splits:
         return
-    tile = num_tiles - 1 - program % num_tiles  # what sees most keys comes last in an item: begin with it
+    tile = num_tiles - 1 - program % num_tiles  # an item's last tile sees most keys: begin with it
     kv_head = program // num_tiles % KV_HEADS
     split = program // (num_tiles * KV_HEADS)
     item = tile
@@ -308,7 +310,7 @@ def paged_attention(
             return
         begin += split * share
         end = tl.minimum(end, begin + share)
-    # Small tiles wait for memory, and may as well mask every block; large ones for arithmetic.
+    # Small tiles are bound by memory, so masking every block costs nothing; large ones are bound by arithmetic.
     APART: tl.constexpr = BLOCK_M > 64
     full_begin = begin
     full_end = end
@@ -383,7 +385,7 @@ def paged_attention(
         tl.store(sums + part * 2 * BLOCK_M + BLOCK_M + part_M, sum_M)
         at_MD = (part * BLOCK_M + part_M)[:, None] * BLOCK_D + offsets_D[None, :]
         tl.store(partials + at_MD, acc_MD, mask=alive_M[:, None])
-        # Every thread's stores are done before one thread releases them; whoever counts last acquires all.
+        # Every thread's stores are done before one thread releases them; the program that counts last acquires all.
         tl.debug_barrier()
         if tl.atomic_add(counters + tile_and_head, 1, sem="acq_rel", scope="gpu") == num_used - 1:
             tl.debug_barrier()

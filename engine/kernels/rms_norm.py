@@ -2,9 +2,9 @@
 
 Legend: N tokens, G groups with weights of their own, E size of what is normalised, R = N * G rows.
 
-Bytes a row of E numbers of size s: E * s read and E * s written; with a residual sum as much again for what is added
-and for the sum (4 * E * s). Weights are read once and stay in the L2 cache. 2048 tokens of 4096 in bfloat16 with a
-sum are 67 MB, 20 us at 3.3 TB/s; 64 tokens are 2 MB, less than a launch takes.
+Bytes for a row of E numbers of size s: E * s read and E * s written; with a residual sum, as much again to read the
+summand and write the sum (4 * E * s). Weights are read once and stay in the L2 cache. 2048 tokens of 4096 in bfloat16
+with a sum are 67 MB, 20 us at 3.3 TB/s; 64 tokens are 2 MB, less than a launch takes.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 SMALL_ROW = 512
-"""Of shorter rows a program takes several."""
+"""A program takes several rows if they are shorter than this."""
 
 
 def rms_norm(x_NGE: Tensor, weight_GE: Tensor, eps: float, delta_NGE: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, dense, computed in float32 and rounded once.
 
-    x is [N, E] with weights [E], or [N, G, E] with weights [E] or [G, E]; its last dimension is dense, the others may
-    be strided, and so of `delta_NGE`, which has the same shape and is first added to x in place. What is normalised is
-    the sum as rounded to x's dtype.
+    x is [N, E] with weights [E], or [N, G, E] with weights [E] or [G, E]. Its last dimension must be dense, the others
+    may be strided. The same holds for `delta_NGE`, which has the same shape and is first added to x in place. Then the
+    sum, rounded to x's dtype, is normalised.
     """
     size = x_NGE.shape[-1]
     groups = x_NGE.shape[1] if x_NGE.dim() == 3 else 1
@@ -78,7 +78,8 @@ def norm_rows(
     ROWS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """Grid: blocks of ROWS rows. 16 numbers a thread: two accesses of 16 bytes in bfloat16, four in float32."""
+    """Grid: blocks of ROWS rows. Each thread takes 16 numbers: two accesses of 16 bytes in bfloat16, four in
+    float32."""
     rows_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token_R = (rows_R // groups).to(tl.int64)
     group_R = rows_R % groups

@@ -1,10 +1,10 @@
-"""Rotary positions of query and key heads, with each head's normalisation before them if it has one, in place.
+"""Rotates query and key heads by their positions, in place, after normalising each head if it has a norm.
 
 Legend: N tokens, H heads, D head size, C = D / 2 rotary frequencies, B heads of a program.
 
-Bytes: each head is read and written once, 2 * H * D * s a token, and 8 * C of rotations for each B heads, from the L2
-cache but for the first. A token of 40 heads of 128 in bfloat16 is 20 KB: 64 tokens are 1.3 MB, less than a launch
-takes; 2048 tokens are 42 MB, 13 us at 3.3 TB/s.
+Bytes: each head is read and written once, 2 * H * D * s per token, plus 8 * C of rotations for each B heads, which come
+from the L2 cache except for the first. A token of 40 heads of 128 in bfloat16 is 20 KB: 64 tokens are 1.3 MB, less than
+a launch takes; 2048 tokens are 42 MB, 13 us at 3.3 TB/s.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAM_SIZE = 1024
-"""Numbers that a program of 128 threads turns: one access of 16 bytes a thread in bfloat16."""
+"""Numbers that a program of 128 threads rotates: one access of 16 bytes per thread in bfloat16."""
 
 
 def rotate_heads_(
     x_NHD: Tensor, rotations_N1C: Tensor, weight_HD: Tensor | None = None, eps: float = 0.0
 ) -> None:
-    """Normalises each head if there are weights (as rms_norm, not rounded before the rotation), then rotates
+    """Normalises each head if there are weights (as rms_norm, but not rounded before the rotation), then rotates
     interleaved pairs, in float32, in place. Each head must be dense; N and H may be strided. Rotations are complex64.
     """
     tokens, heads, dim = x_NHD.shape
@@ -64,8 +64,8 @@ def turn(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Heads normalised if they are to be, and turned, in float32. A rotation's cosine and sine lie side by side, as the
-    pair's features."""
+    """Normalises heads if they have a norm, and rotates them, in float32. A rotation's cosine and sine lie side by
+    side, like the features of a pair."""
     turned_BD = x_BD.to(tl.float32)
     if HAS_NORM:
         weight_BD = tl.load(weight_HD + heads_B[:, None] * DIM + tl.arange(0, BLOCK)[None, :], inside_BD, 0.0)

@@ -1,11 +1,11 @@
-"""Rotary positions of a step's queries, in place, and of its keys on their way to the paged KV pool, beside the values:
-what engine/kernels/rotary.py and engine/kernels/kv_write.py do in two launches.
+"""Rotates a step's queries in place, and writes its rotated keys and its values to the paged KV pool. One launch does
+what engine/kernels/rotary.py and engine/kernels/kv_write.py do in two.
 
 Legend: N tokens, H query heads, K key/value heads, A = H + 2 * K all heads, D head size, C = D / 2 rotary frequencies,
 B heads of a program.
 
-Bytes: each head is read and written once, 2 * A * D * s a token. A token of 32 + 2 * 8 heads of 128 in bfloat16 is
-24 KB: 64 tokens are 1.6 MB, less than a launch takes.
+Bytes: each head is read and written once, 2 * A * D * s per token. A token of 32 + 2 * 8 heads of 128 in bfloat16 is 24
+KB: 64 tokens are 1.6 MB, less than a launch takes.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -24,7 +24,8 @@ from engine.kernels.rotary import PROGRAM_SIZE, turn
 def rotate_and_write(
     qkv_NAD: Tensor, rotations_N1C: Tensor, weight_HD: Tensor | None, eps: float, target: KVTarget
 ) -> None:
-    """As rotate_heads_ on the queries; keys, turned likewise, and values go to the target and stay here as they were.
+    """As rotate_heads_ on the queries. Keys, rotated in the same way, and values are written to the target; in
+    `qkv_NAD` they stay unchanged.
 
     `weight_HD` has the norms of query and key heads.
     """

@@ -1,21 +1,21 @@
-"""Picks a token for each row of logits on the device, without a sort and without asking the host.
+"""Picks a token for each row of logits on the device, without a sort and without going to the host.
 
 Legend: R rows, V vocabulary, T tiles of TILE tokens, G the tiles that are held in registers.
 
 A row's tokens are ordered by their gap, the largest logit less their own, in float32. Gaps are not negative, so their
-bits are integers in the same order: where the k most likely end, and where the nucleus ends, is found by bisection
-over these keys, at most 31 halvings, never by comparing tokens with each other.
+bits are integers in the same order. Where the k most likely tokens end, and where the nucleus ends, is found by
+bisection over these keys, in at most 31 halvings, never by comparing tokens with each other.
 
-Two kernels. `survey_tiles` reads the logits once, in many programs a row, and leaves of each tile its largest logit
-and its mass. `pick_row`, one program a row, has that summary only, 1/32 of the bytes. Greedy rows and those of a plain
-temperature need one tile more. Rows with filters take the G tiles with the largest peaks into registers: every token
-as likely as the least of these peaks is among them, at least G tokens. If the filters end there, as they mostly do,
-nothing else is read. Else (a wide nucleus, or k > G) the row is read again, from the L2 cache, for every pass of a
-search with three pivots.
+There are two kernels. `survey_tiles` reads the logits once, in many programs per row, and writes each tile's largest
+logit and mass. `pick_row`, one program per row, starts from that summary alone, 1/32 of the bytes. Greedy rows and rows
+with only a temperature need one tile more. Rows with filters take the G tiles with the largest peaks into registers:
+every token as likely as the least of these peaks is among them, at least G tokens. If the filters end there, as they
+mostly do, nothing else is read. Else (a wide nucleus, or k > G) the row is read again, from the L2 cache, for every
+pass of a search with three pivots.
 
-Bytes: R * V of logits once, and little more. 64 rows of 128 k float32 logits are 33 MB, 10 us at 3.3 TB/s. A single
-row is 0.5 MB, which 32 programs read in about the time of a launch; one multiprocessor, with some 60 GB/s, would take
-8 us, and so it does for each pass of the wide search.
+Bytes: R * V of logits once, and little more. 64 rows of 128 k float32 logits are 33 MB, 10 us at 3.3 TB/s. A single row
+is 0.5 MB, which 32 programs read in about the time of a launch. One multiprocessor alone, at some 60 GB/s, takes 8 us,
+and so does each pass of the wide search.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -48,13 +48,14 @@ BLOCK_TILES = 64
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SLACK = tl.constexpr(5e-7)
-"""Of the mass: no finer is the edge of a nucleus too wide for the registers, and float32 can hardly tell."""
+"""Part of the mass. The edge of a nucleus that is too wide for the registers is found no more finely than this, which
+float32 can hardly resolve."""
 
 
 def pick_tokens(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:
     """A RowPicker. Logits are float32, bfloat16 or float16; rows may be strided. Points may be float32 or float64.
 
-    What is picked is what engine/runner/sampler.py picks (temperature, top-k, top-p, min-p, then the inverse of the
+    Picks the same tokens as engine/runner/sampler.py (temperature, top-k, top-p, min-p, then the inverse of the
     cumulative distribution at the row's point, by token id), with masses summed in float32. NaN counts as -inf. Raises
     ValueError for logits whose rows are not dense.
     """
@@ -117,8 +118,8 @@ def _write_masses(
     BLOCK_TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Each tile's mass of the tokens up to key `limit` that have `least_mass`."""
-    tl.debug_barrier()  # what was read of masses_T has been read by all threads
+    """Writes for each tile the mass of its tokens that are up to key `limit` and have at least `least_mass`."""
+    tl.debug_barrier()  # all threads have finished reading masses_T
     for start in tl.range(0, num_tiles, BLOCK_TILES, num_stages=3):
         tiles = start + tl.arange(0, BLOCK_TILES)
         tokens = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -142,7 +143,7 @@ def survey_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of each tile the largest logit, and the mass relative to it; no mass for greedy rows."""
+    """Writes for each tile the largest logit, and the mass relative to it; no mass for greedy rows."""
     row = tl.program_id(1)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     tokens = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -157,8 +158,8 @@ def survey_tiles(
         tl.store(masses_RT + row * num_tiles + tiles, masses, tiles < num_tiles)
 
 
-# The columns of a table lie one after another, as far apart as it has rows: a variant for each of their alignments
-# would win nothing, since a program reads one number of each.
+# The columns of a table lie one after another, so their alignment depends on the number of rows. A variant for each
+# alignment would gain nothing, since a program reads one number of each column.
 @triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "min_p_R", "point_R"])
 def pick_row(
     logits_RV,
@@ -248,7 +249,7 @@ def pick_row(
                 if tl.sum(tl.where(keys_GT <= bound, masses_GT, 0.0)) >= top_p * total:
                     bound = least_key(keys_GT, masses_GT, top_p * total, none, bound)
                     settled = True
-            # Nothing out of reach has more than this; reach is -1 if there are too many equals.
+            # No token out of reach has more mass than this. `reach` is -1 if too many tokens are equal.
             beyond = mass_of(tl.maximum(reach, 0).to(tl.float32, bitcast=True), cold)
             settled = settled | ((beyond < least_mass) & (total_known | (top_p >= 1.0)))
             limit = bound
@@ -271,7 +272,7 @@ def pick_row(
                         )
                         total = tl.sum(tl.load(masses_T + all_tiles, all_tiles < num_tiles, 0.0), 0)
                 if has_p:
-                    # Tokens past this gap have less than 1 - top_p between them, were they the whole vocabulary.
+                    # Tokens past this gap together have less than 1 - top_p, even if they were the whole vocabulary.
                     widest = tl.log2(vocab / ((1.0 - top_p) * total)) * 1.001 / cold
                     far = tl.minimum(limit, key_of(tl.minimum(tl.maximum(widest, 0.0), HIGHEST)))
                     low = tl.where(has_k, none, reach)

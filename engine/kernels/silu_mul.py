@@ -2,7 +2,7 @@
 
 Legend: N tokens, F inner size of the MLP.
 
-Bytes: 2 * F * s read and F * s written a token. 2048 tokens of 14336 in bfloat16 are 176 MB, 53 us at 3.3 TB/s; 64
+Bytes: 2 * F * s read and F * s written per token. 2048 tokens of 14336 in bfloat16 are 176 MB, 53 us at 3.3 TB/s; 64
 tokens are 5.5 MB, less than a launch takes.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 FEW_TOKENS = 256
-"""Up to so many tokens a program takes a smaller block, so that there is work for the whole card."""
+"""Up to this many tokens a program takes a smaller block, so that there is work for the whole GPU."""
 
 
 def silu_mul(gate_up_N2F: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def silu_mul(gate_up_N2F: Tensor) -> Tensor:
 
 @triton.jit
 def silu_mul_rows(gate_up_N2F, out_NF, row_stride, size, BLOCK: tl.constexpr):
-    """Grid: tokens, blocks of BLOCK features: 8 or 16 a thread, in accesses of 16 bytes."""
+    """Grid: tokens, blocks of BLOCK features: 8 or 16 per thread, in accesses of 16 bytes."""
     token = tl.program_id(0).to(tl.int64)
     at_F = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_F = at_F < size

@@ -1,9 +1,9 @@
-"""Any causal language model of `transformers` over our paged KV, with no code of its own.
+"""Any causal language model of `transformers` over Kedge's paged KV, without code of its own.
 
-transformers lets a function stand in for attention. The bridge registers one for each model it holds: keys and values
-go to the pages of the step being run, and its attention reads them. Everything else of the model is its own: rotary
-positions, experts, norms, the head with its scaling and soft caps. What a model needs is found by running it
-(engine/models/bridge_probe.py), and a model that would not come out the same is refused when it is loaded.
+transformers allows a function to replace attention. The bridge registers one for each model it holds: keys and values
+go to the pages of the current step, and its attention reads them. Everything else is the model's own: rotary positions,
+experts, norms, the head with its scaling and soft caps. What a model needs is found by running it
+(engine/models/bridge_probe.py). A model whose results would differ is refused when it is loaded.
 
 Legend: N tokens of the step, H query heads, K key/value heads, D head size, R chosen rows, E hidden size.
 """
@@ -49,7 +49,7 @@ class Bridged:
 
 
 class PagedAttention:
-    """What transformers calls in place of its own attention. Between steps there is nothing it could call on."""
+    """What transformers calls in place of its own attention. It works only during a step."""
 
     def __init__(self, probed: ProbedModel) -> None:
         self.name = f"kedge_{uuid.uuid4().hex}"
@@ -77,7 +77,7 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **kwargs: Any,  # noqa: ARG002 - the probe has seen them
     ) -> tuple[Tensor, None]:
-        """`query` [1, H, N, D], `key` and `value` [1, K, N, D]; gives [1, N, H, D]. Values may be narrower."""
+        """`query` [1, H, N, D], `key` and `value` [1, K, N, D]; returns [1, N, H, D]. Values may be narrower."""
         assert self._step is not None, "attention outside a step"
         layer, layout = self._probed.places[module.layer_idx], self._probed.layout
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -90,7 +90,7 @@ class PagedAttention:
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """Zeros add nothing to a score, and to a value nothing that is kept."""
+    """Pads with zeros. They add nothing to a score, and the padded part of values is cut off again."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
@@ -115,7 +115,8 @@ class BridgedModel:
 
 
 class _HiddenStates(BaseModelOutputWithPast):  # type: ignore[misc]
-    """Whatever else a model's head looks for in its decoder's output (the experts' router, say) is None."""
+    """Any other field that a model's head reads from its decoder's output (the experts' router, for example) is
+    None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -123,14 +124,14 @@ class _HiddenStates(BaseModelOutputWithPast):  # type: ignore[misc]
 
 
 class _PassThrough(nn.Module):
-    """Stands where the decoder stood, and gives back what it is given."""
+    """Replaces the decoder, and returns its input."""
 
     def forward(self, *_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> Any:
         return _HiddenStates(last_hidden_state=inputs_embeds)
 
 
 def _head_alone(model: Any) -> Any:
-    """The model without its decoder: what it does to the last hidden states. Shares all weights with it."""
+    """The model without its decoder: what it does to the last hidden states. Shares all weights with the model."""
     decoder = model.get_decoder()
     path = next((name for name, module in model.named_modules() if module is decoder), "")
     if not path:
@@ -146,7 +147,7 @@ def _head_alone(model: Any) -> Any:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A copy whose children can be replaced without the original noticing."""
+    """A copy whose children can be replaced without changing the original."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
@@ -155,7 +156,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 def load_bridge(
     directory: Path, settings: ModelSettings, device: torch.device, dtype: torch.dtype
 ) -> Bridged:
-    """Raises UnsupportedModel if the model would not come out as it does under transformers, BadCheckpoint if its
+    """Raises UnsupportedModel if the model's results would differ from those under transformers, BadCheckpoint if its
     weights do not fit."""
     model = _load(directory, settings, dtype).to(device).eval()
     with torch.inference_mode():
@@ -187,7 +188,7 @@ def _dummy(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _load(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> Any:
-    """With transformers' own plain attention."""
+    """Loads the model with transformers' own plain attention."""
     config = read_config(directory)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
@@ -204,7 +205,7 @@ def _load(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> Any:
             attn_implementation="eager",
             local_files_only=True,
             trust_remote_code=False,
-            use_safetensors=True,  # what torch has written may be a program
+            use_safetensors=True,  # files in torch's own format can run code
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are named below
         )

@@ -1,10 +1,10 @@
-"""What a model of `transformers` needs of attention, found by running it, and whether the bridge gives it that.
+"""Finds what a model of `transformers` needs of attention by running it, and checks that the bridge provides it.
 
 A short forward pass with a recording function in place of attention shows the layers, their heads and everything they
-ask for. Masks show the windows: transformers describes a mask as a function of query and key position, and the
-recording side hands its verdict on that function to the layers as the mask. A second, chunked pass through pages must
-then give what the model's own attention gave: whatever a model keeps between tokens besides keys and values, or
-mixes between requests of a step, shows there.
+ask for. Masks show the windows: transformers describes a mask as a function of query and key position. The recorder
+judges that function, and passes its verdict to the layers in place of the mask. A second pass, in chunks and through
+pages, must then give the same result as the model's own attention. That reveals a model that keeps more than keys and
+values between tokens, or mixes requests of a step.
 
 Legend: N tokens, H query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -29,10 +29,10 @@ from engine.runner.kv_pool import KVLayout, make_kv_pool
 from engine.settings import CacheSettings
 
 DEFAULT_CONTEXT = 2048
-"""Tokens, where a configuration sets no limit."""
+"""Context length in tokens, where a configuration sets no limit."""
 
 KNOWN = frozenset({"scaling", "softcap", "s_aux", "sliding_window", "dropout", "is_causal", "position_ids"})
-"""What attention may be told with a value that matters; other names must come with none (None, False or zero)."""
+"""Arguments of attention whose values matter; all other arguments must have no value (None, False or zero)."""
 
 HARMLESS = frozenset(
     {"output_attentions", "use_cache", "return_dict", "output_router_logits", "cache_position"}
@@ -42,10 +42,10 @@ CAUSAL, STRANGE = 0, -1
 """Verdicts on a mask; a positive one is a sliding window in tokens."""
 
 SEQUENCES = ((3, 14, 15, 92, 65, 35, 89), (79, 32, 38, 46, 26))
-"""Tokens, small enough for any vocabulary once divided by its size."""
+"""Tokens of the trial; taken modulo the vocabulary's size, they fit any vocabulary."""
 
 STEPS = (((0, 0, 4),), ((0, 4, 5), (1, 0, 4)), ((0, 5, 7), (1, 4, 5)))
-"""Of the trial: (sequence, from, to) of each item of each step."""
+"""Steps of the trial: (sequence, from, to) of each item."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest relative error of logits."""
@@ -57,7 +57,7 @@ class _Strange(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """`places` maps the number a layer goes by in transformers to its place in `layout`."""
+    """`places` maps a layer's number in transformers to its place in `layout`."""
 
     layout: KVLayout
     places: dict[int, int]
@@ -73,7 +73,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Stands in for attention and notes what it is asked for. Gives zeros."""
+    """Stands in for attention and notes what it is asked for. Returns zeros."""
 
     context_len: int
     layers: list[_Layer] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Recorder:
         return torch.full(size, float(len(self.verdicts) - 1), device=rest.get("device"))
 
     def _window(self, number: int, mask: Tensor | None, said: int | None) -> int | None:
-        """The mask is what transformers goes by; where there is none, what the layer says."""
+        """The window by the mask, which is what transformers uses; without a mask, the window that the layer names."""
         window = said
         if mask is not None:
             wide = mask.float().flatten()
@@ -128,7 +128,7 @@ def _says(given: Any) -> bool:
 
 
 def mask_verdict(mask_function: Callable[..., Any], context_len: int) -> int:
-    """What a mask function (batch, head, query position, key position) -> visible amounts to."""
+    """The verdict on a mask function (batch, head, query position, key position) -> visible."""
     zero, last = torch.tensor(0), context_len - 1
     window: int | None = None
     for position in (last, 0, 1, context_len // 3, context_len // 2 + 1):
@@ -179,8 +179,8 @@ def probe(model: Any) -> ProbedModel:
 
 
 def context_limit(config: Any) -> int:
-    """Tokens. Rotary frequencies that change with the longest sequence of a step would make a request depend on
-    its mates, so they are held to the range in which they stay."""
+    """Context length in tokens. Rotary frequencies that change with the longest sequence of a step would make a request
+    depend on others in the step. So such models are limited to the range in which the frequencies stay the same."""
     limit = int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
@@ -190,7 +190,7 @@ def context_limit(config: Any) -> int:
 
 
 def eager_logits(model: Any) -> list[Tensor]:
-    """Of the model as it stands, for every token [N, V] of each trial sequence."""
+    """Logits of the model as it is, for every token [N, V] of each trial sequence."""
     try:
         return [_run_whole(model, tokens).logits[0].float() for tokens in SEQUENCES]
     except Exception as error:
@@ -246,5 +246,5 @@ def check_agreement(model: Any, bridged: CausalModel, layout: KVLayout, expected
 
 
 def brief(error: Exception) -> str:
-    """The first line of what transformers says, which may go on for paragraphs."""
+    """The first line of an error of transformers, which may have paragraphs."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json into the one description the decoder is built from."""
+"""Reads a Hugging Face config.json into the description that the decoder is built from."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class ModelSpec:
     def shard(self, size: int) -> ModelSpec:
         """What each of `size` ranks holds: its share of the heads and of the MLP; the vocabulary stays whole.
 
-        With fewer key/value heads than ranks each is held by several. Raises UnsupportedModel naming the field that
-        cannot be shared out.
+        With fewer key/value heads than ranks, several ranks hold the same head. Raises UnsupportedModel that names the
+        field that cannot be divided.
         """
         if size == 1:
             return self
@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Raises ModelNotFound without a config.json, UnsupportedModel if it is no JSON object."""
+    """Raises ModelNotFound without a config.json, UnsupportedModel if it is not a JSON object."""
     path = directory / "config.json"
     if not path.is_file():
         raise ModelNotFound(f"{directory}: no config.json")
@@ -110,7 +110,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def parse_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """`config` is the parsed config.json. UnsupportedModel names what no native family implements."""
+    """`config` is the parsed config.json. Raises UnsupportedModel that names what no native family implements."""
     family = find_family(config)
     context_len = int(config.get("max_position_embeddings") or 2048)
     _refuse_unknown(config)
@@ -168,7 +168,7 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
 def _parse_windows(
     config: Mapping[str, Any], family: Family, num_layers: int, context_len: int
 ) -> tuple[int | None, ...]:
-    """By layer. A window as long as the context is none."""
+    """Windows by layer. A window as long as the context counts as none."""
     window = None
     if family.window == "always" or (family.window == "flag" and config.get("use_sliding_window", False)):
         window = config.get("sliding_window", DEFAULT_WINDOW)

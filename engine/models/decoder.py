@@ -1,7 +1,7 @@
-"""The one decoder behind every native family.
+"""The one decoder that all native families use.
 
-Legend: N tokens, E hidden size, H query heads, K key/value heads, D head size, F inner size of the MLP,
-V vocabulary, v = V / ranks rounded up, R rows of which logits are wanted, C rotary frequencies, A query and key heads.
+Legend: N tokens, E hidden size, H query heads, K key/value heads, D head size, F inner size of the MLP, V vocabulary, v
+= V / ranks rounded up, R rows of which logits are wanted, C rotary frequencies, A query and key heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.parallel.ranks import RankGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """One layer's norms, and its products. `gated` is silu(gate) * up of the MLP, `head_norm_AD` of query and key
+    """One layer's norms and products. `gated` is silu(gate) * up of the MLP, `head_norm_AD` the norm of query and key
     heads."""
 
     attention_norm_E: Tensor
@@ -39,7 +39,7 @@ class LayerParts:
 class DecoderLayer:
     """Attention and MLP with their residuals. Query, key and value weights are one matrix, gate and up another.
 
-    Of several ranks each has its share of the heads and of the MLP; what they add to the residual stream is summed.
+    With several ranks, each has its share of the heads and of the MLP; what they add to the residual stream is summed.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class DecoderLayer:
     def __call__(
         self, x_NE: Tensor, delta_NE: Tensor | None, rotations_N1C: Tensor, attend: AttentionStep
     ) -> Tensor:
-        """Adds to the residual stream, in place, what the layer before gave (`delta_NE`) and this layer's attention;
-        gives what its MLP would add."""
+        """Adds the previous layer's result (`delta_NE`) and this layer's attention to the residual stream, in place.
+        Returns what this layer's MLP would add."""
         norm = self._attention_norm
         qkv = self._qkv(norm(x_NE) if delta_NE is None else norm.add_(x_NE, delta_NE))
         delta_NE = self._out(self._attend(qkv, rotations_N1C, attend))
@@ -71,7 +71,8 @@ class DecoderLayer:
         return delta_NE
 
     def _attend(self, qkv: Tensor, rotations_N1C: Tensor, attend: AttentionStep) -> Tensor:
-        """Turns the heads and attends. Keys and values are written while keys are turned, if both sides can."""
+        """Rotates the heads and attends. Keys and values are written while keys are rotated, if rotation and attention
+        support it."""
         heads, kv_heads, rows = self._num_heads, self._num_kv_heads, qkv.shape[0]
         qkv_NHD = qkv.view(rows, heads + 2 * kv_heads, self._head_dim)
         q_NHD = qkv_NHD[:, :heads]
@@ -84,10 +85,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A CausalModel. Of several ranks each has the whole embedding and its share of the head's rows.
+    """A CausalModel. With several ranks, each has the whole embedding and its share of the head's rows.
 
-    `spec` is of this rank's share (ModelSpec.shard), and so are the tensors of `source`. What it is made of is there
-    for those who run it in another way: `parts` by layer, `final_norm_E`, `head` and `rotary`.
+    `spec` is this rank's share (ModelSpec.shard), and so are the tensors of `source`. `parts` by layer, `final_norm_E`,
+    `head` and `rotary` are for code that runs the model in another way.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Which products a device runs, and why: a CPU's own (engine/models/linear.py), or on a GPU what it is quickest with.
+"""Which products a device runs, and why: on a CPU those of engine/models/linear.py or compiled kernels, on a GPU the
+quickest.
 
-How near a library's product of one row comes to the speed of memory depends on card, shape and version. So on a GPU
-every way is timed at start, on the weights at hand. Of several ranks each times its own shares on its own card: what
-they compute apart need not be rounded alike.
+How near a library's product of one row comes to the speed of memory depends on GPU, shape and version. So on a GPU
+every way is timed at start, on the weights at hand. With several ranks, each times its own shares on its own GPU: what
+they compute separately need not be rounded alike.
 
 Legend: N rows of input, I input features, O output features.
 """
@@ -27,26 +28,28 @@ from engine.settings import LinearName
 TORCH = "torch"
 
 ROWS = (1, 2, 4, 8, 16)
-"""Rows that are timed. What is found for one goes for those below it, down to the one before: steps are padded so."""
+"""Numbers of rows that are timed. The result for one also holds for smaller numbers, down to the one before: steps are
+padded in this way."""
 
 BETTER = 0.98
-"""Another way than torch's must take at most so much of its time."""
+"""Another way than torch's must take at most this share of its time."""
 
 MOST_APART = 0.02
-"""Of the result's norm, that another way may differ from torch's by. Both round once, a few tenths of a percent."""
+"""The most by which another way may differ from torch's, as a share of the result's norm. Both round once, which makes
+a few tenths of a percent."""
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
-"""Seconds of each call, while the weights are in no cache."""
+"""Seconds of each call, while no cache has the weights."""
 
 
 @runtime_checkable
 class Linears(Protocol):
-    """Makes a model's products, and says what it made."""
+    """Makes a model's products, and reports what it made."""
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, /) -> Linear: ...
 
     def describe(self) -> Mapping[str, str]:
-        """To be asked once all are made."""
+        """Call it once all products are made."""
 
 
 class FixedLinears:
@@ -64,9 +67,9 @@ class FixedLinears:
 
 
 class MeasuredLinears:
-    """For each shape of matrix, and each number of rows, the quickest of `ways`. The way called torch is for any number
-    of rows, others are for as many as are timed. One that fails on the weights at hand, or gives something else than
-    torch, is passed over."""
+    """For each shape of matrix and each number of rows, the quickest of `ways`. The way called torch works for any
+    number of rows, the others for as many as are timed. A way that fails on the weights at hand, or whose results
+    differ from torch's, is passed over."""
 
     def __init__(self, ways: Mapping[str, LinearFactory], timer: Timer) -> None:
         self._ways = ways
@@ -119,7 +122,7 @@ class MeasuredLinears:
         return chosen
 
     def _agrees(self, name: str, linear: Linear, reference: Linear, x_NI: Tensor) -> bool:
-        """With the most rows and with one. If not, it is noted why."""
+        """Compares results for the most rows and for one. If they differ, it notes why."""
         try:
             for rows_NI in (x_NI, x_NI[:1]):
                 expected_NO = reference(rows_NI).float()
@@ -138,7 +141,7 @@ class LinearByRows:
 
     def __init__(self, few: Sequence[Linear], many: Linear) -> None:
         bounds = (0, *ROWS)
-        self._few = [few[0]]  # of no rows
+        self._few = [few[0]]  # for no rows
         for linear, below, rows in zip(few, bounds, ROWS, strict=False):
             self._few += [linear] * (rows - below)
         self._many = many
@@ -151,7 +154,7 @@ class LinearByRows:
 def choose_linears(
     name: LinearName, device: torch.device, weights: torch.dtype, activations: torch.dtype
 ) -> Linears:
-    """auto is the quickest kind for where and how the model is held, torch is torch's own."""
+    """auto is the quickest kind for the device and dtypes, torch is torch's own."""
     own = PlainLinear if weights == activations else CastingLinear
     if name == "torch":
         return FixedLinears(own, _torch("it was asked for"))
@@ -170,7 +173,7 @@ def choose_linears(
 
 
 def _on_cpu(device: torch.device, weights: torch.dtype, activations: torch.dtype) -> Linears:
-    """The compiled kernels where the project was installed with a compiler, else what torch brings."""
+    """The compiled kernels where the project was installed with a compiler, else the best of torch's operators."""
     kernels = find_kernels()
     if isinstance(kernels, NoKernels):
         return FixedLinears(linear_factory(device, weights, activations), _torch(kernels.reason))

@@ -1,4 +1,4 @@
-"""Errors of finding, reading and understanding a model. They stop the engine from starting."""
+"""Errors in finding, reading and understanding a model. They stop the engine from starting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """The configuration asks for something no native family implements."""
+    """The model, or its configuration, needs something that is not implemented."""
 
 
 class BadCheckpoint(ModelError):

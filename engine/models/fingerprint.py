@@ -1,9 +1,9 @@
 """Which model this is: a fingerprint of configuration and weights, equal on every machine with the same files.
 
-Of a checkpoint that is small all bytes count. Of a large one, which takes seconds to minutes to read, these do: names,
-types, shapes and order of all tensors, the size of each file, and of each tensor two blocks. Training, merging an
-adapter or quantizing changes nearly every value, and so the fingerprint; an edit of a few rows by hand may not. Of
-files that are not safetensors blocks are taken at equal distances.
+All bytes of a small checkpoint count. A large one would take seconds to minutes to read, so of it these count: names,
+types, shapes and order of all tensors, the size of each file, and two blocks of each tensor. Training, merging an
+adapter or quantizing changes nearly every value, and so the fingerprint; an edit of a few rows by hand may not. In
+files that are not safetensors, blocks are read at equal distances.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _READ_BYTES = 1 << 20
 def checkpoint_fingerprint(
     config: Mapping[str, Any], files: Sequence[Path], small_bytes: int = SMALL_BYTES
 ) -> str:
-    """Of a model with these weights; `files` may lie anywhere, and up to `small_bytes` of them are read whole.
+    """The fingerprint of a model with these weights. `files` may lie anywhere; up to `small_bytes` of them are read
+    whole.
 
-    Raises BadCheckpoint if one is not what its name says.
+    Raises BadCheckpoint if a file is not what its name says.
     """
     digest = blake2b(_canonical(config), digest_size=FINGERPRINT_BYTES)
     whole = sum(path.stat().st_size for path in files) <= small_bytes
@@ -42,14 +43,14 @@ def checkpoint_fingerprint(
 
 
 def dummy_fingerprint(config: Mapping[str, Any], seed: int, device: str) -> str:
-    """Of a model with random weights, which depend on the kind of device, too."""
+    """The fingerprint of a model with random weights, which also depend on the kind of device."""
     digest = blake2b(_canonical(config), digest_size=FINGERPRINT_BYTES)
     digest.update(json.dumps(["dummy", seed, device]).encode())
     return digest.hexdigest()
 
 
 def _canonical(config: Mapping[str, Any]) -> bytes:
-    """Without what says only who wrote the file."""
+    """The configuration without what only says who wrote the file."""
     said = {k: v for k, v in config.items() if not k.startswith("_") and k != "transformers_version"}
     return json.dumps(said, sort_keys=True).encode()
 
@@ -70,7 +71,7 @@ def _sample(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def _sample_tensors(file: BinaryIO) -> Iterator[bytes]:
-    """The header, and of each tensor the first block and the one in the middle."""
+    """The header, and the first and the middle block of each tensor."""
     length = file.read(_LENGTH_BYTES)
     header = file.read(int.from_bytes(length, "little"))
     yield length + header

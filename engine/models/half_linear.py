@@ -1,9 +1,10 @@
 """Float32 products with weights stored in 16 bits, exactly.
 
-Decode reads every weight once for each step, so bytes are time. A checkpoint saved in bfloat16 has 8 significant
-bits, float16 has 11 but a narrower range: scaled by a power of two such weights fit it without loss, and FBGEMM's
-kernels widen them to float32 in registers. Activations and sums stay float32: the result is that of float32
-weights up to the order of summation. Where a weight does not fit, `halve_exactly` says so and nothing is halved.
+Decode reads every weight once for each step, so its time depends on the number of bytes. A checkpoint saved in bfloat16
+has 8 significant bits; float16 has 11, but a narrower range. Scaled by a power of two, such weights fit float16 without
+loss, and FBGEMM's kernels widen them to float32 in registers. Activations and sums stay float32: the result is that of
+float32 weights up to the order of summation. Where a weight does not fit, `halve_exactly` returns None and nothing is
+halved.
 
 Legend: N rows of input, I input features, O output features.
 """
@@ -31,7 +32,7 @@ class HalfWeights:
 
 @dataclass(frozen=True, slots=True)
 class HalfKernels:
-    """Which kernels this torch has for this processor. `quick` ones are deprecated in torch, and may go."""
+    """Which kernels this torch has for this CPU. The `quick` ones are deprecated in torch, and may be removed."""
 
     threaded: bool
     quick: bool
@@ -50,7 +51,7 @@ def halve_exactly(weight_OI: Tensor) -> HalfWeights | None:
 
 
 def find_half_kernels() -> HalfKernels:
-    """Tries both on a tiny matrix: they exist in some builds and work on some processors."""
+    """Tries both on a tiny matrix: they exist only in some builds and work only on some CPUs."""
     half = HalfWeights(torch.eye(2), 1.0)
     x_NI = torch.tensor([[1.0, 2.0]])
 
@@ -61,13 +62,13 @@ def find_half_kernels() -> HalfKernels:
             return False
 
     with warnings.catch_warnings():
-        # torch says once that the quick ones are deprecated; here, where nobody need hear it.
+        # torch warns once that the quick ones are deprecated. The warning is hidden here.
         warnings.simplefilter("ignore")
         return HalfKernels(works(ThreadedHalfLinear), works(QuickHalfLinear))
 
 
 class ThreadedHalfLinear:
-    """Shares the work among threads; a slow start (10 µs) that large matrices do not notice."""
+    """Shares the work among threads. Its slow start (10 µs) does not matter for large matrices."""
 
     def __init__(self, half: HalfWeights, bias_O: Tensor | None) -> None:
         self._packed = torch.ops.quantized.linear_prepack_fp16.default(half.scaled_OI, None)
@@ -81,7 +82,7 @@ class ThreadedHalfLinear:
 
 
 class QuickHalfLinear:
-    """One thread, at once: the quickest for few rows of a matrix that stays in cache."""
+    """Runs on one thread and starts at once: the quickest for few rows of a matrix that stays in cache."""
 
     def __init__(self, half: HalfWeights, bias_O: Tensor | None) -> None:
         self._packed = torch.fbgemm_pack_gemm_matrix_fp16(half.scaled_OI)

@@ -1,4 +1,4 @@
-"""Where a model's files are: in a directory, or at the hub, from which they are fetched."""
+"""Where a model's files are: in a directory, or on the hub, from which they are fetched."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from engine.models.errors import ModelNotFound
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-"""Weights only as safetensors: other formats can run code when they are read."""
+"""Weights only as safetensors: reading other formats can run code."""
 
 
 def find_model(path: str, revision: str | None = None) -> Path:
-    """A local directory as it is; anything else is a hub id, fetched into the hub's cache, at that commit, tag or
-    branch (None: its main branch). Raises ModelNotFound."""
+    """A local directory as it is. Anything else is a hub id, fetched into the hub's cache at that commit, tag or branch
+    (None: its main branch). Raises ModelNotFound."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory

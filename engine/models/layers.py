@@ -2,10 +2,9 @@
 
 Legend: N tokens, E hidden size, H heads, D head size, C = D / 2 rotary frequencies.
 
-Rotary pairs are interleaved here: features 2c and 2c+1 of a head turn together, so that a head is a row of C
-complex numbers and rotation is one multiplication. Checkpoints pair c with c + C; the loader reorders the
-rows of the query and key weights (`interleave_rotary`). Scores are the same, since queries and keys are
-reordered alike.
+Rotary pairs are interleaved here: features 2c and 2c+1 of a head rotate together, so that a head is a row of C complex
+numbers and rotation is one multiplication. Checkpoints pair c with c + C; the loader reorders the rows of the query and
+key weights (`interleave_rotary`). Scores stay the same, since queries and keys are reordered alike.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from engine.models.config import RopeSpec
 class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension E, computed in float32.
 
-    sqrt(sum(x^2) + E * eps) is the hypotenuse of |x| and sqrt(E * eps), and the sqrt(E) left over goes into the
-    weights: four small operators where the textbook's formula takes six.
+    sqrt(sum(x^2) + E * eps) is the hypotenuse of |x| and sqrt(E * eps); the remaining factor sqrt(E) goes into the
+    weights. This takes four small operators, the textbook's formula six.
     """
 
     def __init__(self, weight_E: Tensor, eps: float) -> None:
@@ -37,7 +36,7 @@ class RmsNorm:
         return normed_NE if x_NE.dtype == torch.float32 else normed_NE.to(x_NE.dtype)
 
     def add_(self, x_NE: Tensor, delta_NE: Tensor) -> Tensor:
-        """Adds delta to x in place and gives x normalised."""
+        """Adds delta to x in place and returns x normalised."""
         return self(x_NE.add_(delta_NE))
 
 
@@ -83,7 +82,7 @@ def rotary_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _stretch_llama3(frequencies_C: Tensor, spec: RopeSpec) -> Tensor:
-    """Slows waves longer than the original context by `factor`, keeps short ones, blends those between."""
+    """Slows waves longer than the original context by `factor`, keeps short ones, blends those in between."""
     turns_C = spec.original_context_len * frequencies_C / (2 * math.pi)
     span = spec.high_freq_factor - spec.low_freq_factor
     keep_C = ((turns_C - spec.low_freq_factor) / span).clamp(0.0, 1.0)

@@ -1,7 +1,7 @@
-"""Matrix products with fixed weights. The model does not know how they are stored.
+"""Matrix products with fixed weights. The model does not know how the weights are stored.
 
-On a CPU no single operator is fast for one row and for several: torch's own linear reads weights with one
-thread for one row, and slows down further with two. Measured figures are in benchmarks/README.md.
+On a CPU no single operator is fast both for one row and for several: torch's own linear reads weights with one thread
+for one row, and slows down further with two. Measured figures are in benchmarks/README.md.
 
 Legend: N rows of input, I input features, O output features.
 """
@@ -32,10 +32,10 @@ FEW_ROWS = 8
 """Rows up to which reading the weights takes longer than multiplying them."""
 
 SLICES = 16
-"""Pieces of a matrix multiplied apart, so that threads share one row's work."""
+"""Pieces of a matrix that are multiplied separately, so that threads share one row's work."""
 
 TYPICAL_ROWS = 8
-"""Row count that the packed layout is chosen for; others work, about as well."""
+"""The number of rows that the packed layout is chosen for; it works about as well for others."""
 
 
 class Linear(Protocol):
@@ -50,7 +50,7 @@ LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 
 @runtime_checkable
 class GatedLinears(Protocol):
-    """A LinearFactory that can do more than that with the two matrices of a gated MLP."""
+    """A LinearFactory that can also fuse the two matrices of a gated MLP with their activation."""
 
     def __call__(self, weight_OI: Tensor, bias_O: Tensor | None, /) -> Linear: ...
 
@@ -132,7 +132,7 @@ class CastingLinear:
 
 
 class SplitLinear:
-    """One way for up to `limit` rows (decode of few streams), another for more."""
+    """One way for up to `limit` rows (decode of few streams), another for more rows."""
 
     def __init__(self, few: Linear, many: Linear, limit: int) -> None:
         self._few = few
@@ -144,7 +144,7 @@ class SplitLinear:
 
 
 def linear_factory(device: torch.device, weights: torch.dtype, activations: torch.dtype) -> LinearFactory:
-    """The fastest kind of linear for where and how a model is held."""
+    """The fastest kind of linear for the device and dtypes of a model."""
     if device.type != "cpu" or not has_onednn() or weights == torch.float16:
         return PlainLinear if weights == activations else CastingLinear
     make = float32_linear if weights == torch.float32 else bfloat16_linear
@@ -152,7 +152,7 @@ def linear_factory(device: torch.device, weights: torch.dtype, activations: torc
 
 
 def float32_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
-    """Float32 arithmetic; weights are held in half the bytes where that loses nothing."""
+    """Float32 arithmetic; weights are stored in half the bytes where that loses nothing."""
     half = halve_exactly(weight_OI) if kernels.threaded else None
     if half is not None:
         return half_linear(half, bias_O, kernels)
@@ -165,8 +165,8 @@ def float32_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernel
 
 
 def bfloat16_linear(weight_OI: Tensor, bias_O: Tensor | None, kernels: HalfKernels) -> Linear:
-    """Few rows wait for memory: float32 arithmetic on 16 bits is no slower. Many rows (a prompt) wait for
-    arithmetic, and round to bfloat16 for it."""
+    """Few rows are bound by memory: float32 arithmetic on 16-bit weights is no slower. Many rows (a prompt) are bound
+    by arithmetic, and are rounded to bfloat16 for it."""
     packed = OneDnnLinear(weight_OI, bias_O, packed=True)
     half = halve_exactly(weight_OI.float()) if kernels.threaded else None
     if half is None:

@@ -1,4 +1,4 @@
-"""From settings to a model ready to run, with what the engine must know about it."""
+"""Loads the model of the settings, with what the engine must know about it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from engine.settings import LinearName, ModelSettings
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`layout` and `dtype` say what KV it keeps; `dtype` is that of activations, too. A `native` model's passes never
-    ask the host for anything, so that CUDA graphs of them can be captured. `about` is what its products run on, and
-    why, where there was a choice. `fingerprint` is that of configuration and weights, the whole model's;
-    `weights_dtype` is how they are held here.
-    """
+    """`layout` and `dtype` say what KV the model keeps; `dtype` is also that of activations. A `native` model's passes
+    never need the host, so CUDA graphs of them can be captured. `about` says what its products run on, and why, where
+    there was a choice. `fingerprint` is that of configuration and weights of the whole model; `weights_dtype` is how
+    they are held here."""
 
     model: CausalModel
     layout: KVLayout
@@ -57,10 +56,10 @@ def load_model(
     ranks: RankGroup | None = None,
     linear: LinearName = "auto",
 ) -> LoadedModel:
-    """A native family if the model is of one, else the model as transformers has it, over the bridge.
+    """A native family if the model belongs to one, else the model as transformers has it, over the bridge.
 
-    `make_linear` replaces what `linear` gives on the device, `ops` torch's own small operators. Of several `ranks` each
-    loads its share; what comes back describes that share. Raises ModelError (not found, not supported, weights that do
+    `make_linear` replaces what `linear` selects, `ops` replaces torch's own small operators. With several `ranks`, each
+    loads its share, and the result describes that share. Raises ModelError (not found, not supported, weights that do
     not fit) or DeviceUnavailable.
     """
     use_cpu_threads(settings.num_threads)
@@ -126,7 +125,7 @@ def _load_bridged(
     device: torch.device,
     refusal: UnsupportedModel,
 ) -> LoadedModel:
-    """`refusal` is why the model is not native."""
+    """`refusal` says why the model is not native."""
     from engine.models.bridge import load_bridge  # imports all of transformers, which takes seconds
 
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -157,7 +156,7 @@ def _fingerprint(directory: Path, settings: ModelSettings, device: torch.device)
 
 
 def read_eos_ids(directory: Path) -> frozenset[int]:
-    """Ids that end generation: generation_config.json's, else config.json's."""
+    """Ids that end generation: those of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
             value = read_json(directory / name).get("eos_token_id")

@@ -1,4 +1,4 @@
-"""The small operators of a decoder layer, behind one interface: torch's own here, fused kernels for a GPU in
+"""The small operators of a decoder layer, behind one interface. Torch's own are here, fused kernels for a GPU in
 engine/kernels/.
 
 Legend: N tokens, E size of what is normalised, G groups with weights of their own, H heads, D head size, F inner size
@@ -20,14 +20,14 @@ class Norm(Protocol):
     """RMS normalisation with weights [E], or [G, E] for inputs [N, G, E]."""
 
     def __call__(self, x_NE: Tensor, /) -> Tensor:
-        """Leaves x as it is. The last dimension of x must be dense, the others may be strided; the result is dense."""
+        """Leaves x unchanged. The last dimension of x must be dense, the others may be strided; the result is dense."""
 
     def add_(self, x_NE: Tensor, delta_NE: Tensor, /) -> Tensor:
-        """Adds delta to x in place and gives x normalised."""
+        """Adds delta to x in place and returns x normalised."""
 
 
 class Rotation(Protocol):
-    """Turns query and key heads to their positions."""
+    """Rotates query and key heads by their positions."""
 
     def __call__(self, x_NHD: Tensor, rotations_N1C: Tensor, /) -> None:
         """Normalises each head if it has weights, then rotates interleaved pairs, in place. Each head must be dense;
@@ -36,24 +36,25 @@ class Rotation(Protocol):
 
 @runtime_checkable
 class WritingRotation(Rotation, Protocol):
-    """A Rotation that can write keys and values to the pool on the way."""
+    """A Rotation that can also write keys and values to the pool."""
 
     def into(self, qkv_NAD: Tensor, rotations_N1C: Tensor, target: KVTarget, /) -> None:
-        """As a call on the queries; keys, turned likewise, and values go to the target and stay here as they were."""
+        """As a call on the queries. Keys, rotated in the same way, and values are written to the target; in `qkv_NAD`
+        they stay unchanged."""
 
 
 class DecoderOps(Protocol):
     def norm(self, weight: Tensor, eps: float) -> Norm: ...
 
     def rotation(self, weight_HD: Tensor | None, eps: float) -> Rotation:
-        """With weights [H, D] each head is normalised first."""
+        """With weights [H, D], each head is normalised first."""
 
     def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
         """silu(gate) * up, [N, F]; gate is the first half of each row."""
 
 
 class TorchOps:
-    """DecoderOps of torch's own operators."""
+    """DecoderOps with torch's own operators."""
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return RmsNorm(weight, eps)

@@ -10,7 +10,10 @@ from engine.attention.interface import AttentionStep
 
 
 class CausalModel(Protocol):
-    """Legend: N tokens of all requests in a step one after another, E hidden size, V vocabulary, R chosen rows."""
+    """A causal language model over paged KV.
+
+    Legend: N tokens of all requests in a step one after another, E hidden size, V vocabulary, R chosen rows.
+    """
 
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: AttentionStep) -> Tensor:
         """Last hidden states [N, E]; `attend` writes the KV of these tokens on the way."""

@@ -1,4 +1,4 @@
-"""The native families: what sets one apart from another, by the architecture name in config.json."""
+"""The native families and how they differ, by the architecture name in config.json."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.models.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`bias_keys` are the bias flags of config.json that this family obeys; `window` says when it has a sliding
-    window: never, when use_sliding_window is set, or always unless sliding_window is null."""
+    """`bias_keys` are the bias flags of config.json that this family reads; `window` says when it has a sliding window:
+    never, when use_sliding_window is set, or always unless sliding_window is null."""
 
     name: str
     qkv_bias: bool = False

@@ -1,8 +1,8 @@
-"""Which part of each tensor of a checkpoint a rank of several holds (tensor parallel).
+"""Which part of each tensor of a checkpoint a rank holds (tensor parallel).
 
-Products are split as in Megatron-LM (Shoeybi et al. 2019): the first of a pair by rows, so that each rank computes its
-own heads or its own part of the MLP, the second by columns, so that the ranks' results add up. What is added after
-such a sum (its bias) is rank 0's alone.
+Products are split as in Megatron-LM (Shoeybi et al. 2019). The first of a pair is split by rows, so that each rank
+computes its own heads or its own part of the MLP; the second by columns, so that the ranks' results add up. Only rank 0
+has what is added after such a sum (its bias).
 
 Legend: V vocabulary, v = V / ranks rounded up, E hidden size, D head size.
 """
@@ -22,7 +22,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Indices start .. stop-1 of dimension `dim`, followed by `padding` zeros. `zeroed` stands for zeros alone."""
+    """Indices start .. stop-1 of dimension `dim`, followed by `padding` zeros. With `zeroed` it is all zeros."""
 
     dim: int
     start: int
@@ -45,7 +45,7 @@ class Part:
 
 
 class Shares:
-    """The parts of one rank of `size`. Raises UnsupportedModel if the model cannot be shared out so."""
+    """The parts of one rank of `size`. Raises UnsupportedModel if the model cannot be divided in this way."""
 
     def __init__(self, whole: ModelSpec, rank: int, size: int) -> None:
         self._whole = whole
@@ -84,17 +84,17 @@ class Shares:
         return None
 
     def _first_kv_head(self) -> int:
-        """With fewer heads than ranks, the one that the rank's query heads share."""
+        """With fewer heads than ranks, the head that the rank's query heads share."""
         return self._rank * self._whole.num_kv_heads // self._size
 
 
 def vocabulary_part(vocab_size: int, rank: int, size: int) -> Part:
-    """Equal shares of rows; the last ranks' are padded if they do not come out even."""
+    """Equal shares of rows; those of the last ranks are padded if the rows do not divide evenly."""
     share = -(-vocab_size // size)
     start, stop = (min(vocab_size, share * index) for index in (rank, rank + 1))
     return Part(0, start, stop, share - (stop - start))
 
 
 def vocabulary_share(whole_VE: Tensor, rank: int, size: int) -> Tensor:
-    """A rank's rows [v, E] of the head that stands in the embedding's place."""
+    """A rank's rows [v, E] of the head, when the embedding serves as the head."""
     return whole_VE if size == 1 else vocabulary_part(whole_VE.shape[0], rank, size).of(whole_VE)

@@ -23,8 +23,8 @@ CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "floa
 
 
 class WeightSource(Protocol):
-    """Gives out each tensor of `tensor_shapes` once asked, or this rank's part of it, in the dtype the model is held
-    in, on its device."""
+    """Returns each tensor of `tensor_shapes`, or this rank's part of it, in the dtype that the model is held in, on its
+    device."""
 
     def take(self, name: str) -> Tensor: ...
 
@@ -71,11 +71,11 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 class CheckpointWeights:
-    """safetensors of a directory, one file or sharded. Opening checks names and shapes; reading is lazy: each tensor,
-    or this rank's part of it, goes from the file to the device.
+    """The safetensors of a directory, one file or sharded. Opening checks names and shapes. Reading is lazy: each
+    tensor, or this rank's part of it, goes from the file to the device.
 
-    `spec` is of the whole model. Raises BadCheckpoint naming the tensors that are missing, left over or of another
-    shape.
+    `spec` is that of the whole model. Raises BadCheckpoint that names the tensors that are missing, left over or of
+    another shape.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class CheckpointWeights:
 
 
 class DummyWeights:
-    """Random weights as of a checkpoint in the configuration's dtype; they depend on the seed, the order of names and
-    the kind of device only, and several ranks hold parts of the same. Norms are one, biases zero.
+    """Random weights in the configuration's dtype, as if from a checkpoint. They depend only on the seed, the order of
+    names and the kind of device; several ranks hold parts of the same tensors. Norms are one, biases zero.
 
-    They are made on the device: on a GPU the whole of a large model takes seconds.
+    They are made on the device: on a GPU this takes seconds for a large model.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class DummyWeights:
         device: torch.device = CPU,
         shares: Shares | None = None,
     ) -> None:
-        """`spec` is of the whole model."""
+        """`spec` is that of the whole model."""
         self._shapes = tensor_shapes(spec)
         self._index = {name: index for index, name in enumerate(self._shapes)}
         self._dtype = dtype
@@ -169,7 +169,7 @@ class DummyWeights:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Of a checkpoint, in order. Raises BadCheckpoint or ModelNotFound."""
+    """The files of a checkpoint, in order. Raises BadCheckpoint or ModelNotFound."""
     index = directory / INDEX_FILE
     if index.is_file():
         names = sorted(set(read_json(index)["weight_map"].values()))

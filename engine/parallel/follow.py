@@ -1,4 +1,4 @@
-"""A rank other than 0: holds its share of the model and of every KV page, and does what rank 0 says."""
+"""A rank other than 0: holds its share of the model and of every KV page, and carries out rank 0's commands."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from engine.runner.protocol import Launch, Runner
 from engine.settings import EngineSettings
 
 RunnerMaker = Callable[[EngineSettings, RankGroup], Runner]
-"""Makes a rank's runner. Importable by name, so that other processes can be told of it; the ranks call it at the same
-time, and its collectives must agree."""
+"""Makes a rank's runner. It must be importable by name, so that it can be passed to other processes. All ranks call it
+at the same time, and its collectives must match."""
 
 IDLE_S = 0.05
-"""So long a step may stand launched while no other command comes, before its result is looked at."""
+"""How long a launched step may wait without another command before its result is taken."""
 
 ORPHAN_STATUS = 3
 
@@ -48,9 +48,8 @@ _logger = logging.getLogger("kedge.ranks")
 
 
 def run_rank(ticket: Ticket, settings: EngineSettings, make_runner: RunnerMaker) -> None:
-    """Serves as a rank until rank 0 closes, then returns. If rank 0 goes away this process ends at once, whatever it
-    is in the middle of: it has no purpose left, and may hang in a collective. Raises what went wrong, after telling
-    rank 0."""
+    """Serves as a rank until rank 0 closes, then returns. If rank 0 goes away, this process ends at once, whatever it
+    is doing: it has no purpose left, and may hang in a collective. Raises what went wrong, after telling rank 0."""
     connected = socket.create_connection((ticket.host, ticket.command_port), ticket.timeouts.join_s)
     link = Link(connected, ticket.timeouts.step_s)
     say_hello(link, ticket.token, ticket.rank)
@@ -81,7 +80,7 @@ def _end_with(link: Link, closing: threading.Event) -> None:
 
 
 class Follower:
-    """The loop of commands. A failed copy is answered as such; a failed step ends the rank."""
+    """The loop of commands. A failed copy is reported to rank 0; a failed step ends the rank."""
 
     def __init__(self, runner: Runner, link: Link) -> None:
         self._runner = runner
@@ -125,7 +124,7 @@ class Follower:
                 raise AssertionError(f"no such command: {command}")
 
     def _finish(self, most: int) -> None:
-        """Takes results, whose failures are this rank's, until at most so many steps are on their way."""
+        """Takes results until at most `most` steps are in flight. A failure of one is this rank's failure."""
         while len(self._launched) > most:
             self._launched.popleft().result()
 

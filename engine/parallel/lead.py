@@ -1,7 +1,7 @@
-"""Rank 0's Runner: what it does to the model and to KV, every rank does.
+"""Rank 0's Runner: every rank does to the model and to KV what rank 0 does.
 
-The books, the scheduler and the sampled tokens that count are rank 0's alone. The others see the same batches and
-make the same decisions about how to run them, so that their collectives meet; what they sample is their own affair.
+Only rank 0 has the books and the scheduler, and only its sampled tokens count. The other ranks see the same batches and
+decide in the same way how to run them, so that their collectives match. What they sample is ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engine.parallel.wire import BatchEncoder
 from engine.runner.protocol import Launch, Runner
 
 REASON_S = 2.0
-"""So long a failed step waits for a rank to say what happened to it."""
+"""How long a failed step waits for a rank to report its reason."""
 
 LOOK_S = 1.0
 
@@ -41,7 +41,7 @@ LOOK_S = 1.0
 def lead(runner: Runner, team: Team) -> Runner:
     """Rank 0's runner for the engine, once every rank has its own.
 
-    Raises RanksNotStarted if one has failed, or has other pools. The runner's `close` closes the team.
+    Raises RanksNotStarted if a rank has failed or has different pools. The runner's `close` closes the team.
     """
     own = runner.facts
     for rank, facts in enumerate(team.wait_ready(), 1):
@@ -52,7 +52,7 @@ def lead(runner: Runner, team: Team) -> Runner:
 
 
 class LeadRunner:
-    """A Runner. Every failure of a step is final (RanksLost): the ranks may have parted ways within it."""
+    """A Runner. Every failure of a step is final (RanksLost): after it the ranks may no longer be in step."""
 
     def __init__(self, runner: Runner, team: Team) -> None:
         self._runner = runner
@@ -91,7 +91,7 @@ class LeadRunner:
             self._busy_since_s = None
 
     def take(self, launch: Launch) -> ModelOutput:
-        """A step's result, if the ranks are still together after it."""
+        """A step's result, if no rank was lost meanwhile."""
         self._busy_since_s = time.monotonic()
         try:
             output = launch.result()
@@ -143,7 +143,8 @@ class LeadRunner:
         return [follower.ask(message) for follower in self._followers]
 
     def _save_ended(self, key: int, copies: Sequence[Future[None]]) -> None:
-        """A save or spill that failed on some rank has failed: what others have under the key is to go. Any thread."""
+        """A save or spill that failed on one rank has failed: what other ranks stored under the key will be dropped.
+        Any thread."""
         if any(copy.exception() is not None for copy in copies):
             for rank, copy in enumerate(copies):
                 if copy.exception() is None:
@@ -158,7 +159,7 @@ class LeadRunner:
                 self._followers[rank - 1].post(packed(DROP, key))
 
     def _lost(self, error: Exception) -> RanksLost:
-        """Why the step failed, as well as anybody knows; the team ends with it."""
+        """The best known reason why the step failed. The team ends with it."""
         failure = self._team.failure_soon(REASON_S)
         if failure is not None:
             return failure
@@ -166,8 +167,8 @@ class LeadRunner:
         return self._team.failure or RanksLost(str(error))
 
     def _watch(self) -> None:
-        """GPUs wait for each other without end: somebody has to look at the clock."""
-        limit_s = self._team.timeouts.step_s + 2 * LOOK_S  # gloo's own clock, which knows more, comes first
+        """Ends the team when a step takes too long: GPUs would wait for each other without end."""
+        limit_s = self._team.timeouts.step_s + 2 * LOOK_S  # after gloo's own timeout, which knows the reason
         while not self._closed.wait(LOOK_S):
             since_s = self._busy_since_s
             if since_s is not None and time.monotonic() - since_s > limit_s:
@@ -187,7 +188,7 @@ class LeadLaunch:
 
 
 class _Together:
-    """Counts copies down; the last to end settles `all`, with the first error in order if there is one."""
+    """Counts copies down. The last to end settles `all`, with the first error in order if there is one."""
 
     def __init__(self, copies: Sequence[Future[None]]) -> None:
         self.all: Future[None] = Future()
@@ -211,7 +212,7 @@ class _Together:
 def all_done(
     copies: Sequence[Future[None]], ended: Callable[[Sequence[Future[None]]], None] | None = None
 ) -> Future[None]:
-    """Done when every copy is. `ended` is called before."""
+    """Done when every copy is done. `ended` is called before that."""
     together = _Together(copies)
 
     def one_ended(_: Future[None]) -> None:

@@ -1,6 +1,6 @@
-"""Messages between rank 0 and another rank: a socket, and a length before each message.
+"""Messages between rank 0 and another rank, over a socket, each after its length.
 
-Pickled plain data, unpickled only from who has shown its token.
+Messages are pickled plain data. They are unpickled only from a peer that has shown its token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _PIECE_BYTES = 1 << 20
 
 
 class Link:
-    """One end. Sends from one thread at a time, receives on one thread. Raises OSError; a send that nobody takes in
-    fails after `send_timeout_s`."""
+    """One end of the connection. Sends from one thread at a time, receives on one thread. Raises OSError; a send that
+    the peer does not read fails after `send_timeout_s`."""
 
     def __init__(self, connected: socket.socket, send_timeout_s: float) -> None:
         connected.setblocking(True)
@@ -44,11 +44,11 @@ class Link:
         return message
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether `receive` will find something, its end included."""
+        """Whether `receive` has something to return now, including that the other end is gone."""
         return bool(self._received) or bool(select.select([self._socket], [], [], timeout_s)[0])
 
     def wait_gone(self) -> None:
-        """Until the other end has closed; what it said before may still be unread. Any thread."""
+        """Waits until the other end has closed; its last messages may still be unread. Any thread."""
         gone = select.poll()
         gone.register(
             self._socket.fileno(), getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
@@ -56,13 +56,13 @@ class Link:
         gone.poll()
 
     def close(self) -> None:
-        """Wakes whoever waits in `receive`."""
+        """Also wakes a thread that waits in `receive`."""
         with suppress(OSError):  # the other end was quicker
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _next(self) -> bytes | None:
-        """The first whole message of what was received."""
+        """The first whole message received."""
         start = _LENGTH.size
         if len(self._received) < start:
             return None
@@ -79,7 +79,7 @@ def say_hello(link: Link, token: bytes, rank: int) -> None:
 
 
 def receive_hello(connected: socket.socket, tokens: Sequence[bytes], timeout_s: float) -> int | None:
-    """The rank that connected, by the token of its place; None for strangers. Reads no more than a hello."""
+    """The rank that connected, proven by its token; None for strangers. Reads no more than a hello."""
     connected.settimeout(timeout_s)
     length = _HELLO.size + len(tokens[0])
     try:

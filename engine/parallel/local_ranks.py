@@ -35,7 +35,7 @@ class ChildRank:
 
 
 class LocalRanks:
-    """A RankStarter. Rank r takes the r-th GPU that this process sees, if the ranks run on GPUs."""
+    """A RankStarter. Rank r uses the r-th GPU that this process sees, if the ranks run on GPUs."""
 
     def __init__(self, settings: EngineSettings, make_runner: RunnerMaker) -> None:
         self._settings = settings
@@ -57,7 +57,7 @@ class LocalRanks:
 
 
 def _run(ticket: Ticket, settings: EngineSettings, make_runner: RunnerMaker) -> None:
-    """In the child, before anything has looked for GPUs."""
+    """Runs in the child, before anything has looked for GPUs."""
     seen = os.environ.get(VISIBLE)
     gpus = seen.split(",") if seen else [str(index) for index in range(ticket.size)]
     if ticket.rank < len(gpus):

@@ -1,7 +1,7 @@
 """A RankGroup of processes: torch's collectives, NCCL between GPUs and gloo between CPUs.
 
-The backends are used as objects of their own, not through torch.distributed's process-wide default group: an engine
-then leaves nothing behind, and two may share a process.
+The backends are used as separate objects, not through torch.distributed's process-wide default group. So an engine
+leaves nothing behind, and two can share a process.
 
 Legend: N tokens, E hidden size, R rows, v one rank's share of the vocabulary.
 """
@@ -21,7 +21,7 @@ from engine.parallel.protocol import Ticket
 
 
 class Collectives(Protocol):
-    """What is used of torch's backends."""
+    """The methods used of torch's backends."""
 
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Any: ...
 
@@ -35,9 +35,9 @@ class Collectives(Protocol):
 
 
 class ProcessRanks:
-    """RankGroup. With NCCL every method but `least` only queues work on the current stream: no wait of the host, so
-    that CUDA graphs can hold it. With gloo each waits, at most for the timeout, and raises RuntimeError after it or as
-    soon as another process is gone."""
+    """RankGroup. With NCCL every method but `least` only queues work on the current stream. The host does not wait, so
+    CUDA graphs can contain it. With gloo each method waits, at most for the timeout; it raises RuntimeError after that,
+    or as soon as another process is gone."""
 
     def __init__(self, collectives: Collectives, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -71,23 +71,23 @@ class ProcessRanks:
         return int(holder.item())
 
     def bound(self, timeout_s: float) -> None:
-        """From now on no wait for another rank takes longer."""
+        """From now on a wait for another rank takes no longer than `timeout_s`."""
         self._collectives.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """Ends collectives that wait for a rank that will not come, which gloo's do by themselves. Any thread."""
+        """Ends collectives that wait for a rank that will not come (gloo's end by themselves). Any thread."""
         if self._device.type == "cuda":
             self._collectives.abort()
 
 
 def _finish(work: Any) -> None:
-    """Some backends give nothing to wait for when work is queued on the current stream."""
+    """Some backends return nothing to wait for when work is queued on the current stream."""
     if work is not None:
         work.wait()
 
 
 def make_store(host: str, timeout_s: float) -> TCPStore:
-    """Rank 0's, on a free port of its own choosing (`.port`)."""
+    """Rank 0's store, on a free port that it chooses (`.port`)."""
     return TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
@@ -97,7 +97,7 @@ def join_store(ticket: Ticket) -> TCPStore:
 
 
 def join_ranks(ticket: Ticket, store: Store, device: torch.device) -> ProcessRanks:
-    """Waits for the others. NCCL between GPUs, gloo between CPUs."""
+    """Waits for the other ranks. NCCL between GPUs, gloo between CPUs."""
     rank, size, timeout = ticket.rank, ticket.size, timedelta(seconds=ticket.timeouts.join_s)
     collectives: Any
     if device.type == "cuda":

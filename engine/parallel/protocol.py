@@ -1,6 +1,5 @@
-"""What ranks tell each other: the ticket that each is started with, commands and answers; and what goes wrong between
-them, none of which can be mended: the replica has to be replaced as a whole.
-"""
+"""What ranks tell each other: the ticket that each is started with, commands and answers. Also the failures between
+them. None of these can be repaired: the replica must be replaced as a whole."""
 
 from __future__ import annotations
 
@@ -27,13 +26,14 @@ class RanksLost(RunnerLost):
 
 
 class RanksNotStarted(RuntimeError):
-    """Not every rank came up with its share of the model."""
+    """Not every rank started with its share of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """`start_s` bounds the start of processes, and after it the loading of the model; `join_s` the ranks finding each
-    other once all have come, `step_s` any wait of one for another within a step, `stop_s` an orderly end."""
+    """`start_s` bounds the start of processes, and then the loading of the model. `join_s` bounds how long the ranks
+    take to find each other once all have connected, `step_s` any wait of one rank for another within a step, `stop_s`
+    an orderly end."""
 
     start_s: float = 900.0
     join_s: float = 60.0
@@ -43,8 +43,9 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A rank's place among `size`. Rank 0 listens at `host` for commands' connections and keeps the store by which
-    the ranks' collectives find each other; `token` proves that who connects was given a ticket."""
+    """A rank's place among `size`. Rank 0 listens at `host` for connections that carry commands, and keeps the store
+    through which the ranks' collectives find each other. `token` proves that the process that connects was given a
+    ticket."""
 
     rank: int
     size: int

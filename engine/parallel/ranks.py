@@ -1,4 +1,4 @@
-"""The processes that hold one model between them (tensor parallel), as the model sees them.
+"""The processes that hold one model together (tensor parallel), as the model sees them.
 
 Legend: N tokens, E hidden size, R rows, v one rank's share of the vocabulary.
 """
@@ -20,13 +20,13 @@ class RankGroup(Protocol):
     def size(self) -> int: ...
 
     def sum_(self, x_NE: Tensor) -> None:
-        """Adds up what the ranks have, in place on each."""
+        """Sums the ranks' tensors, in place on each rank."""
 
     def join(self, x_Rv: Tensor) -> Tensor:
         """The ranks' columns side by side [R, size * v], on each rank."""
 
     def share_(self, x: Tensor) -> None:
-        """Overwrites x with rank 0's."""
+        """Overwrites x with rank 0's value."""
 
     def least(self, value: int) -> int:
         """The smallest of the ranks' values. Waits for all of them: not for use in a step."""

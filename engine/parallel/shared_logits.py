@@ -1,4 +1,4 @@
-"""A small model that every rank holds whole, a draft model: no sums between ranks, which would take longer than its
+"""A small model that every rank holds whole, such as a draft model. Sums between ranks would take longer than its
 products.
 
 Legend: N tokens, R rows whose logits are wanted, E hidden size, V vocabulary.
@@ -14,7 +14,8 @@ from engine.parallel.ranks import RankGroup
 
 
 class SharedLogits:
-    """A CausalModel. What the ranks conclude from its logits is the same to the bit, whatever their arithmetic."""
+    """A CausalModel. All ranks get rank 0's logits, so they draw the same conclusions whatever their own arithmetic
+    gives."""
 
     def __init__(self, model: CausalModel, ranks: RankGroup) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Rank 0's hold on the other ranks: how they are gathered, told, heard, and ended."""
+"""How rank 0 gathers, commands, hears and ends the other ranks."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _logger = logging.getLogger("kedge.ranks")
 
 
 class RankProcess(Protocol):
-    """Whoever runs engine.parallel.follow.run_rank with a ticket, as seen from where it was started."""
+    """A process that runs engine.parallel.follow.run_rank with a ticket, as seen from where it was started."""
 
     def ended(self) -> str | None:
-        """Why it runs no longer; None while it does. At once."""
+        """Why it no longer runs; None while it does. Returns at once."""
 
     def kill(self) -> None:
-        """Ends it if it still runs. At once."""
+        """Ends it if it still runs. Returns at once."""
 
 
 RankStarter = Callable[[Sequence[Ticket]], Sequence[RankProcess]]
-"""Starts a process for each ticket, without waiting for it."""
+"""Starts a process for each ticket, without waiting for them."""
 
 
 class Follower(Protocol):
@@ -54,23 +54,25 @@ class Follower(Protocol):
 
     @property
     def ready(self) -> Future[RunnerFacts]:
-        """Done when its runner is made."""
+        """Done when the rank's runner is made."""
 
     def post(self, message: bytes) -> None:
         """Raises RanksLost."""
 
     def ask(self, message: bytes) -> Future[None]:
-        """As `post`; done when what was asked for is, with RanksLost if the rank is gone before."""
+        """As `post`. The future is done when the rank has carried the message out, with RanksLost if the rank is gone
+        before that."""
 
     def end(self) -> None:
-        """Tells it to end once it has carried out what was posted."""
+        """Tells the rank to end once it has carried out what was posted."""
 
     def close(self, timeout_s: float) -> None:
-        """Waits for its end so long, and lets go of it."""
+        """Waits up to `timeout_s` for the rank's end, then closes the connection."""
 
 
 class LinkedFollower:
-    """A Follower over a Link. `lost` is told, once and on a thread of this object, why the rank is gone."""
+    """A Follower over a Link. `lost` is called once with the reason why the rank is gone, on a thread of this
+    object."""
 
     def __init__(self, rank: int, link: Link, lost: Callable[[str], None]) -> None:
         self.ready: Future[RunnerFacts] = Future()
@@ -150,7 +152,7 @@ class LinkedFollower:
 
 
 class Team:
-    """The other ranks together. The first that fails ends the team: what is left of it cannot run a step."""
+    """The other ranks together. The first rank that fails ends the team: the rest cannot run a step."""
 
     def __init__(
         self, ranks: ProcessRanks, links: Sequence[Link], processes: Sequence[RankProcess], timeouts: Timeouts
@@ -171,12 +173,13 @@ class Team:
         return self._failure
 
     def failure_soon(self, timeout_s: float) -> RanksLost | None:
-        """Waits a little for the reason: a rank that fails is noticed in several places, and one of them knows it."""
+        """Waits a little for the reason: a failing rank is noticed in several places, and only one of them knows
+        why."""
         self._failed.wait(timeout_s)
         return self._failure
 
     def when_lost(self, callback: Callable[[], None]) -> None:
-        """Called once if the team fails, on any thread; at once if it has."""
+        """`callback` is called once if the team fails, on any thread; at once if it has failed already."""
         with self._lock:
             if self._failure is None:
                 self._when_lost = callback
@@ -215,7 +218,7 @@ class Team:
         return facts
 
     def close(self) -> None:
-        """Ends the ranks: in order if they live, then by force."""
+        """Ends the ranks: orderly if they live, then by force."""
         for follower in self.followers if self._failure is None else ():
             follower.end()
         deadline_s = time.monotonic() + self.timeouts.stop_s
@@ -229,7 +232,7 @@ class Team:
 def gather_team(
     size: int, host: str, device: torch.device, start: RankStarter, timeouts: Timeouts | None = None
 ) -> Team:
-    """Starts the ranks 1 .. size-1 and waits until they are in touch, without a model yet.
+    """Starts the ranks 1 .. size-1 and waits until all are connected, before any model is loaded.
 
     `host` is this machine's address for them, `device` what rank 0 computes on. Raises RanksNotStarted.
     """

@@ -1,8 +1,8 @@
-"""Batches as they go from rank 0 to the others: whole, since every rank must run the same step in the same way, but
-without what the batch before already said.
+"""Batches as they go from rank 0 to the other ranks. Every rank must run the same step in the same way, so it gets the
+whole batch, but without what the previous batch already said.
 
-Items are told apart by their place in the batch before. Of a run that was in it only what is new travels: tokens, the
-entries of its page tables that have changed, and what it has picked. Both ends therefore see every batch, in order.
+An item is identified by its place in the previous batch. For a run that was in it, only what is new is sent: tokens,
+changed entries of its page tables, and what it has picked. So both ends must see every batch, in order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PARAMS = tuple(field.name for field in fields(SamplingParams))
 
 @dataclass(slots=True)
 class _Sent:
-    """What the other ranks know of a run: where its item stood in the last batch, how that was to sample, and so many
-    entries of its tables."""
+    """What the other ranks know of a run: the place of its item in the last batch, how that was to sample, how much of
+    its output, and how many entries of its tables."""
 
     run: int
     place: int
@@ -61,7 +61,7 @@ class BatchEncoder:
 
 
 class BatchDecoder:
-    """The other end."""
+    """The other ranks' end."""
 
     def __init__(self) -> None:
         self._before: list[tuple[BatchItem, _Table, _Table]] = []
@@ -110,13 +110,14 @@ class BatchDecoder:
 
 
 class _Table:
-    """A run's page table as it is told. What it gave for an item a later one overwrites: steps run in order."""
+    """A run's page table, kept from what was sent. An update overwrites the array that it returned for an earlier item;
+    that is safe because steps run in order."""
 
     def __init__(self) -> None:
         self._entries = np.empty(0, dtype=np.int32)
 
     def update(self, first: int, changed: bytes) -> NDArray[np.int32]:
-        """The entries from `first` on; those before stay."""
+        """Replaces the entries from `first` on; those before stay."""
         entries = np.frombuffer(changed, dtype=np.int32)
         end = first + len(entries)
         if end > len(self._entries):
@@ -145,13 +146,13 @@ def _item(item: BatchItem, before: _Sent | None, num_pages: int) -> Wire:
 
 
 def _changes(pages: NDArray[np.int32], num_known: int, before: _Sent | None, num_pages: int) -> Wire:
-    """The first entry that the others do not know, and all from there on."""
+    """The index of the first entry that the other ranks do not know, and the entries from there on."""
     first = 0 if before is None else min(num_known, before.num_pages, num_pages)
     return first, pages[first:num_pages].tobytes()
 
 
 def _sample(spec: SampleSpec, before: _Sent | None) -> Wire:
-    """What the last batch had need not be said again: it is the run's."""
+    """Leaves out what the last batch already said of this run."""
     if before is None or before.sample is None:
         return _params(spec.params), spec.logprobs, spec.top_logprobs, spec.allowed, _seen(spec.seen)
     seen = spec.seen
@@ -166,7 +167,7 @@ def _seen(seen: SeenTokens | None) -> Wire | None:
 
 
 def _read_sample(wired: Wire, before: SampleSpec | None) -> SampleSpec:
-    """Of one run `seen` is one object here, too: the runner keeps what it made of it."""
+    """`seen` stays the same object for all items of a run, since the runner keeps what it derives from it."""
     if len(wired) > 1 and wired[0] is not None:
         params, logprobs, top_logprobs, allowed, seen = wired
         told = None if seen is None else SeenTokens(np.frombuffer(seen[0], dtype=np.int64), seen[1])

@@ -1,8 +1,9 @@
-"""The Runner of a GPU: steps read from fixed buffers, replayed as CUDA graphs, launched without waiting for picks.
+"""The Runner of a GPU: steps read from fixed buffers, are replayed as CUDA graphs, and are launched without waiting for
+picks.
 
 A step is two functions of fixed memory: the body, from tokens to the hidden states of the sampled rows, and the head,
-from those to picks. Each is captured for a ladder of sizes and run eagerly beyond it. What needs the host between the
-two (scores of input tokens, drafts under penalties) is left to the TorchRunner, which waits.
+from those to picks. Each is captured for a ladder of sizes and runs eagerly beyond it. Steps that need the host between
+the two (scores of input tokens, drafts under penalties) are left to the TorchRunner, which waits.
 
 Legend: N rows of the step, B items, R sampled rows, E hidden size, V vocabulary.
 """
@@ -37,7 +38,7 @@ STEP_TIMEOUT_S = 120.0
 
 
 class DeviceLaunch:
-    """A Launch whose picks are on their way to host memory, [num_steps, R], with their scores if asked for."""
+    """A Launch whose picks are being copied to host memory, [num_steps, R], with their scores if asked for."""
 
     def __init__(self, batch: ScheduledBatch, picks_SR: Tensor, fence: Fence, scores: Scores | None) -> None:
         self._batch = batch
@@ -74,7 +75,8 @@ class DeviceLaunch:
 class DeviceRunner:
     """A Runner around a TorchRunner, whose model, pools and copies it uses. Composed by engine/build.py.
 
-    `sizes` is the ladder that is padded to, ascending; beyond its end, and without it, steps are of their own size.
+    `sizes` is the ladder, ascending: a step is padded to the next size. Steps beyond its end, or without a ladder, keep
+    their own size.
     """
 
     def __init__(
@@ -118,8 +120,8 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures every size of the ladder, the largest first so that the others fit its memory. Steps that cannot be
-        captured are run once. Nothing is written to the pools."""
+        """Captures every size of the ladder, the largest first so that the others fit into its memory. Steps that
+        cannot be captured are run once. Nothing is written to the pools."""
         most_sampled = self._padded(self._max_sampled)
         for size in reversed(self._sizes):
             for decode in (True, False):
@@ -136,8 +138,8 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def rehearse(self, rows: int, items: int, longest: int | None = None) -> None:
-        """Runs a step of padding as if an item had `longest` rows, or all, and as many were sampled as can be: to see
-        what memory it takes, and to have its kernels compiled. Nothing is written to the pools."""
+        """Runs a step of padding, as if an item had `longest` rows (by default all), with the most sampled rows that a
+        step can have. Shows how much memory that takes, and compiles its kernels. Nothing is written to the pools."""
         shape = StepShape(rows, items, decode=False)
         self._buffers.tensors(shape).blank()
         self._parts(shape, longest or rows, min(rows, self._max_sampled))["body"]()
@@ -147,7 +149,7 @@ class DeviceRunner:
         try:
             return self._start(batch)
         except Exception as error:
-            try:  # nothing of it may be on its way when its buffers and pages are given to others
+            try:  # the step must be over before its buffers and pages are reused
                 Fence(self._device).wait(STEP_TIMEOUT_S)
             except Exception:
                 raise RunnerLost(f"{type(error).__name__}: {error}") from error
@@ -195,7 +197,7 @@ class DeviceRunner:
         self._careful.clone(source, target)
 
     def close(self) -> None:
-        """Waits for copies that run. Nothing may be called afterwards."""
+        """Waits for running copies. Nothing may be called afterwards."""
         self._careful.close()
 
     def _shape(self, batch: ScheduledBatch) -> StepShape:
@@ -212,8 +214,8 @@ class DeviceRunner:
     def _parts(
         self, shape: StepShape, longest: int | None = None, num_sampled: int | None = None
     ) -> dict[str, Callable[[], None]]:
-        """What a step of a shape does before its head: unpack, then body; for a decode that follows one without the
-        host, advance in place of unpack. On the ladder nothing else about the step matters."""
+        """What a step of this shape does before its head: unpack, then body. A decode that follows another without the
+        host does advance in place of unpack. On the ladder only the shape matters."""
         plan = self._plans.get(shape)
         if plan is None:
             captured = shape.rows in self._sizes
@@ -254,7 +256,7 @@ class DeviceRunner:
         self._ranks.share_(picks_R)
 
     def _pick(self, batch: ScheduledBatch, padded: int, num_sampled: int) -> Scores | None:
-        """Runs the head. Gives the scores of the picks if some of them are wanted."""
+        """Runs the head. Returns the scores of the picks if any are wanted."""
         specs = [item.sample for item in batch.items if item.sample is not None]
         scored = any(spec.logprobs for spec in specs)
         if not scored and not any(spec.edits_logits for spec in specs):
@@ -279,7 +281,7 @@ class DeviceRunner:
         return Scores.of(raw_RV[:num_sampled], self._buffers.picks_R[:num_sampled], most).fetched()
 
     def _launch_carefully(self, batch: ScheduledBatch) -> Launch:
-        """Runs the batch at once, and leaves its picks where the next one looks for them."""
+        """Runs the batch at once, and leaves its picks where the next batch looks for them."""
         assert batch.num_steps == 1
         self._buffers.miss(batch.items)
         if any(item.pending_from is not None for item in batch.items):
@@ -299,13 +301,13 @@ class DeviceRunner:
 
 
 def _needs_host(item: BatchItem) -> bool:
-    """Scores of input tokens, and drafts whose picks depend on those before them."""
+    """True for scores of input tokens, and for drafts whose picks depend on the picks before them."""
     seen = item.sample.seen if item.sample is not None else None
     return item.input_logprobs_from is not None or (item.num_drafts > 0 and seen is not None)
 
 
 def _last_rows(items: list[BatchItem]) -> list[int]:
-    """The row of picks in which each item's last is; any for those that do not sample."""
+    """The row of each item's last pick; any row for items that do not sample."""
     rows, end = [], 0
     for item in items:
         if item.sample is not None:

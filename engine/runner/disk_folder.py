@@ -1,8 +1,8 @@
-"""A folder on disk that belongs to one process for as long as it lives, below one that several share.
+"""A folder on disk that belongs to one process while it lives, inside a folder that several processes share.
 
-Whoever makes or clears away a folder holds the lock of the shared one meanwhile. The owner holds its own folder's lock
-from before that until it ends, however it ends. So under the shared lock a folder that nobody has locked is a dead
-process' leftover, and a living one's can never be taken for one.
+A process that makes or clears away a folder holds the lock of the shared folder meanwhile. The owner also holds its own
+folder's lock, from within that time until it ends, however it ends. So, under the shared lock, a folder whose lock is
+free is the leftover of a dead process; that of a living process cannot be mistaken for one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _logger = logging.getLogger("kedge.engine")
 
 
 class DiskUnavailable(RuntimeError):
-    """KV cannot be kept below the folder of the settings."""
+    """KV cannot be kept inside the folder of the settings."""
 
 
 class DiskFolder:
-    """Owns the folder `path` and the files in it, which are the caller's to write."""
+    """Owns the folder `path`. The caller writes the files in it."""
 
     def __init__(self, root: Path) -> None:
-        """Makes `root` if need be, and clears away what dead processes left in it. Raises DiskUnavailable."""
+        """Makes `root` if needed, and clears away what dead processes left in it. Raises DiskUnavailable."""
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(root):
@@ -57,7 +57,7 @@ class DiskFolder:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Holds the lock of the shared folder. Raises TimeoutError, an OSError."""
+    """Holds the lock of the shared folder. Raises TimeoutError, which is an OSError."""
     deadline_s = time.monotonic() + LOCK_WAIT_S
     with _open_lock(root / f"{PREFIX}{LOCK}") as lock:
         while not _try_lock(lock):
@@ -68,13 +68,13 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path, flags: int = os.O_CREAT) -> IO[str]:
-    """Neither through a link nor emptied: where others may write to the shared folder, the name may be of a file that
-    is not ours. Raises OSError."""
+    """Opens a lock file without following a link or emptying it: where others may write to the shared folder, the name
+    may belong to a file that is not ours. Raises OSError."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600), "r+")
 
 
 def _clear_leftovers(root: Path) -> None:
-    """Those of this user: others' folders, and links to any, are left alone."""
+    """Removes leftovers of this user only. Other users' folders, and links to folders, are left alone."""
     for folder in root.glob(f"{PREFIX}*"):
         try:
             found = folder.lstat()
@@ -84,21 +84,21 @@ def _clear_leftovers(root: Path) -> None:
                 if not _try_lock(lock):
                     continue  # its owner lives
                 _remove(folder)
-        except FileNotFoundError:  # its owner died between making it and locking it, or is just removing it
+        except FileNotFoundError:  # its owner died between making and locking it, or is removing it now
             _remove(folder)
         except OSError as error:
             _logger.warning("leftovers in %s stay: %s", folder, error)
 
 
 def _remove(folder: Path) -> None:
-    """Removes what this module's owners put there, and the folder if that was all."""
+    """Removes what this module's owners put there, and the folder if it is then empty."""
     try:
         for file in folder.glob(f"*{SUFFIX}"):
             file.unlink(missing_ok=True)
         (folder / LOCK).unlink(missing_ok=True)
         folder.rmdir()
     except FileNotFoundError:
-        return  # somebody else was as quick
+        return  # another process has removed it
     except OSError as error:
         _logger.warning("%s could not be removed: %s", folder, error)
 

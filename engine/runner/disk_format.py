@@ -1,4 +1,5 @@
-"""How KV lies in a file: as it is, with a checksum that its process keeps, or encrypted under a key of its own."""
+"""How KV is stored in a file: as it is, with a checksum that the process keeps, or encrypted under a key of the
+process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ NONCE_BYTES = 12
 TAG_BYTES = 16
 
 Mark = int | bytes
-"""What its process must know of a piece of a file to read it."""
+"""What the process must remember of a piece of a file to read it."""
 
 
 class DiskFormat(Protocol):
@@ -37,7 +38,8 @@ class Checked:
 
 
 class Encrypted:
-    """AES-256-GCM under a key of the process' own, which ends with it: what a dead process leaves, nobody can read."""
+    """AES-256-GCM under a key that only this process has. The key is lost when the process ends, so nobody can read
+    what it leaves."""
 
     def __init__(self) -> None:
         self._key = AESGCM(AESGCM.generate_key(KEY_BITS))

@@ -1,6 +1,6 @@
 """KV in files: each key's tensors one after another, as they lie in memory.
 
-Nothing is flushed to the disk itself: the files are of no use to anybody once the process has ended.
+Writes are not synced to the disk: the files are useless once the process has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class DiskFault(OSError):
 
 
 class DiskStore:
-    """Owns the files in `folder`, by key. One thread writes and removes, one reads, never the same key at a time."""
+    """Owns the files in `folder`, by key. One thread writes and removes, another reads; they never use the same key at
+    once."""
 
     def __init__(self, folder: DiskFolder, form: DiskFormat) -> None:
         self._folder = folder
@@ -28,7 +29,7 @@ class DiskStore:
         self._stopped = False
 
     def __contains__(self, key: int) -> bool:
-        """Whether a write of `key` has succeeded. Any thread."""
+        """Whether `key` has been written. Any thread."""
         return key in self._marks
 
     @property
@@ -36,7 +37,7 @@ class DiskStore:
         return str(self._folder.path)
 
     def write(self, key: int, tensors: Sequence[Tensor]) -> None:
-        """Of tensors in host memory. Raises OSError, and leaves nothing then."""
+        """Writes tensors in host memory. Raises OSError, and then leaves nothing."""
         path = self._folder.file(str(key))
         marks = []
         try:
@@ -51,7 +52,7 @@ class DiskStore:
         self._marks[key] = marks
 
     def read(self, key: int, blanks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Fills `blanks`, of the shapes that were written, one after another. Raises OSError."""
+        """Fills `blanks`, one after another; they must have the shapes that were written. Raises OSError."""
         path = self._folder.file(str(key))
         with path.open("rb") as file:
             for blank, mark in zip(blanks, self._marks[key], strict=True):
@@ -64,11 +65,11 @@ class DiskStore:
         self._folder.file(str(key)).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """A write that runs fails soon, as do those after it. Any thread."""
+        """Makes a running write, and all later ones, fail soon. Any thread."""
         self._stopped = True
 
     def close(self) -> None:
-        """Removes all files. No other thread may be in here any more."""
+        """Removes all files. No other thread may use the store any more."""
         self._marks.clear()
         self._folder.close()
 

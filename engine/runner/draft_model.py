@@ -1,7 +1,7 @@
-"""A small model that guesses what the large one will say. Its KV lies in the same pages, in a pool of its own.
+"""A small model that guesses what the large one will generate. Its KV lies in the same pages, in a pool of its own.
 
 It always guesses the likeliest token. A guess can only cost time (see verify.py), so draft KV that was never written,
-or is of other tokens, does no harm but to the guesses.
+or that belongs to other tokens, only makes guesses worse.
 
 Legend: N tokens of all items, R rows whose logits make a proposal.
 """
@@ -24,8 +24,8 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class DraftModel:
-    """Called by the runner before each step of the target. `pool` has as many pages as the target's, of the same
-    size. Past `max_context_len`, its own limit, it keeps silent."""
+    """Called by the runner before each step of the target. `pool` has as many pages as the target's, of the same size.
+    It proposes nothing past `max_context_len`, its own limit."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DraftModel:
         return self._pool.full
 
     def check_fits(self, vocab_size: int, target: PagedKV) -> None:
-        """Raises UnsupportedModel if the target speaks other tokens, AssertionError if its pages are others."""
+        """Raises UnsupportedModel if the target has another vocabulary, AssertionError if its pages differ."""
         if vocab_size != self._vocab_size:
             raise UnsupportedModel(
                 f"the draft model has {self._vocab_size} tokens in its vocabulary, the model {vocab_size}"
@@ -58,9 +58,9 @@ class DraftModel:
         assert (self.kv.num_pages, self.kv.page_size) == (target.num_pages, target.page_size)
 
     def propose(self, items: Sequence[BatchItem]) -> list[BatchItem]:
-        """The items to verify: those whose `draft` asks for proposals end with them now.
+        """The items to verify: the items whose `draft` asks for proposals now end with them.
 
-        The first pass takes every item's `draft.token_ids`; the others take a token of each item that wants more.
+        The first pass takes every item's `draft.token_ids`; later passes take one token of each item that wants more.
         """
         outputs = list(items)
         proposals: dict[int, list[int]] = {}  # by index in `items`
@@ -87,7 +87,7 @@ class DraftModel:
         return outputs
 
     def _count(self, draft: DraftWork) -> int:
-        """Proposals that fit: the one at the end of the context needs no KV."""
+        """How many proposals fit: the one at the end of the context needs no KV."""
         return min(draft.count, self._max_context_len - draft.start - len(draft.token_ids) + 1)
 
     def _first_pass(self, item: BatchItem, draft: DraftWork) -> BatchItem | None:
@@ -114,7 +114,7 @@ class DraftModel:
 
 
 def _part(item: BatchItem, token_ids: Sequence[int], start: int) -> BatchItem:
-    """The draft model's view of an item, sampled at its end."""
+    """The draft model's view of an item, which samples at its end."""
     return BatchItem(item.request_id, token_ids, start, item.pages, item.contiguous, SampleSpec(_GREEDY))
 
 

@@ -1,4 +1,4 @@
-"""The random numbers of requests, a pure function of (seed, position) made cheap for positions in a row."""
+"""The random numbers of requests, a pure function of (seed, position), made cheap for successive positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMBERS_PER_BLOCK = 4
 
 
 class DrawPoints:
-    """Gives what engine.runner.sampler.uniform gives. Owns a generator for each seed drawn from lately."""
+    """Returns the same numbers as engine.runner.sampler.uniform. Owns a generator for each recently used seed."""
 
     def __init__(self) -> None:
         self._streams: OrderedDict[int, tuple[np.random.Philox, int]] = OrderedDict()
@@ -22,7 +22,7 @@ class DrawPoints:
         generator, following = self._streams.pop(seed, (None, -1))
         if generator is None or following != position:
             generator = np.random.Philox(key=seed & SEED_MASK, counter=position)
-        # Each position has a block of numbers, the first of which counts.
+        # Each position has a block of numbers; only the first is used.
         bits = int(generator.random_raw(NUMBERS_PER_BLOCK)[0])
         self._streams[seed] = generator, position + 1
         if len(self._streams) > MOST_SEEDS:

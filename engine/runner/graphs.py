@@ -1,4 +1,4 @@
-"""CUDA graphs of steps, by size: a launch replays what was captured instead of issuing it kernel by kernel."""
+"""CUDA graphs of steps, by size: a launch replays what was captured instead of issuing kernel by kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 
 """Rows that graphs are captured for; a step is padded to the next."""
 
 WARM_UPS = 2
-"""Runs before a capture: kernels are compiled and libraries set themselves up in them."""
+"""Runs before a capture, in which kernels are compiled and libraries set themselves up."""
 
 
 class Graphs(Protocol):
-    """Runs functions of fixed memory: all they read and write lies where it lay when they were captured."""
+    """Runs functions of fixed memory: what they read and write must stay at the addresses of the capture."""
 
     @property
     def replays(self) -> bool: ...
@@ -28,7 +28,7 @@ class Graphs(Protocol):
 
 
 class NoGraphs:
-    """Calls the functions: for a CPU, or to see what graphs are worth."""
+    """Calls the functions directly: for a CPU, or to measure what graphs gain."""
 
     replays = False
 
@@ -39,8 +39,9 @@ class NoGraphs:
 
 
 class CudaGraphs:
-    """Owns the captured graphs, which share one pool of memory: only one runs at a time, and none leaves results
-    in it. All are warmed up and captured on one stream: cuBLAS keeps a workspace for each stream that it has met."""
+    """Owns the captured graphs, which share one pool of memory: only one runs at a time, and none leaves results in it.
+    All are warmed up and captured on one stream, because cuBLAS keeps a workspace for each stream that it is used on.
+    """
 
     replays = True
 
@@ -59,7 +60,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         gc.disable()  # a collection would free memory in the middle of a capture
         try:
-            # Other threads may use the device meanwhile: what they do is no part of the capture.
+            # Other threads may use the device meanwhile; their work is not part of the capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
@@ -77,7 +78,7 @@ class CudaGraphs:
 
 
 def make_graphs(device: torch.device, *, wanted: bool) -> Graphs:
-    """Those of a GPU, if they are wanted."""
+    """CudaGraphs on a GPU, if they are wanted."""
     return CudaGraphs(device) if wanted and device.type == "cuda" else NoGraphs()
 
 

@@ -1,8 +1,8 @@
 """Copies of KV pages in host memory and on disk, made and read back by threads beside the engine's steps.
 
-On a GPU the copies run on streams of their own that first wait for the steps issued before them, through pinned memory;
-on a CPU they are plain copies, during which torch lets go of the interpreter. Files have threads of their own, so that
-no copy of host memory ever waits for the disk, nor a read for a write.
+On a GPU the copies go through pinned memory, on streams of their own that first wait for the steps issued before them.
+On a CPU they are plain copies, during which torch releases the GIL. Files have threads of their own, so that a copy to
+or from host memory never waits for the disk, nor a read for a write.
 
 Legend: L layers, K key/value heads, P pages of the pool, n pages copied, p tokens of a page, D head size.
 """
@@ -22,23 +22,23 @@ from engine.runner.disk_store import DiskStore
 from engine.runner.kv_pool import KVPool, PagedKV
 
 PIECE_BYTES = 32 * 2**20
-"""Most that is gathered at once: what a copy of any size takes of device memory."""
+"""The most that is gathered at once, and so the device memory that a copy of any size takes."""
 
 _PAGE_DIM = 3
 
 Piece = tuple[Tensor, Tensor]
-"""A pool [L, 2, K, P, p, D] and pages [n] of it."""
+"""A pool [L, 2, K, P, p, D] and some of its pages [n]."""
 
 
 class CopyLane:
-    """A thread on which copies run one after another, with a stream of its own."""
+    """A thread that runs copies one after another, with a stream of its own."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._stream = CopyStream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, copy: Callable[[], None]) -> Future[None]:
-        """The copy sees what steps that were issued before have written."""
+        """The copy sees what steps issued before this call have written."""
         issued = self._stream.mark()
 
         def run() -> None:
@@ -54,9 +54,9 @@ class CopyLane:
 class HostCopies:
     """Owns what was saved, by key. Every method is called from the engine's thread.
 
-    `full` are the pools whose pages `PoolPages.full` names (the model's, and a draft model's), `window` is the one
-    of `PoolPages.window`. Copies between device and host run one after another in the order they were asked for; so do
-    writes to the disk, and so do reads.
+    `full` are the pools for the pages in `PoolPages.full` (the model's, and a draft model's); `window` is the pool for
+    `PoolPages.window`. Copies between device and host run one after another in the order of the calls; so do writes to
+    the disk, and so do reads.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class HostCopies:
 
     @classmethod
     def of(cls, pool: KVPool, draft: PagedKV | None = None, disk: DiskStore | None = None) -> HostCopies:
-        """For a model's pool, and a draft model's beside it."""
+        """For a model's pool, and a draft model's if there is one."""
         return cls([pool.full] if draft is None else [pool.full, draft], pool.window, disk)
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
-        """A save that fails (no memory) leaves nothing under `key`."""
+        """A save that fails (for lack of memory) leaves nothing under `key`."""
 
         def copy() -> None:
             self._saved[key] = [
@@ -89,14 +89,14 @@ class HostCopies:
         return self._host_lane.submit(copy)
 
     def spill(self, source: int, key: int) -> Future[None]:
-        """`source` is saved, and dropped only after this is done."""
+        """`source` must be saved already, and may be dropped only after this is done."""
         disk = self._disk
         assert disk is not None
         saved = self._saved[source]
         return self._write_lane.submit(lambda: disk.write(key, saved))
 
     def load(self, key: int, pages: PoolPages) -> Future[None]:
-        """From the disk piece by piece: it takes little of host memory."""
+        """Reads from the disk piece by piece, which takes little host memory."""
         disk, pieces = self._disk, self._pieces(pages)
         if disk is not None and key in disk:
             return self._read_lane.submit(lambda: _fill(pieces, disk.read(key, map(_blank, pieces))))
@@ -105,12 +105,12 @@ class HostCopies:
     def drop(self, key: int) -> None:
         disk = self._disk
         if disk is not None and key in disk:
-            self._write_lane.submit(lambda: disk.remove(key))  # before what takes its room
+            self._write_lane.submit(lambda: disk.remove(key))  # queued before the write that takes its room
         else:
             del self._saved[key]
 
     def clone(self, source: PoolPages, target: PoolPages) -> None:
-        """On the engine's thread, in the stream of its steps, which it does not wait for. No page is both source and
+        """Runs on the engine's thread, in the stream of its steps, without waiting. No page may be both source and
         target."""
         for (pool_L2KPpD, from_n), (_, to_n) in zip(self._pieces(source), self._pieces(target), strict=True):
             there_n, here_n = (
@@ -119,7 +119,7 @@ class HostCopies:
             pool_L2KPpD.index_copy_(_PAGE_DIM, here_n, pool_L2KPpD.index_select(_PAGE_DIM, there_n))
 
     def close(self) -> None:
-        """Waits for copies that run, and forgets all. A write to disk is cut short."""
+        """Waits for running copies, and forgets everything. A write to disk is cut short."""
         if self._disk is not None:
             self._disk.stop()
         for lane in (self._host_lane, self._write_lane, self._read_lane):
@@ -129,7 +129,7 @@ class HostCopies:
         self._saved.clear()
 
     def _pieces(self, pages: PoolPages) -> list[Piece]:
-        """Each pool [L, 2, K, P, p, D] with pages [n] of it, at most PIECE_BYTES together."""
+        """Each pool [L, 2, K, P, p, D] with some of its pages [n], at most PIECE_BYTES together."""
         pools = [(pool_L2KPpD, pages.full) for pool_L2KPpD in self._full]
         pools += [(pool_L2KPpD, pages.window) for pool_L2KPpD in self._window]
         pieces: list[Piece] = []
@@ -141,7 +141,7 @@ class HostCopies:
 
 
 def _fill(pieces: Iterable[Piece], parts: Iterable[Tensor]) -> None:
-    """Pages get what is in host memory [L, 2, K, n, p, D]."""
+    """Fills pages from host memory [L, 2, K, n, p, D]."""
     for (pool_L2KPpD, piece_n), host_L2KnpD in zip(pieces, parts, strict=True):
         device = pool_L2KPpD.device
         part_L2KnpD = host_L2KnpD.to(device, non_blocking=True)
@@ -149,7 +149,7 @@ def _fill(pieces: Iterable[Piece], parts: Iterable[Tensor]) -> None:
 
 
 def _blank(piece: Piece) -> Tensor:
-    """Host memory [L, 2, K, n, p, D] for what the pages hold."""
+    """Host memory [L, 2, K, n, p, D] for the content of the pages."""
     pool_L2KPpD, piece_n = piece
     shape = list(pool_L2KPpD.shape)
     shape[_PAGE_DIM] = len(piece_n)
@@ -157,8 +157,8 @@ def _blank(piece: Piece) -> Tensor:
 
 
 def _by_page(paged: PagedKV) -> list[Tensor]:
-    """Views [L, 2, K, P, p, D] of the pool and, with D = 1, of its scales. Of fp8 only the bits are copied: operators
-    know little of it."""
+    """Views [L, 2, K, P, p, D] of the pool and, with D = 1, of its scales. An fp8 pool is copied as bytes, since few
+    operators support fp8."""
     layers, two, heads, _, dim = paged.kv_L2KSD.shape
     shape = (layers, two, heads, paged.num_pages, paged.page_size)
     if paged.scales_L2KS is None:

@@ -1,4 +1,4 @@
-"""From a ScheduledBatch to the flat arrays the model takes.
+"""Turns a ScheduledBatch into the flat arrays that the model takes.
 
 Legend: N tokens of all items, one after another; P pools of KV (full attention, then sliding windows if the model has
 them); R rows whose logits pick a token.
@@ -19,7 +19,7 @@ from engine.batch import BatchItem, ScheduledBatch
 
 @dataclass(slots=True)
 class ModelInputs:
-    """`slots_PN` is where each token's KV goes in each pool; `sample_rows_R` is None if every row is sampled, in
+    """`slots_PN` is where each token's KV goes in each pool. `sample_rows_R` is None if every row is sampled, in
     order."""
 
     tokens_N: Tensor
@@ -53,7 +53,7 @@ def sample_rows(items: list[BatchItem]) -> list[int]:
 
 
 def _decode_inputs(items: list[BatchItem], page_size: int, device: torch.device) -> ModelInputs:
-    """One token an item and its drafts, each with a row: plain integers beat arrays here."""
+    """One token of each item and its drafts, each with a row. Plain integers are faster than arrays here."""
     table: list[list[int]] = [[], []]
     for item in items:
         table[0].extend(item.token_ids)
@@ -86,7 +86,7 @@ def _mixed_inputs(items: list[BatchItem], page_size: int, device: torch.device) 
 
 
 def _page_tables(items: list[BatchItem]) -> list[list[NDArray[np.int32]]]:
-    """By pool, the tables of all items."""
+    """The tables of all items, by pool."""
     full = [item.pages for item in items]
     window = [item.window_pages for item in items if item.window_pages is not None]
     assert len(window) in (0, len(items)), "all items have window pages or none has"

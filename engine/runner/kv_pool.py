@@ -1,4 +1,4 @@
-"""The memory behind the KV books: a tensor for each pool of pages, addressed by slot.
+"""The memory of the KV pools: a tensor for each pool of pages, addressed by slot.
 
 A head's tokens lie one after another, so that a session's keys are one stream of memory per head.
 
@@ -42,7 +42,7 @@ class KVLayout:
 
     @property
     def window(self) -> int | None:
-        """The widest window: window pages older than that are of no use to any layer."""
+        """The widest window: no layer needs window pages older than that."""
         return max((window for window in self.windows if window is not None), default=None)
 
     def page_bytes(self, num_layers: int, page_size: int, dtype: torch.dtype) -> int:
@@ -55,8 +55,8 @@ class KVLayout:
 class PagedKV:
     """Slot s is token `s % page_size` of page `s // page_size`, in every layer.
 
-    `kv_L2KSD` is uninitialised: what was never written must never be read. In fp8 (float8_e4m3fn) a token's head is
-    stored divided by its own `scales_L2KS`, float32.
+    `kv_L2KSD` is uninitialised: what was never written must never be read. In fp8 (float8_e4m3fn) each head of a token
+    is stored divided by its own scale in `scales_L2KS`, float32.
     """
 
     kv_L2KSD: Tensor
@@ -79,9 +79,8 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """The KV of one model. `full` holds the layers with full attention (possibly none: its pages still count
-    tokens in the books), `window` those with a sliding window; `places` says for each layer where it lies.
-    """
+    """The KV of one model. `full` holds the layers with full attention (if there are none, its pages still count tokens
+    in the books), `window` those with a sliding window. `places` says where each layer lies."""
 
     full: PagedKV
     window: PagedKV | None
@@ -97,7 +96,7 @@ class KVPool:
         return self.full.num_pages
 
     def layer(self, index: int) -> Tensor:
-        """A view of one layer by slot [S, 2, K, D], of its own pool."""
+        """A view of one layer by slot [S, 2, K, D], in the layer's own pool."""
         paged, place = self.places[index]
         return paged.layer(place)
 
@@ -110,8 +109,8 @@ def make_kv_pool(
     draft_page_bytes: int = 0,
     room_bytes: int = CPU_POOL_BYTES,
 ) -> KVPool:
-    """`dtype` is that of activations. Without a size in the settings the pool takes `room_bytes`. A draft model's KV
-    takes `draft_page_bytes` a page. Raises PoolTooSmall if there is no room for a page, MemoryShort if there is none
+    """`dtype` is that of activations. If the settings give no size, the pool takes `room_bytes`. A draft model's KV
+    takes `draft_page_bytes` per page. Raises PoolTooSmall if there is no room for a page, MemoryShort if there is none
     for the pool."""
     dtype = FP8 if settings.kv_dtype == "fp8" else dtype
     size, num_window = settings.page_size, layout.num_window_layers
@@ -137,7 +136,7 @@ def make_kv_pool(
 
 
 def _size_setting(settings: CacheSettings, device: torch.device) -> str:
-    """What decides the pool's size."""
+    """The setting that decides the pool's size."""
     if settings.num_pages is not None:
         return "cache.num_pages"
     return "cache.memory_share" if is_gpu(device) and settings.size_bytes is None else "cache.size_mib"

@@ -1,4 +1,4 @@
-"""The page tables of sequences that run, kept on the device: a step sends only entries that are new.
+"""The page tables of running sequences, kept on the device: a step sends only new entries.
 
 Legend: P pools, R rows, M pages of the longest sequence, B items of a step.
 """
@@ -17,10 +17,10 @@ from engine.device import send
 
 
 class PageTables:
-    """A run has a row for as long as no other needs it; whose last step was longest ago gives way. A run without a row,
-    or without a name (BatchItem.run is 0), is sent whole.
+    """A run keeps its row until another needs it; the run whose last step was longest ago gives way. The table of a run
+    without a row, or without a number (BatchItem.run is 0), is sent whole.
 
-    `num_rows` is the most items that a step ever has. Entries past a table's end are -1.
+    `num_rows` is the most items that a step can have. Entries past a table's end are -1.
     """
 
     def __init__(self, num_pools: int, num_rows: int, max_pages: int, device: torch.device) -> None:
@@ -30,8 +30,8 @@ class PageTables:
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def update(self, items: Sequence[BatchItem]) -> list[int]:
-        """The items' rows, which from the next work of the device on have their tables."""
-        for item in items:  # first, or another's row may be theirs
+        """The rows of the items. Later work on the device finds their tables there."""
+        for item in items:  # first, or another item might be given their rows
             if item.run in self._row_of:
                 self._row_of.move_to_end(item.run)
         changes = _Changes(self.pages_PRM.shape)
@@ -55,7 +55,8 @@ class PageTables:
         return rows
 
     def forget(self, items: Iterable[BatchItem]) -> None:
-        """A step of these was not told here: what they know is not what is known here."""
+        """Forgets the rows of these items: a step of theirs ran elsewhere, so what their `known_pages` counts is not
+        all here."""
         for item in items:
             row = self._row_of.pop(item.run, None)
             if row is not None:
@@ -71,7 +72,7 @@ class PageTables:
 
 
 class _Changes:
-    """Entries that are to change: where they lie in memory, and what they become."""
+    """Entries to change: their places in memory, and their new values."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         _, self._num_rows, self._max_pages = shape
@@ -79,13 +80,13 @@ class _Changes:
         self.pages: list[NDArray[np.int32]] = []
 
     def note(self, item: BatchItem, row: int, first: int, first_in_window: int) -> None:
-        """The item's tables from these entries on."""
+        """Notes the item's tables from these entries on."""
         self._note(row, item.pages, first)
         if item.window_pages is not None:
             self._note(self._num_rows + row, item.window_pages, first_in_window)
 
     def _note(self, row: int, pages: NDArray[np.int32], first: int) -> None:
-        """`row` is among those of all pools."""
+        """`row` counts over the rows of all pools."""
         end = min(len(pages), self._max_pages)
         if first < end:
             self.places.append(np.arange(row * self._max_pages + first, row * self._max_pages + end))

@@ -1,4 +1,4 @@
-"""Penalties for tokens that a sequence has already: kept up to date with it, so that a step adds only what is new.
+"""Penalties for tokens that a sequence already has. They are kept up to date, so that a step adds only what is new.
 
 Legend: V vocabulary, as wide as the logits.
 """
@@ -18,8 +18,9 @@ from engine.device import send
 
 
 class Penalties:
-    """Of one sequence. To each logit goes a factor, the repetition penalty or 1, and what is taken off for how often
-    the token was picked: frequency and presence penalties. What the parameters do not ask for is not kept."""
+    """The penalties of one sequence. Each logit has a factor, the repetition penalty or 1, and an amount that is
+    subtracted for how often the token was picked (frequency and presence penalties). What the parameters do not ask for
+    is not kept."""
 
     def __init__(self, params: SamplingParams, prompt: Tensor, vocab_size: int) -> None:
         """`prompt` has the ids of the input's tokens, on the device of the logits."""
@@ -37,11 +38,11 @@ class Penalties:
 
     @property
     def num_added(self) -> int:
-        """Tokens of the output that it knows."""
+        """Tokens of the output that are included."""
         return self._num_added
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """The next tokens of the output. Costs their number."""
+        """Adds the next tokens of the output. Costs their number."""
         if not token_ids:
             return
         self._num_added += len(token_ids)
@@ -55,7 +56,8 @@ class Penalties:
             self._off_V.index_copy_(0, ids, send(off, torch.float32, self._device))
 
     def apply(self, logits_V: Tensor) -> Tensor:
-        """A copy of the logits (float32) with them. Costs a pass over the vocabulary, however many tokens there are."""
+        """A copy of the logits (float32) with the penalties. Costs a pass over the vocabulary, however many tokens
+        there are."""
         edited_V = logits_V.clone()
         if self._factor_V is not None:
             # Each half is zero where the other is not; clamps keep NaN.
@@ -65,7 +67,7 @@ class Penalties:
         return edited_V
 
     def copy(self) -> Penalties:
-        """For tokens that may come to nothing."""
+        """A copy to add tokens to that may be dropped."""
         other = Penalties.__new__(Penalties)
         other._params = self._params
         other._counts = self._counts.copy()
@@ -77,13 +79,13 @@ class Penalties:
 
 
 class PenaltyTable:
-    """A runner's: what it made of every run that has penalties, for as long as the run is there."""
+    """A runner's penalties, by run. An entry lives as long as its run."""
 
     def __init__(self) -> None:
         self._by_run: WeakKeyDictionary[SeenTokens, Penalties] = WeakKeyDictionary()
 
     def of(self, spec: SampleSpec, logits_V: Tensor) -> Penalties | None:
-        """For picks from such logits, after the tokens seen so far; None without penalties."""
+        """The penalties for picks from such logits, after the tokens seen so far; None if there are none."""
         seen = spec.seen
         if seen is None:
             return None

@@ -12,15 +12,15 @@ from engine.batch import ModelOutput, ScheduledBatch
 
 
 class RunnerLost(RuntimeError):
-    """No step can run any more: the device has failed, or does not come to the end of what it was given."""
+    """No step can run any more: the device has failed, or does not finish its work."""
 
 
 class Launch(Protocol):
-    """A step on its way."""
+    """A step in flight."""
 
     def result(self) -> ModelOutput:
-        """Waits for it. Called once, in the order of launches. Raises whatever went wrong in the step; RunnerLost is
-        the end of the runner."""
+        """Waits for the step. Called once, in the order of launches. Raises whatever went wrong in the step; RunnerLost
+        means that the runner cannot go on."""
 
 
 class Done:
@@ -37,10 +37,10 @@ class Done:
 class RunnerFacts:
     """What never changes about a runner.
 
-    A page's bytes are those of its KV over all layers with full attention, the draft model's included, or over all
-    layers with a sliding window, which have a pool of their own. `window_len` is the widest window in tokens, None
-    without such layers. `runs_ahead`: it pays to launch a batch before the result of the one before is taken; at most
-    two are on their way at any time. `identity` is that of the KV it makes; its `weights` are the fingerprint of the
+    A page's bytes are those of its KV over all layers with full attention, the draft model's included; a window page's
+    over all layers with a sliding window, which have a pool of their own. `window_len` is the widest window in tokens,
+    None without such layers. `runs_ahead`: it pays to launch a batch before the result of the previous one is taken; at
+    most two are in flight at any time. `identity` is that of the KV it makes; its `weights` are the fingerprint of the
     model.
     """
 
@@ -63,27 +63,26 @@ class Runner(Protocol):
     def facts(self) -> RunnerFacts: ...
 
     def launch(self, batch: ScheduledBatch) -> Launch:
-        """Starts a step: writes the KV of every token in the batch, then samples and verifies where asked. Steps,
-        saves and clones see memory as if each was done before the next was asked for. Raises what Launch.result
-        raises."""
+        """Starts a step: writes the KV of every token in the batch, then samples and verifies where asked. Steps, saves
+        and clones see memory as if each were done before the next is called. Raises what Launch.result raises."""
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """What it runs on and how, to be reported at start."""
+        """What the runner runs on and how, to be reported at start."""
 
     def save(self, key: int, pages: PoolPages) -> Future[None]:
-        """Copies pages to host memory under `key`, beside compute. What earlier steps wrote is in the copy. If the
-        pages are written again before the future is done the copy is worth nothing, and the caller drops it."""
+        """Copies pages to host memory under `key`, beside compute. The copy contains what earlier steps wrote. If the
+        pages are written again before the future is done, the copy is invalid and the caller drops it."""
 
     def spill(self, source: int, key: int) -> Future[None]:
-        """Writes what is in host memory under `source` to disk under `key`, beside compute and other copies. One that
-        fails leaves nothing under `key`."""
+        """Writes what is in host memory under `source` to disk under `key`, beside compute and other copies. A failed
+        spill leaves nothing under `key`."""
 
     def load(self, key: int, pages: PoolPages) -> Future[None]:
-        """Copies what was saved or spilled under `key` into `pages` (as many, in the same order), beside compute. Later
-        steps may read them once the future is done."""
+        """Copies what was saved or spilled under `key` into `pages` (the same number, in the same order), beside
+        compute. Steps may read them once the future is done."""
 
     def drop(self, key: int) -> None:
-        """Forgets what is under `key`, whose copies are done. Unknown keys are a bug."""
+        """Forgets what is under `key`; its copies must be done. Unknown keys are a bug."""
 
     def clone(self, source: PoolPages, target: PoolPages) -> None:
         """Copies pages within the pools, before any later step."""

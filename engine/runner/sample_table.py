@@ -1,4 +1,4 @@
-"""How to pick the token of each row of logits, on the device, and a picker of torch's own operators.
+"""How to pick the token of each row of logits on the device, and a picker made of torch's own operators.
 
 Legend: R rows, V vocabulary.
 """
@@ -16,7 +16,7 @@ from engine.runner.sampler import candidates, inverse_cdf
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
-    """On the device, where a CUDA graph finds it again. At least R entries each.
+    """Lies on the device, at addresses that a CUDA graph can rely on. At least R entries each.
 
     As in SamplingParams: `temperature_R` 0 is greedy, `top_k_R` 0, `top_p_R` 1 and `min_p_R` 0 are off. `point_R` is
     the row's random number in [0, 1).
@@ -40,7 +40,7 @@ class RowPicker(Protocol):
 
 
 def pick_by_row(logits_RV: Tensor, table: SampleTable, out_R: Tensor) -> None:
-    """A RowPicker that asks the host about every row: the reference, and for devices without Triton."""
+    """A RowPicker that goes to the host for every row: the reference, and for devices without Triton."""
     columns = (table.temperature_R, table.top_k_R, table.top_p_R, table.min_p_R, table.point_R)
     rows = zip(*(column[: len(out_R)].tolist() for column in columns), strict=True)
     for index, (temperature, top_k, top_p, min_p, point) in enumerate(rows):

@@ -1,7 +1,7 @@
 """Picks tokens from logits.
 
-What is picked depends on the item's own logits, parameters, seed and position only, never on batch mates:
-each draw is one number, a pure function of (seed, position), put through the inverse of the distribution.
+A pick depends only on the item's own logits, parameters, seed and position, never on other items of the batch. Each
+draw is one number, a pure function of (seed, position), put through the inverse of the distribution.
 
 Legend: R sampled rows, V vocabulary, C candidates left to draw from.
 """
@@ -22,7 +22,7 @@ from engine.runner.penalties import Penalties
 SEED_MASK = 2**64 - 1
 UNIT_53 = 2.0**-53
 LEAST_TEMPERATURE = 1e-5
-"""Colder is greedy in effect, and would overflow."""
+"""Lower temperatures are greedy in effect, and would overflow."""
 
 
 def is_argmax(params: SamplingParams) -> bool:
@@ -31,9 +31,9 @@ def is_argmax(params: SamplingParams) -> bool:
 
 
 def argmax_rows(logits_RV: Tensor) -> list[int]:
-    """The most likely token of each row; of equals the first."""
+    """The most likely token of each row; of equal ones the first."""
     if logits_RV.device.type == "cpu":
-        # numpy's is several times quicker; both take the first of equals.
+        # numpy's is several times quicker; both take the first of equal ones.
         picks: list[int] = logits_RV.numpy().argmax(-1).tolist()
         return picks
     return logits_RV.argmax(-1).tolist()
@@ -47,7 +47,7 @@ def uniform(seed: int, position: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """By row the log-probability of its token, and those of the K most likely with their ids, of the raw model
+    """By row, the log-probability of its token, and those of the K most likely tokens with their ids, of the raw model
     distribution."""
 
     chosen_R: Tensor
@@ -56,7 +56,7 @@ class Scores:
 
     @classmethod
     def of(cls, logits_RV: Tensor, tokens_R: Tensor, most: int) -> Scores:
-        """For up to `most` likely tokens, made where the logits are."""
+        """Scores with up to `most` likely tokens, computed where the logits are."""
         logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
         chosen_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
         most = min(most, logprobs_RV.shape[1])
@@ -65,11 +65,11 @@ class Scores:
         return cls(chosen_R, *logprobs_RV.topk(most, dim=-1))
 
     def fetched(self) -> Scores:
-        """In host memory, once the device gets past it."""
+        """A copy in host memory, complete once the device has passed it."""
         return Scores(fetch(self.chosen_R), fetch(self.top_RK), fetch(self.ids_RK))
 
     def read(self, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-        """Row by row, each with its `tops` most likely tokens."""
+        """One entry for each row, with its `tops` most likely tokens."""
         chosen, values, ids = self.chosen_R.tolist(), self.top_RK.tolist(), self.ids_RK.tolist()
         return [
             TokenLogprob(token, chosen[row], tuple(zip(ids[row], values[row], strict=True))[: tops[row]])
@@ -130,14 +130,14 @@ def edit_logits(logits_V: Tensor, params: SamplingParams, penalties: Penalties |
 def candidates(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
     """What to draw from after temperature, top-k, top-p and min-p, in this order.
 
-    Gives masses [C], not renormalised, and their token ids [C], ascending; None for the ids means all tokens. Equals of
-    the k-th most likely all stay.
+    Returns masses [C], not renormalised, and their token ids [C], ascending; None for the ids means all tokens. All
+    tokens as likely as the k-th stay.
     """
     # The largest becomes zero, so that cold temperatures cannot overflow.
     scaled_C, ids_C = (logits_V - logits_V.max()) / max(params.temperature, LEAST_TEMPERATURE), None
     if 0 < params.top_k < len(logits_V):
         least = scaled_C.topk(params.top_k, sorted=False).values.min()
-        ids_C = (~(scaled_C < least)).nonzero()[:, 0]  # NaN stays, too: nothing is left without it
+        ids_C = (~(scaled_C < least)).nonzero()[:, 0]  # NaN stays as well, or nothing would be left
         scaled_C = scaled_C[ids_C]
     probs_C = torch.softmax(scaled_C, dim=0)
     if params.top_p < 1.0:
@@ -148,8 +148,8 @@ def candidates(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor
 
 
 def _nucleus_floor(probs_C: Tensor, top_p: float) -> float:
-    """The least mass that stays: a token stays if those more likely have less than `top_p` between them. Equals
-    stay or go together, and the most likely always stays."""
+    """The least mass that stays: a token stays if the more likely ones together have less than `top_p`. Equal masses
+    stay or go together, and the most likely token always stays."""
     ascending_C = _sorted(probs_C)
     upto_C = ascending_C.cumsum(0, dtype=torch.float64)
     first = int(torch.searchsorted(upto_C, float(upto_C[-1]) * (1.0 - top_p), right=True))

@@ -1,7 +1,8 @@
-"""The device memory that steps are read from, at fixed addresses, and how a batch gets there.
+"""The device memory that steps read, at fixed addresses, and how a batch gets there.
 
-A step of n rows has its integers in one block of n numbers a field, which is one copy. Blocks of all sizes begin at the
-same address, so a CUDA graph captured for n rows finds its fields where the next batch of n rows will put them.
+The integers of a step with n rows are one block, n numbers for each field, and are copied at once. Blocks of all sizes
+begin at the same address. So a CUDA graph captured for n rows finds its fields where the next batch of n rows puts
+them.
 
 Legend: N rows of the step (n: as many as there is room for), B items, R rows whose token is picked, M pages of the
 longest sequence, P pools, F fields.
@@ -24,12 +25,12 @@ from engine.runner.page_tables import PageTables
 from engine.runner.sample_table import SampleTable
 
 TOKEN, SOURCE, POSITION, END, KV_LEN, TABLE, SAMPLED, SLOT = range(8)
-"""Fields of the integers: by row its token, or the row of the last picks that it is in (else -1), and its position; by
-item the row after its last, its KV's length and the row of its page table; rows to sample; then each pool's slots by
-row."""
+"""Fields of the integers. For each row: its token, or the row of the last picks that has it (else -1), and its
+position. For each item: the row after its last, its KV's length, and the row of its page table. Then the rows to
+sample, and each pool's slots by row."""
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, POINT = range(5)
-"""Fields of the floats, by sampled row; points go on for every step of several."""
+"""Fields of the floats, by sampled row. There is a field of points for each of the steps in one launch."""
 
 LARGEST_POINT = 1.0 - 2.0**-24
 """Below 1 in float32."""
@@ -37,7 +38,7 @@ LARGEST_POINT = 1.0 - 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """`rows` and `items` of the buffers in use, padding included; `decode`: row b is item b."""
+    """`rows` and `items` of the buffers that are in use, padding included. `decode`: row b is item b."""
 
     rows: int
     items: int
@@ -46,8 +47,8 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTensors:
-    """One shape's view of the buffers. `tokens_N`, `positions_N`, `sampled_N` and the tables' int64 slots are made
-    from `ints_FN` by `unpack`."""
+    """One shape's view of the buffers. `unpack` makes `tokens_N`, `positions_N`, `sampled_N` and the tables' int64
+    slots from `ints_FN`."""
 
     shape: StepShape
     ints_FN: Tensor
@@ -57,14 +58,14 @@ class StepTensors:
     tables: AttentionTables
 
     def blank(self) -> None:
-        """A step of padding alone: its keys and values go nowhere."""
+        """Makes a step of padding alone, whose keys and values are not written."""
         self.ints_FN.zero_()
         self.ints_FN[SLOT:] = -1
         for slots_N in self.tables.slots_PN:
             slots_N.fill_(-1)
 
     def unpack(self, picks_R: Tensor) -> None:
-        """Fills in pending tokens, and gives every field the type that operators take."""
+        """Fills in pending tokens, and converts every field to the type that operators take."""
         ints_FN, rows = self.ints_FN, self.shape.rows
         source_N = ints_FN[SOURCE].long()
         picked_N = picks_R.index_select(0, source_N.clamp(min=0))
@@ -79,7 +80,7 @@ class StepTensors:
             slots_N.copy_(ints_FN[SLOT + pool, :rows])
 
     def advance(self, picks_R: Tensor, page_size: int) -> None:
-        """A decode goes on by a token, without the host: padding stays padding."""
+        """Moves a decode on by one token, without the host. Padding stays padding."""
         assert self.shape.decode
         rows, tables = self.shape.rows, self.tables
         self.tokens_N.copy_(picks_R[:rows])
@@ -93,10 +94,10 @@ class StepTensors:
 
 
 class StepBuffers:
-    """Owns the buffers and the pinned memory beside them, of which there are two sets: the copy of a step may still
-    be on its way while the next is written, never the one after that.
+    """Owns the buffers and two sets of pinned memory beside them: the copy of a step may still run while the next step
+    is written, but never while the one after that is.
 
-    Sizes are the most of each that a step ever has; `num_pools` is 1 or 2.
+    Sizes are the most of each that a step can have; `num_pools` is 1 or 2.
     """
 
     def __init__(
@@ -123,7 +124,8 @@ class StepBuffers:
         self._count = 0
 
     def tensors(self, shape: StepShape, max_query_len: int | None = None) -> StepTensors:
-        """Views; nothing is copied. Without `max_query_len` one item may have all rows, as a graph must allow for."""
+        """Views; nothing is copied. Without `max_query_len` one item may have all rows, which a graph must allow
+        for."""
         rows, items = shape.rows, shape.items
         tables = AttentionTables(
             self._starts_B1[: items + 1],
@@ -146,18 +148,18 @@ class StepBuffers:
         )
 
     def unpack_samples(self, num_sampled: int) -> None:
-        """Gives the sample table the types it has; part of what a graph replays."""
+        """Converts the sample table's fields to their types; part of what a graph replays."""
         self._top_k_R[:num_sampled].copy_(self._floats[TOP_K * num_sampled : (TOP_K + 1) * num_sampled])
 
     def next_points(self, num_sampled: int, step: int) -> None:
-        """The sample table draws for a later one of several steps."""
+        """Makes the sample table draw for step `step` of several in one launch."""
         points_SR = self._floats[POINT * num_sampled :]
         later_R = points_SR[step * num_sampled : (step + 1) * num_sampled]
         points_SR[:num_sampled].copy_(later_R)
 
     def fill(self, batch: ScheduledBatch, shape: StepShape, num_sampled: int, last_rows: list[int]) -> None:
-        """Starts copying a batch to the device. `num_sampled` includes padding; `last_rows` has the row of the last
-        picks for each item of the batch before."""
+        """Starts copying a batch to the device. `num_sampled` includes padding; `last_rows` has, for each item of the
+        previous batch, the row of its last pick."""
         self._count += 1
         staging = self._staging[self._count % 2]
         ints = staging.ints[: self._num_fields * shape.rows]
@@ -171,13 +173,13 @@ class StepBuffers:
         self._floats[: len(floats)].copy_(floats, non_blocking=True)
 
     def miss(self, items: list[BatchItem]) -> None:
-        """A step of these is run without the buffers."""
+        """A step of these items runs without the buffers."""
         self._tables.forget(items)
 
     def _write_rows(
         self, ints_FN: NDArray[np.int32], items: list[BatchItem], shape: StepShape, last_rows: list[int]
     ) -> None:
-        """Through lists of plain integers: setting numbers of an array one by one is several times slower."""
+        """Uses lists of plain integers: setting numbers of an array one by one is several times slower."""
         rows, sources = _Rows([[] for _ in range(self._num_pools)]), []
         for item in items:
             first = len(rows.tokens)
@@ -204,7 +206,8 @@ class StepBuffers:
             ints_FN[SOURCE, places] = picks
 
     def _lay_out_tables(self, batch: ScheduledBatch, shape: StepShape) -> None:
-        """The items' tables in their order, for the step to read. Only as many columns as the longest needs."""
+        """Puts the items' tables in their order for the step to read, with only as many columns as the longest
+        needs."""
         num_items = len(batch.items)
         ends = [item.start + len(item.token_ids) + batch.num_steps - 1 for item in batch.items]
         width = -(-max(ends) // self._page_size)
@@ -235,7 +238,7 @@ class StepBuffers:
 
 
 class _Rows:
-    """A batch's rows as they are collected: by row tokens, positions and each pool's slots; by item the rest."""
+    """Collects a batch's rows: tokens, positions and each pool's slots by row, the rest by item."""
 
     def __init__(self, slots: list[list[int]]) -> None:
         self.tokens: list[int] = []
@@ -266,7 +269,7 @@ class _Rows:
 
 
 class _Staging:
-    """Host memory that copies to the device start from."""
+    """Host memory from which copies to the device start."""
 
     def __init__(self, num_ints: int, num_floats: int, device: torch.device) -> None:
         self.ints = pinned(num_ints, torch.int32, device)

@@ -1,4 +1,4 @@
-"""Launches for runners that run a step when they are asked to: pending tokens filled in, several steps one by one."""
+"""Launches for runners that run a step at once: fills in pending tokens, and runs several steps one by one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from engine.batch import BatchItem, ItemOutput, ModelOutput, ScheduledBatch
 
 
 class StepByStep:
-    """Remembers what the last batch picked."""
+    """Keeps the picks of the last batch."""
 
     def __init__(self) -> None:
         self._last: list[ItemOutput] = []
 
     def run(self, batch: ScheduledBatch, execute: Callable[[ScheduledBatch], ModelOutput]) -> ModelOutput:
-        """`execute` runs one step in which every token is known. It is not kept: it may belong to the runner that
-        keeps this, and a runner's memory goes with its last reference."""
+        """`execute` runs one step in which every token is known. It is not kept as an attribute: it may belong to the
+        runner that owns this object, and a runner's memory is freed with its last reference."""
         items = [self._known(item) for item in batch.items]
         outputs = execute(ScheduledBatch(items)).items
         for _ in range(batch.num_steps - 1):
@@ -33,6 +33,6 @@ class StepByStep:
 
 
 def _next(item: BatchItem, output: ItemOutput) -> BatchItem:
-    """The step after the one that gave `output`."""
+    """The item of the step after the one that gave `output`."""
     assert item.sample is not None
     return replace(item, token_ids=[output.token_ids[-1]], start=item.start + 1)

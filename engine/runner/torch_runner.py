@@ -1,4 +1,4 @@
-"""The real Runner: one forward pass over every token of a batch, then tokens for each item that samples.
+"""The Runner for any device: one forward pass over every token of a batch, then tokens for each item that samples.
 
 Legend: N tokens, R sampled rows, E hidden size, V vocabulary.
 """
@@ -29,13 +29,13 @@ from engine.runner.stepping import StepByStep
 from engine.runner.verify import choose_tokens
 
 LOGPROB_ELEMENTS = 16 * 1024 * 1024
-"""Most logits held at once while scoring input tokens."""
+"""The most logits held at once while input tokens are scored."""
 
 
 class TorchRunner:
     """A Runner. Composed by engine/build.py from a loaded model, a pool and the attention over that pool.
 
-    `copies` must be of the same pool and, if there is one, of the draft model's. Raises UnsupportedModel if the
+    `copies` must belong to the same pool and, if there is one, to the draft model's. Raises UnsupportedModel if the
     draft model does not fit.
     """
 
@@ -83,7 +83,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def with_drafts(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch with what the draft model proposes for it, computed now."""
+        """The batch with the draft model's proposals, computed now."""
         if self._draft is None:
             return batch
         return ScheduledBatch(self._draft.propose(batch.items), batch.num_steps)
@@ -115,11 +115,11 @@ class TorchRunner:
         self._copies.clone(source, target)
 
     def close(self) -> None:
-        """Waits for copies that run. Nothing may be called afterwards."""
+        """Waits for running copies. Nothing may be called afterwards."""
         self._copies.close()
 
     def _choose(self, items: list[BatchItem], hidden_RE: Tensor) -> list[ItemOutput]:
-        """One output per item, in order; those that do not sample stay empty."""
+        """One output per item, in order; outputs of items that do not sample are empty."""
         sampling = [item for item in items if item.sample is not None]
         if not sampling:
             return [ItemOutput(()) for _ in items]
@@ -137,8 +137,8 @@ class TorchRunner:
             row += len(item.token_ids)
 
     def _input_logprobs(self, item: BatchItem, hidden_NE: Tensor, row: int) -> tuple[TokenLogprob, ...]:
-        """Position p is scored by the row of token p - 1, so those of this step reach from start + 1 to
-        start + len (the latter with `next_token`). Position 0 follows nothing and has no logprob."""
+        """Position p is scored by the row of token p - 1, so this step scores positions start + 1 to start + len (the
+        latter with `next_token`). Position 0 follows nothing and has no logprob."""
         assert item.input_logprobs_from is not None
         known = [*item.token_ids] if item.next_token is None else [*item.token_ids, item.next_token]
         scored: list[TokenLogprob] = []

@@ -1,14 +1,14 @@
 """Verification: how many of an item's drafts the model agrees with, and the token it picks where it does not.
 
-Every token is picked at its own row by the rule that picks it without drafts: argmax, or the inverse of the row's
-distribution at the one number of (seed, position), with the penalties that the tokens before it call for. A draft is
-kept if it equals that pick. The first pick that differs, or the one after the last draft, ends the item's step.
+Every token is picked at its own row by the rule that applies without drafts: argmax, or the inverse of the row's
+distribution at the one number of (seed, position), with the penalties for the tokens before it. A draft is kept if it
+equals that pick. The first pick that differs, or the one after the last draft, ends the item's step.
 
-So a draft changes when a token is computed and never which one: what it proposes is not looked at before the pick.
-It is rejection sampling as well (Leviathan et al. 2023, Chen et al. 2023): for a proposal q that puts all its mass on
-one token x they accept x with probability min(1, p(x) / q(x)) = p(x), and else draw from the rest, norm(max(0, p - q)),
-which is p without x. Here the pick is distributed as p; it equals x with probability p(x), and given that it does
-not, it is distributed as p without x. The draw and the acceptance are one random number instead of two.
+So a draft changes when a token is computed, and never which one: a pick does not depend on what the draft proposes. It
+is also rejection sampling (Leviathan et al. 2023, Chen et al. 2023). For a proposal q that puts all its mass on one
+token x they accept x with probability min(1, p(x) / q(x)) = p(x), and else draw from the rest, norm(max(0, p - q)),
+which is p without x. Here the pick is distributed as p; it equals x with probability p(x), and given that it does not,
+it is distributed as p without x. The draw and the acceptance use one random number instead of two.
 
 Legend: R rows of logits, those of an item one after another (sample_rows in inputs.py); V vocabulary.
 """
@@ -41,7 +41,7 @@ def choose_tokens(logits_RV: Tensor, items: Sequence[BatchItem], penalties: Pena
 
 
 def masks_of(items: Sequence[BatchItem]) -> dict[int, bytes]:
-    """The masks of a step, by the row that they are for; items that do not sample have no row."""
+    """The masks of a step, by row. Items that do not sample have no row."""
     masks: dict[int, bytes] = {}
     row = 0
     for item in items:
@@ -59,7 +59,7 @@ def _drafts(item: BatchItem) -> Sequence[int]:
 
 
 def agreed(item: BatchItem, picks_R: Sequence[int], first: int) -> tuple[int, ...]:
-    """What an item accepts of the picks of its rows, the first of which is `first`."""
+    """The picks that an item accepts; its rows begin at `first`."""
     if item.num_drafts == 0:
         return (picks_R[first],)
     kept = 0
@@ -71,7 +71,7 @@ def agreed(item: BatchItem, picks_R: Sequence[int], first: int) -> tuple[int, ..
 
 
 def _sampled(item: BatchItem, logits_RV: Tensor, first: int, table: PenaltyTable) -> tuple[int, ...]:
-    """Row by row, so that each pick sees the penalties of those before it; rows after the end are not looked at."""
+    """Picks row by row, so that each pick sees the penalties of those before it. Rows after the end are not read."""
     spec = item.sample
     assert spec is not None
     penalties = table.of(spec, logits_RV[first])

@@ -1,44 +1,44 @@
-"""How many tokens to propose: as many as pay for their verification, and none for a while where none do."""
+"""How many tokens to propose: as many as pay for their verification, and none for a while when none do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FIRST_ROWS = 2.0
-"""A step with proposals leaves the ways that are quickest for one row; that costs as much as so many rows more
+"""A step with proposals cannot use the ways that are quickest for one row. That costs as much as this many more rows
 (measured, benchmarks/README.md)."""
 
 PRIOR_RATE = 0.6
 PRIOR_TRIALS = 2.0
-"""What is believed before anything was seen, and how many trials it weighs."""
+"""The acceptance rate assumed before any trial, and how many trials the assumption weighs."""
 
 MEMORY = 0.93
-"""What a trial weighs after one more: about the last fourteen count."""
+"""The weight of a trial after one more trial: about the last fourteen count."""
 
 FIRST_PAUSE = 4
 LONGEST_PAUSE = 64
-"""Tokens without a proposal after a probe failed. A failure doubles the next pause, a success halves it."""
+"""Tokens without a proposal after a failed probe. A failure doubles the next pause, a success halves it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProposalCost:
-    """Proposing k tokens for each request of a step makes it take 1 + first + row * k times as long."""
+    """A step with k proposals for each request takes 1 + first + row * k times as long as one without."""
 
     row: float
     first: float
 
     @classmethod
     def of(cls, row_cost: float, streams: int, draft_cost: float = 0.0) -> ProposalCost:
-        """For `streams` requests in a step. Alone, one more row costs `row_cost` steps, and a pass of the draft
-        model `draft_cost`, the first half as much again, since it catches up with what the model said; a step of n
-        rows takes 1 + row_cost * (n - 1)."""
+        """For `streams` requests in a step. For a single request, one more row costs `row_cost` steps and a pass of the
+        draft model `draft_cost`. The first pass costs half as much again, since it catches up with what the model
+        generated. A step of n rows takes 1 + row_cost * (n - 1)."""
         row_share = row_cost / (1.0 + row_cost * (streams - 1))
         return cls(row_share * streams + draft_cost, row_share * FIRST_ROWS + draft_cost / 2)
 
 
 def best_length(rate: float, cost: ProposalCost, longest: int) -> int:
-    """The number k of proposals with the most tokens per unit of time, if each is accepted with probability `rate`
-    once those before it are: the maximum of (1 + rate + ... + rate^k) / time, 0 if that is k = 0."""
+    """The number k of proposals with the most tokens per unit of time, if each is accepted with probability `rate` once
+    those before it are. It maximises (1 + rate + ... + rate^k) / time, and may be 0."""
     best, best_speed, expected, power = 0, 1.0, 1.0, 1.0
     for length in range(1, longest + 1):
         power *= rate
@@ -52,7 +52,7 @@ def best_length(rate: float, cost: ProposalCost, longest: int) -> int:
 class DraftLength:
     """Running estimate of one kind of proposal's acceptance rate, and the length that follows from it.
 
-    While the estimate says that no length pays, one token is proposed (a probe) each time a pause is over.
+    While the estimate says that no length pays, one token is proposed (a probe) whenever a pause is over.
     """
 
     __slots__ = ("_accepted", "_pause", "_resume_at", "_trials")
@@ -77,8 +77,8 @@ class DraftLength:
         return min(longest, 1) if position >= self._resume_at else 0
 
     def observe(self, proposed: int, accepted: int, position: int) -> None:
-        """Of `proposed` tokens the first `accepted` agreed; the sequence is `position` tokens long now. The ones
-        after the first that did not agree tell nothing."""
+        """Of `proposed` tokens the first `accepted` agreed; the sequence is now `position` tokens long. Tokens after
+        the first that did not agree tell nothing."""
         for trial in range(min(accepted + 1, proposed)):
             self._trials = MEMORY * self._trials + 1.0
             self._accepted = MEMORY * self._accepted + (1.0 if trial < accepted else 0.0)

@@ -1,8 +1,8 @@
 """Where a session's last few tokens occurred before, and what followed them there.
 
 Hash chains as in LZ77 compressors (RFC 1951, section 4): `head` maps the hash of an n-gram to where its latest
-occurrence ended, `previous` maps each such place to the one before it with the same hash. `previous` holds exactly
-what `head` said before, so appends are taken back one by one, exactly, however far back.
+occurrence ended, `previous` maps each such place to the one before it with the same hash. `previous` holds exactly the
+earlier values of `head`, so appends can be undone exactly, one by one, however far back.
 
 Legend: n tokens of an n-gram; a place p is a number of tokens, the n-gram "at p" is tokens p-n .. p-1.
 """
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEW_TOKENS = 48
-"""Up to this many appended tokens plain integers beat arrays."""
+"""Up to this many appended tokens, plain integers are faster than arrays."""
 
 MOST_CANDIDATES = 8
-"""Earlier occurrences looked at, latest first."""
+"""How many earlier occurrences are looked at, latest first."""
 
 LONGEST_MATCH = 16
 """Tokens beyond which a longer match is no better."""
@@ -41,10 +41,10 @@ class Match:
 
 
 class NgramIndex:
-    """Index of one growing token sequence, of which it keeps a copy. 12 to 20 bytes a token.
+    """Index of one growing token sequence, of which it keeps a copy. Takes 12 to 20 bytes per token.
 
-    Appending or taking back a token and looking up cost the same however long the sequence; many appended at once
-    are an array operation. A lookup compares tokens, so hashes that collide only make it look further.
+    Appending a token, taking one back and a lookup cost the same however long the sequence is. Appending many at once
+    is an array operation. A lookup compares tokens, so colliding hashes only make it look further.
     """
 
     def __init__(self, size: int) -> None:
@@ -79,7 +79,8 @@ class NgramIndex:
             self._link(begin + 1)
 
     def truncate(self, length: int) -> None:
-        """Takes back all but the first `length` tokens, if there are more; costs the lesser of both numbers."""
+        """Takes back all but the first `length` tokens, if there are more. Costs the smaller of the number taken back
+        and `length`."""
         gone = len(self._tokens) - length
         if gone <= 0:
             return
@@ -95,8 +96,9 @@ class NgramIndex:
         del self._previous[length + 1 :]
 
     def propose(self, count: int) -> Match | None:
-        """Up to `count` tokens that followed the longest match of the last ones, of equals the latest; it may go on
-        through its own end, as periodic text does. None if the last n tokens are new."""
+        """Up to `count` tokens that followed the longest earlier match of the last tokens; of equally long matches, the
+        latest. What followed may overlap the end of the sequence; it is then continued periodically. None if the last n
+        tokens are new."""
         end = len(self._tokens)
         if end < self._size or count < 1:
             return None
@@ -133,7 +135,7 @@ class NgramIndex:
         return length
 
     def _slot(self, place: int) -> int | None:
-        """Of the n-gram at `place`; None if there are fewer tokens."""
+        """The slot of the n-gram at `place`; None if there are fewer than n tokens."""
         if place < self._size:
             return None
         mixed = 0
@@ -153,7 +155,7 @@ class NgramIndex:
         return (mixed >> np.uint64(64 - self._bits)).astype(np.intp)
 
     def _link(self, begin: int) -> None:
-        """Enters the places from `begin` on at once."""
+        """Enters all places from `begin` on at once."""
         previous = np.zeros(len(self._tokens) + 1 - begin, dtype=np.int32)
         first = max(begin, self._size)
         if first <= len(self._tokens):
@@ -171,7 +173,7 @@ class NgramIndex:
         self._previous.frombytes(previous.tobytes())
 
     def _rebuild(self) -> None:
-        """Enters every place anew, into two to four slots for each."""
+        """Enters every place anew, with two to four slots per place."""
         self._bits = max(_FIRST_BITS, (2 * len(self._tokens)).bit_length())
         self._head = array("i", [_NOWHERE]) * 2**self._bits
         self._previous = array("i", [_NOWHERE])

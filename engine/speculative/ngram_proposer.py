@@ -1,6 +1,5 @@
-"""Proposes what followed the last few tokens the last time they occurred in the session: prompt lookup (Saxena 2023),
-over the whole history instead of one prompt, which a session has at hand.
-"""
+"""Proposes what followed the last few tokens when they last occurred in the session. This is prompt lookup (Saxena
+2023), over the session's whole history instead of one prompt."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from engine.speculative.ngram import LONGEST_MATCH, NgramIndex
 from engine.speculative.proposers import NOTHING, Proposal
 
 MOST_INDEXED_TOKENS = 4 * 2**20
-"""Of idle sessions' indexes together; the least recently used are dropped first. About 64 MiB."""
+"""Limit for the indexes of idle sessions together; the least recently used are dropped first. About 64 MiB."""
 
 TAIL_TOKENS = 16
-"""Compared to find out whether an index is of the history that a turn begins with."""
+"""How many tokens are compared to find out whether an index belongs to the history that a turn begins with."""
 
 MATCH_KINDS = 3
 
@@ -36,8 +35,8 @@ class _Session:
 
 
 class NgramProposer:
-    """A Proposer. A long match is better evidence than a short one, so acceptance is estimated by kind: matches of
-    less than twice n tokens, longer ones, and those of LONGEST_MATCH (copying in full flow)."""
+    """A Proposer. A long match is better evidence than a short one, so acceptance is estimated by kind: matches of less
+    than twice n tokens, longer ones, and those of LONGEST_MATCH (longer stretches being copied)."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class NgramProposer:
         self._most_indexed_tokens = most_indexed_tokens
         self._active: dict[str, _Session] = {}  # by request id
         self._idle: OrderedDict[str, _Session] = OrderedDict()  # by session id, least recently used first
-        self._indexed_tokens = 0  # of the idle
+        self._indexed_tokens = 0  # in idle sessions' indexes
 
     @property
     def indexed_tokens(self) -> int:
@@ -63,7 +62,7 @@ class NgramProposer:
         return self._indexed_tokens
 
     def begin(self, request: LiveRequest) -> None:
-        """Costs the tokens that are new to the index, or all of them if it is of another history."""
+        """Costs the tokens that are new to the index, or all of them if the index belongs to another history."""
         if request.request_id not in self._active:
             state = self._take(request.spec.session_id) or _Session(NgramIndex(self._ngram_size))
             index, history_len = state.index, request.spec.history_len
@@ -123,7 +122,7 @@ class NgramProposer:
         return state
 
     def _give_back(self, request: LiveRequest, length: int) -> None:
-        """Active -> idle, with its first `length` tokens; over the limit those used longest ago are dropped."""
+        """Active -> idle, with its first `length` tokens. Over the limit, the least recently used are dropped."""
         state, session_id = self._active.pop(request.request_id, None), request.spec.session_id
         if (
             state is None or session_id is None or length == 0

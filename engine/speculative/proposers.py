@@ -1,7 +1,8 @@
-"""Who proposes tokens for the model to verify, as the scheduler sees it. Proposals cost time, never correctness.
+"""The proposers of tokens for the model to verify, as the scheduler sees them. Proposals cost time, never correctness.
 
-Called from the engine's thread. State is per session, else per request; what a proposer knows of a session may be out
-of date (rewound, moved away and back), which it finds out when the next turn begins.
+Called from the engine's thread. State is kept per session, or per request without a session. What a proposer knows of a
+session may be out of date (the session was rewound, or moved away and back); it finds that out when the next turn
+begins.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from engine.request import LiveRequest
 from engine.speculative.adaptive import DraftLength, ProposalCost
 
 MOST_SESSIONS = 4096
-"""Idle sessions whose acceptance is remembered."""
+"""How many idle sessions' acceptance is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens to verify, or how many the draft model is to propose."""
+    """Tokens to verify, or how many tokens the draft model is to propose."""
 
     token_ids: tuple[int, ...] = ()
     model_count: int = 0
@@ -30,7 +31,7 @@ class Proposer(Protocol):
         """The request was admitted, for the first time or after it was retracted."""
 
     def propose(self, request: LiveRequest, limit: int) -> Proposal:
-        """At most `limit` tokens to follow `request.tokens`, of which just one is not computed yet."""
+        """At most `limit` tokens to follow `request.tokens`, of which exactly one is not computed yet."""
 
     def observe(self, request: LiveRequest, proposed: int, accepted: int) -> None:
         """The last proposal was verified; `request.tokens` already holds what was accepted."""
@@ -39,7 +40,7 @@ class Proposer(Protocol):
         """The request finished well: its tokens stay."""
 
     def rollback(self, request: LiveRequest) -> None:
-        """The request was aborted or failed: its session stands at `spec.history_len`."""
+        """The request was aborted or failed: its session goes back to `spec.history_len`."""
 
     def forget(self, session_id: str) -> None:
         """The session was released, closed or moved away."""
@@ -66,10 +67,12 @@ class NoProposer:
 
 
 class DraftModelProposer:
-    """Says how many tokens the draft model is to propose. All it knows of a session is how that went so far."""
+    """Says how many tokens the draft model is to propose. All it knows of a session is how its proposals fared so
+    far."""
 
     def __init__(self, max_draft_tokens: int, row_cost: float, draft_cost: float) -> None:
-        """A pass of the draft model takes `draft_cost` times as long as one of the model, for one token each."""
+        """A pass of the draft model proposes one token for each request, and takes `draft_cost` times as long as a pass
+        of the model."""
         self._max_draft_tokens = max_draft_tokens
         self._row_cost = row_cost
         self._draft_cost = draft_cost

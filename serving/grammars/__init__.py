@@ -1,1 +1,1 @@
-"""Constraints on what a model may say, and their compiler."""
+"""Constraints on what a model may generate, and their compiler."""

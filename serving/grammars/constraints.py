@@ -1,4 +1,4 @@
-"""Structured output: what a call asks of its answer, as a constraint that the engine follows."""
+"""Structured output: turns what a request demands of its answer into a constraint that the engine follows."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 
 class ConstraintCompiler:
-    """One for a replica; its tables are its event loop's. The latest grammars are kept. One that is new is tried in
-    another process first, which bounds what it may take, and then compiled on a thread: one at a time, tenants in turn.
-    What is kept waits for one compilation at most.
+    """Each replica has one; its tables are used on the event loop only. The latest grammars are kept. A new grammar is
+    first tried in another process, which bounds what it may take. Then it is compiled on a thread, one at a time, with
+    tenants taking turns. A request for a kept grammar waits for one compilation at most.
 
     `tokenizer` is None if the model has none; `vocab_size` is the model's.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        # It alone uses the grammars; constraints go to the engine's thread, each for itself.
+        # Only this thread uses the grammars. Each constraint goes to the engine's thread by itself.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kedge-grammar")
         self._trial_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kedge-grammar-trial")
         self._grammars = Grammars(tokenizer, vocab_size)
@@ -54,13 +54,14 @@ class ConstraintCompiler:
         self._compiled: OrderedDict[OutputConstraint, LLMatcher | StrictCalls] = OrderedDict()
 
     async def compile(self, constraint: OutputConstraint, tenant: str = "") -> TokenConstraint:
-        """A constraint at its beginning. Raises InvalidRequest, which names the kind, and EngineOverloaded."""
+        """A new constraint, before its first token. Raises InvalidRequest, which names the kind, and
+        EngineOverloaded."""
         try:
             grammar = await self._grammar(constraint, tenant)
             try:
                 return await _on(self._thread, self._grammars.begin, grammar)
             except ConstraintFailed:
-                # Copies share a lexer, and with it the limit of its states: what others did may have filled it.
+                # Copies share a lexer, and with it the limit of its states: other copies may have filled it.
                 self._compiled.clear()
                 grammar = await self._grammar(constraint, tenant)
                 return await _on(self._thread, self._grammars.begin, grammar)
@@ -69,8 +70,8 @@ class ConstraintCompiler:
             raise InvalidRequest(reason, constraint.kind) from error
 
     async def strict_calls(self, source: str, tenant: str = "") -> StrictCallsConstraint | None:
-        """For a free answer that may have calls. None if nothing in it must be enforced, and it takes too much. Raises
-        like `compile`."""
+        """A constraint for a free answer that may contain calls. None if it would take too much and no function in it
+        must be enforced. Raises like `compile`."""
         try:
             constraint = await self.compile(OutputConstraint("strict_calls", source), tenant)
         except InvalidRequest:
@@ -81,7 +82,7 @@ class ConstraintCompiler:
         return constraint
 
     async def _grammar(self, constraint: OutputConstraint, tenant: str) -> LLMatcher | StrictCalls:
-        """Raises ValueError for one that cannot be compiled."""
+        """Raises ValueError for a grammar that cannot be compiled."""
         if constraint not in self._compiled:
             async with self._queue.place(tenant):
                 if constraint not in self._compiled:  # another call may have asked for the same

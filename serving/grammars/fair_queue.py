@@ -1,4 +1,4 @@
-"""A queue before something that does one thing at a time: tenants take turns, however much each of them wants."""
+"""A queue for something that does one thing at a time. Tenants take turns, however much each of them asks for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.api import EngineOverloaded
 
 
 class FairQueue:
-    """Used on one event loop at a time. Bounded: `most` may wait, and of one tenant `most_of_tenant`.
+    """Used on one event loop at a time. Bounded: `most` may wait, of which `most_of_tenant` from one tenant.
 
     Invariant: if nobody has the place, nobody waits for it.
     """
@@ -22,11 +22,11 @@ class FairQueue:
         self._most_of_tenant = most_of_tenant
         self._taken = False
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Of each tenant the first come first; the tenant whose turn is next first."""
+        """For each tenant, first come first; the tenant whose turn is next comes first."""
 
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[None]:
-        """Has the place to itself inside. Raises EngineOverloaded where too many wait."""
+        """Holds the place inside the block. Raises EngineOverloaded if too many wait."""
         if self._taken:
             await self._wait(tenant)
         self._taken = True
@@ -67,7 +67,7 @@ class FairQueue:
             called = queue.popleft()
             if queue:
                 self._waiting[tenant] = queue
-            if not called.done():  # else whoever waits is leaving
+            if not called.done():  # else the waiter is leaving
                 called.set_result(None)
                 return
         self._taken = False

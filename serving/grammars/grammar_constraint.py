@@ -1,4 +1,4 @@
-"""What a compiled grammar allows next, as a constraint for the engine; and what its errors mean to a client."""
+"""What a compiled grammar allows next, as a constraint for the engine, and its errors in words for a client."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GrammarConstraint:
 
 
 def reason_of(problem: str) -> str:
-    """llguidance's message, without where in the grammar it is."""
+    """llguidance's message, without the position in the grammar."""
     problem = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", problem)
     lines = [line.strip() for line in problem.splitlines()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

@@ -1,7 +1,7 @@
-"""Whether a grammar can be compiled within bounds, found out where nothing else is lost: in a process of its own.
+"""Finds out whether a grammar can be compiled within bounds, in a separate process that may die of it.
 
-llguidance bounds what most grammars may cost. Some schemas of a kilobyte take it minutes and all memory nevertheless,
-in ways that cannot all be told from the text.
+llguidance bounds what most grammars may cost. Nevertheless some schemas of a kilobyte take it minutes and all memory,
+in ways that cannot all be recognised from the text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from serving.wire.turns import OutputConstraint, ServiceError
 CPU_S = 2
 MEMORY_BYTES = 512 * 2**20
 STACK_BYTES = 4 * 2**20
-"""Half of what the replica's thread has."""
+"""Half of the stack that the replica's thread has."""
 
 ANSWER_TIMEOUT_S = 30.0
-"""On a machine that has no CPU for it. Its start takes longest."""
+"""For a machine that has no CPU time left for the process. The start takes longest."""
 
 TOO_MUCH = (
     f"compiling it takes more than {CPU_S} s, {MEMORY_BYTES >> 20} MiB, or {STACK_BYTES >> 20} MiB of stack"
@@ -35,15 +35,16 @@ UNKNOWN = unavailable("the process that tries grammars does not answer")
 
 
 class GrammarTrial:
-    """Used on one thread. The process starts with the first trial, and anew after one that was too much for it. It ends
-    with this object, or with the process that has it."""
+    """Used on one thread. The process starts with the first trial, and again after a trial that was too much for it. It
+    ends with this object, or with the process that owns this object."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._head = {"tokenizer": tokenizer.to_str(), "vocab_size": vocab_size}
         self._worker: _Worker | None = None
 
     def refusal(self, constraint: OutputConstraint) -> str | None:
-        """Why it cannot be compiled; None if it can. Raises ServiceError if that cannot be found out now."""
+        """Why the constraint cannot be compiled; None if it can. Raises ServiceError if that cannot be found out
+        now."""
         worker, self._worker = self._worker, None
         if worker is None or not worker.alive:
             worker = self._started()
@@ -69,7 +70,7 @@ class GrammarTrial:
 
 
 class _Worker:
-    """The process, and its pipes, on which nothing is waited for longer than ANSWER_TIMEOUT_S."""
+    """The process and its pipes. No wait on them takes longer than ANSWER_TIMEOUT_S."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -91,7 +92,7 @@ class _Worker:
         return self._process.poll() is None
 
     def ask(self, question: object) -> dict[str, object]:
-        """Raises EOFError if it died over the question, BrokenPipeError if it did before, TimeoutError."""
+        """Raises EOFError if the process died over the question, BrokenPipeError if it died before, TimeoutError."""
         deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
         left = memoryview(json.dumps(question).encode() + b"\n")
         while left:

@@ -1,6 +1,7 @@
-"""The process behind serving/grammars/grammar_trial.py: compiles what it is given, a line each, within its limits.
+"""The process behind serving/grammars/grammar_trial.py: compiles the grammars that it is given, one per line, within
+its limits.
 
-Where the limits end it, the process dies: that is the answer.
+If it exceeds a limit, the process dies: that is the answer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from serving.wire.turns import OutputConstraint
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its input ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve)
@@ -47,13 +48,13 @@ def _refusal(grammars: Grammars, constraint: OutputConstraint) -> str | None:
         grammars.begin(grammars.compile(constraint))
     except (ValueError, ConstraintFailed) as error:
         return reason_of(str(error))
-    except BaseException as error:  # a panic of llguidance's is no Exception
+    except BaseException as error:  # a panic in llguidance is not an Exception
         return f"the compiler failed: {reason_of(str(error))}"
     return None
 
 
 def _bound_memory() -> None:
-    """Beyond what is taken now. Only Linux says how much that is."""
+    """Bounds memory beyond what is in use now. Only Linux says how much that is."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:

@@ -1,6 +1,6 @@
-"""JSON schemas, regular expressions, function calls and what is written as a grammar, to constraints for the engine.
+"""Turns JSON schemas, regular expressions, function calls and grammars into constraints for the engine.
 
-llguidance reads the grammar and keeps the masks; here are its bounds, and what its errors mean to a client.
+llguidance reads the grammar and keeps the masks. This module sets its bounds and puts its errors in words for a client.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ if TYPE_CHECKING:
 LIMITS = LLParserLimits(
     max_lexer_states=30_000, max_grammar_size=200_000, initial_lexer_fuel=200_000, verbose_errors=False
 )
-"""A lexer state is about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at most."""
+"""A lexer state takes about a kilobyte. Fuel may be spent at the first token, on the engine's thread: 0.05 s at
+most."""
 JSON_OPTIONS: JsonCompileOptions = {
-    # A blank, or a line's end with the indent behind it: a small model would go on with blanks for ever.
+    # A blank, or a line end with the indent after it. If more were allowed, a small model could write blanks for ever.
     "whitespace_pattern": r" |\n {0,32}",
     "item_separator": ",",
     "key_separator": ":",
     "coerce_one_of": False,
     "lenient": False,
 }
-"""They come last, so that a schema cannot say otherwise."""
+"""These come last, so that a schema cannot override them."""
 EXACT_INTEGERS = 2**53
 ANY_ARGUMENTS = {"type": "object"}
 _OPTIONS_LINE = re.compile(r"^\s*%llguidance\b.*$", re.MULTILINE)
 
 
 class Grammars:
-    """Compiles, for as long as that takes, and keeps nothing but the vocabulary. Used on one thread.
+    """Compiles grammars, however long that takes, and keeps nothing but the vocabulary. Used on one thread.
 
     `tokenizer` is None if the model has none; `vocab_size` is the model's.
     """
@@ -60,7 +61,7 @@ class Grammars:
         self._num_mask_bytes = -(-vocab_size // 8)
 
     def compile(self, constraint: OutputConstraint) -> LLMatcher | StrictCalls:
-        """Raises ValueError, which says what is wrong."""
+        """Raises ValueError that says what is wrong."""
         match constraint.kind:
             case "regex":
                 grammar = _unforced(LLMatcher.grammar_from_regex(constraint.source))
@@ -81,7 +82,7 @@ class Grammars:
         return self._matcher(grammar)
 
     def begin(self, grammar: LLMatcher | StrictCalls) -> GrammarConstraint | StrictCallsConstraint:
-        """A constraint at its beginning. Raises ConstraintFailed."""
+        """A new constraint, before its first token. Raises ConstraintFailed."""
         _, end_id = self._vocabulary
         matcher = grammar.call if isinstance(grammar, StrictCalls) else grammar
         copy = GrammarConstraint(matcher.deep_copy(), end_id, self._num_mask_bytes)
@@ -96,8 +97,8 @@ class Grammars:
         return matcher
 
     def _strict_calls(self, wanted: Mapping[str, Any]) -> StrictCalls:
-        """`wanted` is what serving/front/api/openai/tools.py writes. A schema that cannot be enforced, and need not be,
-        leaves its function's arguments free."""
+        """`wanted` comes from serving/front/api/openai/tools.py. If a schema cannot be enforced, and need not be, its
+        function's arguments are free."""
         name: FormatName = wanted["format"]
         functions = {each["name"]: each["parameters"] for each in wanted["functions"]}
         try:
@@ -140,8 +141,8 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, int]:
-        """Also the token that llguidance takes for the end of output: one that is no text. No mask has it, since the
-        engine allows the model's own."""
+        """The vocabulary, and the token that llguidance takes for the end of output: a special token. No mask contains
+        it, since the engine allows the model's own end tokens."""
         if self._tokenizer is None:
             raise ValueError("this model has no tokenizer")
         end_id = min(self._special_ids().values(), default=0)
@@ -154,14 +155,14 @@ class Grammars:
 
 
 def _unforced(grammar: str) -> str:
-    """What llguidance made of a regular expression or a schema, as a grammar that has this option."""
+    """llguidance's version of a regular expression or a schema, as a grammar with the option NOTHING_FORCED."""
     (made,) = json.loads(grammar)["grammars"]
     rule = made["lark_grammar"] or f"start: %json {json.dumps(made['json_schema'], ensure_ascii=False)}"
     return f"{NOTHING_FORCED}\n{rule}"
 
 
 def lark_of(source: str) -> str:
-    """A grammar in EBNF (`root ::= ...`, as llama.cpp and XGrammar have it), or in Lark's notation already. Raises
+    """A grammar in EBNF (`root ::= ...`, as in llama.cpp and XGrammar), or already in Lark's notation, as Lark. Raises
     ValueError."""
     try:
         lark = any_to_lark(source)
@@ -171,7 +172,8 @@ def lark_of(source: str) -> str:
 
 
 def check_integers(source: str) -> None:
-    """llguidance reads integers as floats, and would hold the output to another number. Raises ValueError."""
+    """llguidance reads integers as floats, and would hold the output to another number. Raises ValueError for integers
+    that are too large."""
     try:
         json.loads(source, parse_int=_exact)
     except json.JSONDecodeError:

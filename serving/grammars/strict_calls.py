@@ -1,7 +1,8 @@
-"""Calls of `strict` functions in an answer that is free otherwise: held from where one begins to its end.
+"""Calls of `strict` functions in an otherwise free answer: the output is constrained from where a call begins to its
+end.
 
-Until then nothing is asked of the engine but to show the tokens, so that such a turn runs as any other. What ends a
-call gives the answer free again.
+Until then the engine only has to show the tokens, so that such a turn runs like any other. After the end of a call the
+answer is free again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from serving.text.tool_calls.call_watch import CallWatch, WatchedOpening
 
 @dataclass(frozen=True, slots=True)
 class StrictCalls:
-    """What is compiled of a request's functions. With `one_call` an answer ends behind the first. Owned by who keeps
-    grammars: each answer has a copy of `call`."""
+    """What is compiled from a request's functions. With `one_call` an answer ends after the first call. Owned by the
+    keeper of grammars: each answer gets a copy of `call`."""
 
     opening: WatchedOpening
     call: LLMatcher
@@ -28,7 +29,7 @@ class StrictCalls:
 
 
 class StrictCallsConstraint:
-    """A TokenConstraint, of one answer. It `holds` while a call is under way."""
+    """A TokenConstraint for one answer. It `holds` during a call."""
 
     def __init__(self, calls: StrictCalls) -> None:
         self._calls = calls
@@ -37,7 +38,7 @@ class StrictCallsConstraint:
         self.complete = False
 
     def begin_in_thought(self) -> None:
-        """The prompt has begun a thought. Before the first token only."""
+        """The prompt has begun a thought. Call it only before the first token."""
         self._watch = CallWatch(self._calls.opening, in_thought=True)
 
     @property
@@ -65,7 +66,7 @@ class StrictCallsConstraint:
             self.complete = self._calls.one_call
 
     def _begin(self, opening: list[int]) -> None:
-        """What is more than an opening, in the token that completed it, may show that it was none."""
+        """The token that completed the opening may contain more, and that may show that there is no call."""
         matcher = self._calls.call.deep_copy()
         fits = matcher.validate_tokens(opening) == len(opening)
         if fits:

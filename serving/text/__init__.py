@@ -1,1 +1,1 @@
-"""Templates, tokens to text and back, stop strings, control tokens, tool calls."""
+"""Chat templates, tokens to text and back, stop strings, control tokens, tool calls."""

@@ -1,4 +1,4 @@
-"""Which parser reads an answer."""
+"""Chooses the parser that reads an answer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def answer_parser(
     *,
     inside: bool,
 ) -> AnswerParser:
-    """For an answer with calls or thoughts in these formats. `schemas` are those of the functions' parameters, by the
-    functions' names. `inside`: the prompt has begun a thought."""
+    """The parser for an answer with calls or thoughts in these formats. `schemas` are those of the functions'
+    parameters, by function name. `inside`: the prompt has begun a thought."""
     parsers: list[AnswerParser] = []
-    if thoughts is not None and calls != "gpt_oss":  # one parser reads all that is in channels
+    if thoughts is not None and calls != "gpt_oss":  # one parser reads everything in channels
         parsers.append(thought_parser(thoughts, inside=inside))
     if calls is not None:
         parsers.append(call_parser(calls, schemas))
@@ -54,7 +54,7 @@ def call_parser(name: FormatName, schemas: Mapping[str, Mapping[str, Any]]) -> A
 
 
 class _InTurn:
-    """An AnswerParser of parsers, each of which reads what is content to those before it."""
+    """An AnswerParser made of several. Each reads what is content to the parsers before it."""
 
     def __init__(self, parsers: list[AnswerParser]) -> None:
         self._parsers = parsers

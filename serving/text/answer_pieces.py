@@ -1,4 +1,4 @@
-"""What the text of an answer is found to be made of: content, thoughts and function calls."""
+"""The pieces that the text of an answer is split into: content, thoughts and function calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import AnyStr, Protocol
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """Of the answer's `index`-th call: its first piece has the name, all of them together the arguments, as JSON. That
-    first piece also has the call's id, where the model has written one."""
+    """A piece of the answer's `index`-th call. The first piece of a call has the name, and the call's id if the model
+    has written one. All pieces together have the arguments, as JSON."""
 
     index: int
     name: str | None
@@ -20,27 +20,28 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What the model thought before its answer, as far as it has come."""
+    """A piece of what the model thought before its answer."""
 
     text: str
 
 
 Piece = str | CallPiece | Thought
-"""Content comes as strings."""
+"""A piece of an answer; content is a string."""
 
 
 class AnswerParser(Protocol):
-    """Follows one answer. What comes out depends on the text alone, never on how it was cut, and is not taken back."""
+    """Follows one answer. The pieces depend on the text alone, never on how it was cut, and are never taken back."""
 
     def push(self, text: str) -> list[Piece]:
-        """What can be told by now."""
+        """The pieces that are certain by now."""
 
     def flush(self) -> list[Piece]:
-        """The answer has ended: what is left."""
+        """The answer has ended: returns the remaining pieces."""
 
 
 def overlap(text: AnyStr, words: Iterable[AnyStr]) -> int:
-    """How many characters (or bytes) at the end of the text may be the beginning of a word, the longest first."""
+    """How many characters (or bytes) at the end of the text may be the beginning of one of the words: the longest such
+    end."""
     return max((_overlap(text, word) for word in words), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Words that an answer may not have, as the token sequences that write them. Method: vLLM's `bad_words`."""
+"""Words that an answer may not contain, as the token sequences that write them. Method: vLLM's `bad_words`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.api import InvalidRequest
 
 
 def word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text, and, where that takes as many tokens and the first is another, as it follows a
-    blank. Other ways to write it (in capitals, behind a quotation mark) are other words.
+    """Each word as written at the beginning of a text. Also as written after a blank, if that takes as many tokens and
+    the first one differs. Other ways to write it (in capitals, after a quotation mark) are other words.
 
     Raises InvalidRequest, naming `bad_words`.
     """

@@ -1,8 +1,8 @@
 """Chat messages to text with a model's own template: whole conversations, or only what a turn adds to one.
 
 A continuation must not render the history again. It is found by rendering a stand-in conversation (one question, one
-answer) followed by the new messages, and keeping what comes after the answer's words: the text that closes the
-answer, the new messages, and the opening of the next answer.
+answer) followed by the new messages, and keeping what comes after the answer's words: the text that closes the answer,
+the new messages, and the opening of the next answer.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ _THOUGHT: Messages = (
 )
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _OWN_TEMPLATE = "chat_template"
-"""The option of transformers, and the field of a request, that has another template."""
+"""The option of transformers, and the field of a request, that gives another template."""
 _HEADS_AT_ONCE = 64
-"""System messages with their tools, of which it is known whether what follows them depends on them."""
+"""How many heads (system messages with their tools) are remembered, with whether the text after them depends on
+them."""
 
 
 class TemplateRefused(InvalidRequest):
-    """The model's chat template does not take these messages."""
+    """The model's chat template does not accept these messages."""
 
     code = "chat_template_error"
 
@@ -75,8 +76,8 @@ class TemplateNotIncremental(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class AnsweredText:
-    """What the template writes behind messages that were answered: `opening`, which the answer followed, and
-    `text`, which begins with it or with what stands in its place before an answer that is given."""
+    """What the template writes after messages that were answered. The answer followed `opening`. `text` begins with
+    `opening`, or with what the template writes in its place before an answer that is given."""
 
     opening: str
     text: str
@@ -90,7 +91,7 @@ class ChatTemplate:
         own = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = frozenset(own) | {"messages", "bos_token", "eos_token"}
         self._developers = DEVELOPER in self.text_with_tools
-        """Whether the template names this role: one that writes whatever role it is given does not know it."""
+        """Whether the template names this role. A template that writes any role it is given does not know the role."""
         self._first_system_shown = self._shows_first_system()
         self._not_incremental = self._probe()
         self._opening = lru_cache(_HEADS_AT_ONCE)(self._probe_opening)
@@ -113,15 +114,15 @@ class ChatTemplate:
         answers: bool = True,
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """A whole conversation, up to the point where the model begins to answer, or is about to. `options` are those
-        of transformers' `apply_chat_template`."""
+        """A whole conversation. With `answers` it ends with the opening of the model's answer. `options` are those of
+        transformers' `apply_chat_template`."""
 
         def shown(messages: Messages) -> Collection[int]:
             marked, marks = standing_in(messages)
             try:
                 text = self._render(marked, kwargs, tools, answers=answers, options=options)
             except TemplateRefused:
-                # It may be a later one that it refuses.
+                # The template may have refused a later message.
                 return {0} & marks.keys() if self._first_system_shown else ()
             return [index for index, mark in marks.items() if mark in text]
 
@@ -145,7 +146,7 @@ class ChatTemplate:
         return _after_answer(self._render((*_STAND_IN, *messages), kwargs))
 
     def opening(self, kwargs: Mapping[str, Any]) -> str:
-        """What opens an answer to a question; empty if that cannot be told."""
+        """The text that opens an answer to a question; empty if that cannot be determined."""
         return self._opening(_text_of(kwargs))
 
     def _probe_opening(self, kwargs: str) -> str:
@@ -170,11 +171,11 @@ class ChatTemplate:
         kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> AnsweredText | None:
-        """What follows the first `num_asked` messages of a conversation, which were answered, up to where the model
-        answers again. It costs what comes behind them, however many they are.
+        """What follows the first `num_asked` messages of a conversation, which were answered, up to the opening of the
+        next answer. The cost depends on the messages after them, however many they are.
 
-        None if it cannot be had without rendering them all: the template writes it differently depending on what comes
-        before, or puts what comes behind in front.
+        None if this is impossible without rendering all messages: the template writes the text differently depending on
+        what comes before, or puts later messages in front.
         """
         asked, rest = messages[num_asked - 1], messages[num_asked:]
         if asked["role"] in INSTRUCTING or any(each["role"] in INSTRUCTING for each in rest):
@@ -183,7 +184,7 @@ class ChatTemplate:
         called = any(each["role"] == "tool" or "tool_calls" in each for each in messages)
         if not self._stands_alone(_text_of(head), _text_of(kwargs), _text_of(tools), called=called):
             return None
-        # A template that writes thoughts up to a later question than `asked` rewrites this one, too, and is found out.
+        # A template that writes thoughts up to a later question than `asked` also rewrites this one, so it is detected.
         before = [*_THOUGHT, asked] if asked["role"] == USER else [*_PROBE, asked]
         try:
             closed = self._render(before, kwargs, answers=False)
@@ -196,8 +197,8 @@ class ChatTemplate:
         return AnsweredText(opened[len(closed) :], whole[len(closed) :])
 
     def _probe_head(self, head: str, kwargs: str, tools: str, *, called: bool) -> bool:
-        """Whether what the template writes behind a question is the same with this head, given in JSON, and without,
-        and whatever was said before; `called`: calls and their results included."""
+        """Whether the template writes the same text after a question with this head (in JSON) and without it, whatever
+        was said before. `called`: also with calls and their results before it."""
         arguments, question = json.loads(kwargs), _STAND_IN[:1]
         answers = [(*_STAND_IN[1:], *_PROBE), *([_CALLED] if called else [])]
         earlier = [(), _EARLIER, *([(*_EARLIER[:1], *_CALLED, *_EARLIER[1:])] if called else [])]
@@ -219,7 +220,7 @@ class ChatTemplate:
         kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """What the template adds for the messages behind. Raises ValueError if it changes what was before them."""
+        """What the template adds for the messages `behind`. Raises ValueError if that changes the text before them."""
 
         def shown(messages: Messages) -> Collection[int]:
             return range(len(messages))
@@ -240,7 +241,7 @@ class ChatTemplate:
         answers: bool = True,
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """`answers`: up to the point where the model begins to."""
+        """`answers`: ends with the opening of the model's answer."""
         if reserved := self._reserved.intersection(kwargs):
             name = min(reserved)
             raise InvalidRequest(f"{name!r} cannot be set for the chat template.", "chat_template_kwargs")
@@ -281,7 +282,7 @@ class ChatTemplate:
 
 
 def _refused(error: Exception, *, of_request: bool) -> TemplateRefused:
-    """`of_request`: the template is the request's own."""
+    """`of_request`: the template comes from the request."""
     said = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
     if of_request:
         return TemplateRefused(f"{_OWN_TEMPLATE}: it failed: {said}", _OWN_TEMPLATE)

@@ -1,8 +1,8 @@
 """Keeps what users write from being read as the control tokens of a chat template.
 
-A tokenizer takes `<|im_end|>` in a message for the token that ends one. So each such place in a message is broken
-after its first character with a mark that nobody can guess; the rendered text is cut at the marks, and its pieces are
-tokenized one by one. They read the same, but hold no control token that the template did not write.
+A tokenizer reads `<|im_end|>` in a message as the token that ends a message. So each such place in a message is broken
+after its first character with a mark that nobody can guess. The rendered text is cut at the marks, and its pieces are
+tokenized one by one. They read the same, but contain no control token that the template did not write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK_BYTES = 12
 
 
 class ControlTokens:
-    """The special tokens of one tokenizer. Ones of a single character cannot be broken and stay what they are."""
+    """The special tokens of one tokenizer. Tokens of a single character cannot be broken and are left as they are."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
@@ -32,9 +32,9 @@ class ControlTokens:
         self._starts = re.compile(f"(?=(?:{'|'.join(texts)})).", re.DOTALL)
 
     def guard(self, prompt: ChatPrompt) -> tuple[ChatPrompt, str | None]:
-        """The prompt with the mark in every control token that a message holds, and the mark; None if there is none.
+        """The prompt with the mark in every control token that a message contains, and the mark; None if there is none.
 
-        Template arguments and tools are the client's words too.
+        Template arguments and tools are guarded as well, since the client writes them.
         """
         mark = f"Kedge{secrets.token_hex(_MARK_BYTES)}"
         found = False
@@ -55,7 +55,7 @@ class ControlTokens:
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """The same structure with every string in it changed, keys too: templates write out whole schemas."""
+    """The same structure with every string in it changed, keys included: templates write out whole schemas."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

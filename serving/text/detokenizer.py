@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece: characters split over tokens are held back until they are whole."""
+"""Token ids to text, piece by piece. Characters split over several tokens are held back until they are whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_HELD_TOKENS = 8
-"""More tokens than a UTF-8 character can be split over: whatever is still broken then stays broken."""
+"""More tokens than a UTF-8 character can be split over. A character that is still broken then stays broken."""
 
 
 class Detokenizer(Protocol):
@@ -38,8 +38,8 @@ class NoText:
 class TokenBytes:
     """What each token of a vocabulary contributes to the text, in bytes. Built once per model.
 
-    `exact` says that a text is nothing but its tokens' bytes joined (byte-level BPE: Llama 3, Qwen, GPT). Other
-    vocabularies have rules for neighbours, such as a space that is dropped at the beginning.
+    `exact` says that a text is simply its tokens' bytes joined (byte-level BPE: Llama 3, Qwen, GPT). Other vocabularies
+    have rules for neighbouring tokens, such as a space that is dropped at the beginning.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -67,18 +67,18 @@ class TokenBytes:
         return self._special
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Empty for ids that the model has and the tokenizer has not."""
+        """Empty for ids that the model has and the tokenizer does not."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
     def detokenizer(self, *, skip_special_tokens: bool, shown: Sequence[str] = ()) -> Detokenizer:
-        """`shown` are special tokens that are not skipped in any case."""
+        """`shown` are special tokens that are never skipped."""
         skipped = self._special if skip_special_tokens else frozenset()
         skipped -= {self._tokenizer.token_to_id(token) for token in shown}
         return ByteDetokenizer(self, skipped) if self.exact else WindowDetokenizer(self._tokenizer, skipped)
 
 
 class ByteDetokenizer:
-    """For vocabularies whose text is their tokens' bytes joined. Linear even if nothing is valid UTF-8."""
+    """For vocabularies whose text is their tokens' bytes joined. Takes linear time even if nothing is valid UTF-8."""
 
     def __init__(self, token_bytes: TokenBytes, skipped: frozenset[int]) -> None:
         self._token_bytes = token_bytes
@@ -94,9 +94,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other vocabulary: decodes a short window and shows what the newest tokens added to it.
+    """For all other vocabularies: decodes a short window and returns what the newest tokens added to it.
 
-    `tokenizers.decoders.DecodeStream` does the same but cannot be flushed, and holds broken characters without limit.
+    `tokenizers.decoders.DecodeStream` does the same, but it cannot be flushed and holds broken characters without
+    limit.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:

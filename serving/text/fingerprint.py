@@ -10,14 +10,15 @@ _HASH_BYTES = 16
 
 
 def template_hash(template: str) -> str | None:
-    """None for an empty one."""
+    """None for an empty template."""
     return _hash(template.encode("utf-8", "surrogatepass")) if template else None
 
 
 def tokenizer_hash(tokenizer: Tokenizer | None, vocab_size: int) -> str:
-    """Over what each id stands for: the vocabulary with added and special tokens, by id. How a text is cut into tokens
-    is left out: a history is tokens already. So is how the file is written: it may be saved anew by another version of
-    its library. Without a tokenizer ids are the clients' own affair, and all models of a size are alike."""
+    """A hash of what each id stands for: the vocabulary with added and special tokens, by id. How a text is cut into
+    tokens is left out, because a history is tokens already. So is how the file is written, because another version of
+    its library may save it differently. Without a tokenizer the clients decide what ids mean, and all models with the
+    same vocabulary size have the same hash."""
     if tokenizer is None:
         return _hash(f"no tokenizer, {vocab_size} ids".encode())
     tokens = sorted(

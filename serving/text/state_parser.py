@@ -1,4 +1,4 @@
-"""What all parsers of answers have in common: they hold back text until it is known what it is."""
+"""The common part of all parsers of answers: they hold back text until it is known what it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ SPACE = " \t\r\n"
 
 
 class StateParser(ABC):
-    """An AnswerParser that is in a state. A state looks at `_unread`, takes from it what it knows, and says whether
-    that is to go on: not if more text has to come first. What a state leaves there comes to the next one."""
+    """An AnswerParser that is a state machine. A state looks at `_unread` and takes from it what it recognises. It
+    returns whether to go on at once; if not, more text must come first. What a state leaves in `_unread` is read by the
+    next one."""
 
     def __init__(self, begin: Callable[[], bool]) -> None:
         self._unread = ""
@@ -20,7 +21,7 @@ class StateParser(ABC):
         self._state = begin
 
     def push(self, text: str) -> list[Piece]:
-        """What can be told by now."""
+        """The pieces that are certain by now."""
         self._unread += text
         while self._unread and self._state():
             pass
@@ -28,22 +29,22 @@ class StateParser(ABC):
 
     @abstractmethod
     def flush(self) -> list[Piece]:
-        """The answer has ended: what is left."""
+        """The answer has ended: returns the remaining pieces."""
 
     def _take(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def _read(self, end: int | None) -> str:
-        """The text up to that place; None: all that is there."""
+        """Takes the text up to `end`; None: all of it."""
         read = self._unread[:end]
         self._unread = self._unread[len(read) :]
         return read
 
 
 def first_mark(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
-    """Where the first of the marks is, and which, the longest where several are. Without one, where one may begin at
-    the end of the text, and ""."""
+    """The place of the first of the marks, and the mark; the longest if several are there. Without one: the place where
+    one may begin at the end of the text, and ""."""
     places = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
     if not places:
         return len(text) - overlap(text, marks), ""

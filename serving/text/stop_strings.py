@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces, and holds back what may become one.
+"""Finds stop strings in text that arrives in pieces, and holds back text that may become one.
 
 The result depends on the text alone, never on how it was cut into pieces.
 """
@@ -22,14 +22,14 @@ def _failure_table(word: str) -> list[int]:
 
 
 class StopMatcher:
-    """Follows one text. The stop string that ends first wins; of several ending together, the longest.
+    """Follows one text. The stop string that ends first wins; of several that end together, the longest.
 
-    Each string's state is the length of its longest prefix that the text so far ends with (Knuth-Morris-Pratt), so
-    the cost is linear in the text whatever the strings are. With `keep_stop` the match stays in the text.
+    Each string's state is the length of its longest prefix that the text so far ends with (Knuth-Morris-Pratt), so the
+    cost is linear in the text whatever the strings are. With `keep_stop` the match stays in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
-        # Longest first: of strings that end at the same character the first one found wins.
+        # Longest first: of strings that end at the same character, the first in this list wins.
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._tables = [_failure_table(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
@@ -42,8 +42,8 @@ class StopMatcher:
         return self._stops
 
     def feed(self, text: str, *, may_match: bool = True) -> str:
-        """Returns the text that is safe to show. After a match nothing more is. Where it may not match, a stop string
-        that ends in this text is none; one that begins in it may end later."""
+        """Returns the text that is safe to show; after a match, nothing more. Without `may_match`, a stop string that
+        ends in this text does not count; one that begins in it may count later."""
         if not self._stops:
             return text
         if self.matched is not None:
@@ -60,7 +60,7 @@ class StopMatcher:
         return pending[:safe_len]
 
     def flush(self) -> str:
-        """The text has ended: what was held back is no stop string."""
+        """The text has ended: what was held back is not a stop string."""
         held, self._held = self._held, ""
         return held
 

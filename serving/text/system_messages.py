@@ -1,7 +1,7 @@
-"""Puts messages of the roles `system` and `developer` where a chat template shows them: none may silently be lost.
+"""Puts messages of the roles `system` and `developer` where a chat template shows them, so that none is silently lost.
 
-Many templates show a system message only where it is the first message, some show none, and few know developers. What a
-template shows is found out by rendering. A message that it does not show goes into the user's message beside it.
+Many templates show a system message only if it is the first message, some show none, and few know developers. What a
+template shows is found out by rendering. A message that it does not show becomes part of a user's message next to it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ BETWEEN = "\n\n"
 
 
 class NoPlaceForMessage(InvalidRequest):
-    """The model's chat template does not show the message, and no user's message is beside it."""
+    """The model's chat template does not show the message, and there is no user's message next to it."""
 
     code = "chat_template_error"
 
 
 def head_len(messages: Messages) -> int:
-    """How many instructing messages a conversation begins with."""
+    """The number of instructing messages (system or developer) at the beginning of a conversation."""
     roles = (message["role"] not in INSTRUCTING for message in messages)
     return next((index for index, other in enumerate(roles) if other), len(messages))
 
 
 def placed(messages: Messages, shown: Callable[[Messages], Collection[int]], *, developers: bool) -> Messages:
-    """The messages as the template is to be given them. `shown` tells which of the instructing ones it shows, by index;
-    `developers`: whether it knows that role. Where it does not, they are system messages.
+    """The messages in the form that the template is given. `shown` says which of the instructing ones it shows, by
+    index. `developers`: whether it knows that role; if not, they become system messages.
 
     Raises NoPlaceForMessage, which names the message.
     """
@@ -49,7 +49,7 @@ def placed(messages: Messages, shown: Callable[[Messages], Collection[int]], *, 
 
 
 def standing_in(messages: Messages) -> tuple[Messages, dict[int, str]]:
-    """The messages with a mark for the text of each instructing one, and the marks by index."""
+    """The messages with a mark in place of the text of each instructing one, and the marks by index."""
     marks = {
         index: f"KedgeInstruction{index}Here"
         for index, each in enumerate(messages)
@@ -63,8 +63,8 @@ def standing_in(messages: Messages) -> tuple[Messages, dict[int, str]]:
 
 
 def _folded(messages: Messages, kept: Collection[int]) -> Messages:
-    """Each message that is not kept becomes part of one beside it: of the system message that the conversation begins
-    with, or else of the user's message behind it, or else of the one before it."""
+    """Each message that is not kept becomes part of another: of the system message at the beginning of the
+    conversation, else of the user's message after it, else of the one before it."""
     result: list[dict[str, Any]] = []
     waiting: list[int] = []
     for index, message in enumerate(messages):

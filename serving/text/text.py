@@ -1,6 +1,6 @@
 """Text on the replica's side: prompts to token ids, token ids to text.
 
-Everything that a turn costs here depends on the turn alone, never on the session's history.
+The cost of a turn here depends on the turn alone, never on the session's history.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A prompt behind a history: the first `kept_len` tokens of that, then `new_tokens`, which are one at least."""
+    """A prompt after a history: the history's first `kept_len` tokens, then `new_tokens`, of which there is at least
+    one."""
 
     kept_len: int
     new_tokens: list[int]
@@ -57,8 +58,8 @@ class TextProcessor:
     """The tokenizer and chat template of one model; shared by all requests, safe to use from any thread.
 
     Without a tokenizer only token ids go in and out. `vocab_size` is the model's, which may be larger than the
-    tokenizer's; `max_context_len` (tokens) lets absurdly long texts be refused before they are tokenized.
-    `tokenizer_hash` tells what each id stands for.
+    tokenizer's. `max_context_len` (tokens) allows absurdly long texts to be refused before they are tokenized.
+    `tokenizer_hash` identifies what each id stands for.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class TextProcessor:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Not to be changed."""
+        """Must not be changed."""
         return self._backend
 
     def fingerprint(self, weights: str | None) -> ModelFingerprint:
-        """Of the model, whose `weights` the engine knows."""
+        """The model's fingerprint; the engine knows its `weights`."""
         template = "" if self._chat_template is None else self._chat_template.text_with_tools
         return ModelFingerprint(self.tokenizer_hash, weights, template_hash(template))
 
@@ -120,21 +121,21 @@ class TextProcessor:
         return token_ids
 
     def encode_conversation(self, prompt: ChatPrompt, history: Sequence[int]) -> Continued:
-        """The tokens of a whole conversation, of which `history` has as many as it can: exactly those of
-        `encode_prompt` without a history. Raises InvalidRequest and ContextLengthExceeded, naming `messages`."""
+        """The tokens of a whole conversation: exactly those of `encode_prompt` without a history, with as many as
+        possible taken from `history`. Raises InvalidRequest and ContextLengthExceeded, naming `messages`."""
         return _continued(history, 0, self.encode_prompt(prompt))
 
     def encode_answered(
         self, prompt: ChatPrompt, history: Sequence[int], *, num_asked: int, asked_len: int
     ) -> Continued | None:
-        """The same, where the first `num_asked` messages are known to be the first `asked_len` tokens of the history,
-        with the opening of an answer: they are neither rendered nor tokenized again. None if the template does not
-        allow it. Raises InvalidRequest and ContextLengthExceeded, naming `messages`."""
+        """The same, if the first `num_asked` messages are known to be the history's first `asked_len` tokens, including
+        the opening of an answer. They are neither rendered nor tokenized again. None if the template does not allow it.
+        Raises InvalidRequest and ContextLengthExceeded, naming `messages`."""
         behind = self._encode_answered(prompt, history, num_asked, asked_len)
         return None if behind is None else _continued(history, *behind)
 
     def num_agreed(self, prompt: ChatPrompt, history: Sequence[int]) -> int:
-        """With how many messages of the prompt the history begins. It may render it O(log messages) times."""
+        """How many messages of the prompt the history begins with. May render the prompt O(log messages) times."""
         template, control_tokens = self._chat()
         guarded, mark = control_tokens.guard(prompt)
 
@@ -150,8 +151,8 @@ class TextProcessor:
         return bisect_left(range(1, len(prompt.messages) + 1), True, key=lambda count: not agrees(count))
 
     def head_tokens(self, prompt: ChatPrompt) -> list[int]:
-        """Those that every conversation begins with that has the system messages, the tools and the arguments of this
-        prompt. Raises InvalidRequest."""
+        """The tokens at the beginning of every conversation with this prompt's system messages, tools and template
+        arguments. Raises InvalidRequest."""
         template, control_tokens = self._chat()
         guarded, mark = control_tokens.guard(prompt)
         head = guarded.messages[: head_len(guarded.messages)]
@@ -160,22 +161,22 @@ class TextProcessor:
         return first[: common_len(first, second)]
 
     def opening_len(self, prompt: ChatPrompt, token_ids: Sequence[int]) -> int:
-        """How many tokens at the end of a prompt do nothing but open the answer. `token_ids` are its last ones. 0 if
-        that cannot be told."""
+        """How many tokens at the end of a prompt only open the answer. `token_ids` are the prompt's last ones. 0 if
+        that cannot be determined."""
         template, control_tokens = self._chat()
         guarded, mark = control_tokens.guard(replace(prompt, messages=(), tools=()))
         opening = self._encode(template.opening(guarded.template_kwargs), "messages", cut_at=mark)
         return len(opening) if opening and list(token_ids[-len(opening) :]) == opening else 0
 
     def tokenize(self, prompt: ChatPrompt | TextPrompt, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a prompt that begins a sequence, which may be none. Raises InvalidRequest and
+        """The tokens of a prompt at the beginning of a sequence; there may be none. Raises InvalidRequest and
         ContextLengthExceeded, naming `prompt` or `messages`."""
         if isinstance(prompt, TextPrompt):
             return self._encode(prompt.text, "prompt", add_special_tokens=add_special_tokens)
         return self._encode_chat(prompt, False, None)
 
     def token_strs(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """What the vocabulary calls them; empty for ids that only the model has."""
+        """The tokens' names in the vocabulary; empty for ids that only the model has."""
         if self._backend is None:
             return ("",) * len(token_ids)
         return tuple(self._backend.id_to_token(token_id) or "" for token_id in token_ids)
@@ -189,19 +190,19 @@ class TextProcessor:
         return str(text)
 
     def tool_format(self, setting: ToolCallsSetting) -> FormatName | None:
-        """How the model writes function calls. `auto` asks its chat template."""
+        """How the model writes function calls. `auto` reads its chat template."""
         if setting != "auto":
             return None if setting == "off" else setting
         return None if self._chat_template is None else format_of(self._chat_template.text_with_tools)
 
     def reasoning_format(self, setting: ReasoningSetting) -> ReasoningName | None:
-        """How the model writes what it thinks. `auto` asks its chat template."""
+        """How the model writes its thoughts. `auto` reads its chat template."""
         if setting != "auto":
             return None if setting == "off" else setting
         return None if self._chat_template is None else reasoning_of(self._chat_template.text_with_tools)
 
     def opens_thought(self, end: Sequence[int]) -> bool:
-        """Whether a prompt that ends with these tokens has begun a thought, which the answer goes on with."""
+        """Whether a prompt that ends with these tokens has begun a thought, which the answer continues."""
         if self._backend is None:
             return False
         return opens_thought(self._backend.decode(list(end[-OPENER_TOKENS:]), skip_special_tokens=False))
@@ -215,8 +216,8 @@ class TextProcessor:
         shown: Sequence[str] = (),
         min_tokens: int = 0,
     ) -> OutputText:
-        """Follows one request's output. `shown` are special tokens that are part of its text in any case. No stop
-        string ends it within the first `min_tokens`. Raises InvalidRequest, naming `stop`."""
+        """Follows one request's output. `shown` are special tokens that are always part of its text. No stop string
+        ends it within the first `min_tokens`. Raises InvalidRequest, naming `stop`."""
         detokenizer: Detokenizer = NoText()
         if self._token_bytes is None:
             if stops:
@@ -235,7 +236,7 @@ class TextProcessor:
         return word_tokens(self._backend, words)
 
     def token_text(self, token_id: int) -> bytes:
-        """A token by itself, which may be no whole character."""
+        """A token's bytes by itself, which may not be a whole character."""
         if self._token_bytes is None:
             return b""
         return self._token_bytes[token_id]
@@ -249,7 +250,7 @@ class TextProcessor:
         )
 
     def _chat(self) -> tuple[ChatTemplate, ControlTokens]:
-        """Raises InvalidRequest for a model that has no chat."""
+        """Raises InvalidRequest for a model without chat."""
         if self._control_tokens is None:
             raise InvalidRequest("This model has no tokenizer; send token ids.", "messages")
         if self._chat_template is None:
@@ -279,10 +280,11 @@ class TextProcessor:
     def _encode_answered(
         self, prompt: ChatPrompt, history: Sequence[int], num_asked: int, asked_len: int
     ) -> tuple[int, list[int]] | None:
-        """The tokens of all that follows what was asked, and where in the history they begin: with the opening of the
-        answer. None if they cannot be told without those before."""
+        """The tokens of everything after what was asked, from the opening of the answer on, and where in the history
+        they begin. None if they cannot be determined without the messages before."""
         template, control_tokens = self._chat()
-        # What was asked was guarded then; only the message that is rendered again is needed.
+        # The earlier messages were guarded in their own turn; only the message that is rendered again must be guarded
+        # here.
         behind, mark = control_tokens.guard(replace(prompt, messages=prompt.messages[num_asked - 1 :]))
         if (behind.template_kwargs, behind.tools) != (prompt.template_kwargs, prompt.tools):
             return None
@@ -293,7 +295,7 @@ class TextProcessor:
             return None
         opening = self._encode(answered.opening, "messages", cut_at=mark)
         start = asked_len - len(opening)
-        # A special token ends whatever is before it: nothing of it melts into the tokens behind.
+        # A special token separates: the text before it cannot become part of tokens after it.
         if start < 0 or not opening or not self._is_special(opening[0]):
             return None
         if list(history[start:asked_len]) != opening:
@@ -309,7 +311,7 @@ class TextProcessor:
     def _encode(
         self, text: str, param: str, *, add_special_tokens: bool = False, cut_at: str | None = None
     ) -> list[int]:
-        """`cut_at` is a mark: what lies between two of them is tokenized by itself."""
+        """`cut_at` is a mark: the text between two marks is tokenized separately."""
         if self._backend is None or self._token_bytes is None:
             raise InvalidRequest("This model has no tokenizer; send token ids.", param)
         self._check_len(len(text), param)
@@ -324,7 +326,7 @@ class TextProcessor:
         return [token_id for encoding in encodings for token_id in encoding.ids]
 
     def _check_len(self, num_chars: int, param: str) -> None:
-        """Before anything is made of a text that can never fit."""
+        """Refuses a text that can never fit before any work is done on it."""
         if self._token_bytes is not None and num_chars > self._max_context_len * self._token_bytes.longest:
             raise ContextLengthExceeded(
                 f"The text of {num_chars} characters is longer than the maximum context length of "
@@ -345,7 +347,8 @@ class OutputText:
     """The text of one request as the client sees it: the same however the tokens are batched into events.
 
     Where a stop string may end the request, this is its TextWatcher: the engine's thread makes the text, and `push`
-    only hands it on. Ownership: what makes text is the engine's until the last delta, and then the reader's.
+    only passes it on. Ownership: the engine's thread owns what makes text until the last delta, and the reader after
+    that.
     """
 
     def __init__(
@@ -356,7 +359,7 @@ class OutputText:
         self._trim_stop = trim_stop
         self._tokens_to_pass = min_tokens
         self._watched: deque[str] = deque()
-        """What each token added that the engine has shown and nobody has taken yet."""
+        """The text that each token added, as far as the engine's thread has made it and `push` has not taken it yet."""
 
     @property
     def watcher(self) -> TextWatcher | None:
@@ -370,7 +373,7 @@ class OutputText:
         return self._matcher.matched
 
     def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> str:
-        """The text that these tokens add. Give `finish` with the last ones (there may be none)."""
+        """The text that these tokens add. Pass `finish` with the last ones (there may be none)."""
         if finish is not None and self._trim_stop and _stopped_by_token(finish) and token_ids:
             token_ids = token_ids[:-1]
         num_watched = min(len(self._watched), len(token_ids))
@@ -382,21 +385,21 @@ class OutputText:
 
 
 def common_len(left: Sequence[int], right: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """The number of tokens that both begin with."""
     size = min(len(left), len(right))
     differs = np.flatnonzero(np.asarray(left[:size]) != np.asarray(right[:size]))
     return int(differs[0]) if len(differs) else size
 
 
 def _continued(history: Sequence[int], start: int, token_ids: list[int]) -> Continued:
-    """`token_ids` follow the first `start` tokens of the history. One of them at least is new: a turn computes
+    """`token_ids` follow the history's first `start` tokens. At least one of them is new, because a turn must compute
     something."""
     known = min(common_len(history[start : start + len(token_ids)], token_ids), len(token_ids) - 1)
     return Continued(start + known, token_ids[known:])
 
 
 def _options(prompt: ChatPrompt) -> dict[str, Any]:
-    """For its rendering, in transformers' words."""
+    """Options for rendering this prompt, by their names in transformers."""
     options: dict[str, Any] = {"continue_final_message": True} if prompt.continues_final else {}
     return options if prompt.template is None else {**options, "chat_template": prompt.template}
 
@@ -406,7 +409,7 @@ def _stopped_by_token(finish: Finish) -> bool:
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """The fast tokenizer inside, with any truncation or padding of the checkpoint turned off."""
+    """The fast tokenizer inside, with the checkpoint's truncation and padding turned off."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Loads a checkpoint's tokenizer without what only its model needs.
 
-transformers chooses the tokenizer's class by the model's configuration, and to read that it imports torch's compiler,
-its distributed tensors and sympy: 1.9 s of CPU time and 144 MiB in each replica that starts, beside those that answer.
-Where the tokenizer's own files name its class, only a few words of the configuration count.
+transformers chooses the tokenizer's class by the model's configuration. To read that, it imports torch's compiler, its
+distributed tensors and sympy: 1.9 s of CPU time and 144 MiB in each replica that starts, beside replicas that answer.
+Where the tokenizer's own files name its class, only a few fields of the configuration matter.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _DECIDING = ("model_type", "model_name", "tokenizer_class")
-"""All of a configuration that AutoTokenizer looks at where the tokenizer's files name a class of transformers."""
+"""All fields of a configuration that AutoTokenizer reads if the tokenizer's files name a class of transformers."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that AutoTokenizer gives for a Hugging Face directory or a hub id; None for a directory without
-    one. Raises what AutoTokenizer raises."""
+    """The tokenizer that AutoTokenizer gives for a Hugging Face directory or a hub id; None for a directory without a
+    tokenizer. Raises what AutoTokenizer raises."""
     directory = Path(path)
     if directory.is_dir() and not any((directory / name).exists() for name in _FILES):
         return None
@@ -31,7 +31,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
 
 
 def _small_config(path: str) -> PreTrainedConfig | None:
-    """None where the whole one may count: the class is not named, or it is the checkpoint's own code."""
+    """None where the whole configuration may matter: no class is named, or the class is the checkpoint's own code."""
     names = get_tokenizer_config(path)
     if not names.get("tokenizer_class") or "auto_map" in names:
         return None

@@ -1,1 +1,1 @@
-"""Thoughts in the text that models write: how each format looks, and how it is read."""
+"""Thoughts in the text that models write: the formats, and how they are read."""

@@ -1,4 +1,4 @@
-"""The formats in which models write what they think before they answer, as data."""
+"""The formats in which models write their thoughts before the answer, as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ReasoningSetting = Literal["auto", "off", "think", "magistral", "gpt_oss"]
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """Between them a model thinks, at the beginning of its answer."""
+    """The marks around a thought at the beginning of an answer."""
 
     opener: str
     closer: str
@@ -24,10 +24,10 @@ MARKS = MappingProxyType(
         "magistral": ThinkingMarks("[THINK]", "[/THINK]"),
     }
 )
-"""Those of Qwen, DeepSeek and GLM, and those of Mistral. GPT-OSS has channels instead (harmony.py)."""
+"""The marks of Qwen, DeepSeek and GLM, and those of Mistral. GPT-OSS uses channels instead (harmony.py)."""
 
 OPENER_TOKENS = 16
-"""An opener, with the white space behind it, takes no more."""
+"""The most tokens that an opener takes, with the white space after it."""
 
 HARMONY_TOKENS = (
     "<|start|>",
@@ -41,7 +41,7 @@ HARMONY_TOKENS = (
 
 
 def reasoning_of(template: str) -> ReasoningName | None:
-    """The format that a chat template knows; None if it knows none."""
+    """The format that a chat template uses; None if it uses none."""
     if "<|channel|>" in template:
         return "gpt_oss"
     for name in ("magistral", "think"):
@@ -51,12 +51,12 @@ def reasoning_of(template: str) -> ReasoningName | None:
 
 
 def shown_tokens(name: ReasoningName) -> tuple[str, ...]:
-    """Special tokens that are part of an answer's text, since they tell its thoughts."""
+    """Special tokens that are kept in an answer's text, since they mark its thoughts."""
     if name == "gpt_oss":
         return HARMONY_TOKENS
     return (MARKS[name].opener, MARKS[name].closer)
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether the end of a rendered prompt has begun a thought, which the answer goes on with."""
+    """Whether a rendered prompt ends with the beginning of a thought, which the answer continues."""
     return prompt.rstrip().endswith(tuple(marks.opener for marks in MARKS.values()))

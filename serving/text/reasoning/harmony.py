@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
-Thoughts are in the channel `analysis`, calls are messages to a function, all else is content. The prompt ends with
-`<|start|>assistant`. Text that is in no message is content, too; marks are not.
+Thoughts are in the channel `analysis`, calls are messages to a function, everything else is content. The prompt ends
+with `<|start|>assistant`. Text outside messages is also content; marks are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADER_SO_FAR = re.compile(
     rf"(?:<\|channel\|>{_GAP}\w*(?:{_GAP}to=[^\s<]*)?{_GAP}(?:(?:<\|constrain\|>)?{_GAP}\w*)?{_GAP})?"
     rf"|<\|start\|>{_GAP}(?:{'|'.join('assistant'[:end] for end in range(10))}|(?:assistant)?{_GAP}to=[^\s<]*)"
 )
-"""What is left of a header, but for a mark, in an answer that was cut off within it."""
+"""What remains of a header in an answer that was cut off within it, except for a mark."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
@@ -40,11 +40,12 @@ _MARKS = (*_ENDS, *_OPENING_MARKS)
 _MARK = re.compile("|".join(re.escape(mark) for mark in (*_ENDS, "<|start|>", "<|channel|>")))
 _MAX_HEADER_CHARS = 512
 _BETWEEN = "\n"
-"""Stands between two messages of a kind."""
+"""Separates two messages of the same kind."""
 
 
 class HarmonyParser(StateParser):
-    """An AnswerParser of thoughts, calls and content. Without `reads_calls` calls are content, marks and all."""
+    """An AnswerParser of thoughts, calls and content. Without `reads_calls`, calls are content, including their
+    marks."""
 
     def __init__(self, *, reads_calls: bool) -> None:
         super().__init__(self._between)
@@ -53,7 +54,7 @@ class HarmonyParser(StateParser):
         self._told: set[str] = set()
         """Kinds of messages that there have been."""
         self._tell: Callable[[str], None] = self._say
-        """Takes the text of the message that is read."""
+        """Takes the text of the current message."""
         self._shows_marks = False
 
     def flush(self) -> list[Piece]:
@@ -77,7 +78,7 @@ class HarmonyParser(StateParser):
             self._pieces.append(CallPiece(self._num_calls - 1, None, text))
 
     def _between(self) -> bool:
-        """A header, or text that has none."""
+        """A header, or text without one."""
         begun = self._unread.lstrip(SPACE)
         if not begun or any(word.startswith(begun) and word != begun for word in _WAITED_FOR):
             return False
@@ -125,7 +126,7 @@ class HarmonyParser(StateParser):
         return gap
 
     def _body(self) -> bool:
-        """The text of a message, up to a mark that ends it, or begins the next."""
+        """The text of a message, up to a mark that ends it or begins the next one."""
         unread = self._unread
         mark = _MARK.search(unread)
         if mark is None:
@@ -140,12 +141,12 @@ class HarmonyParser(StateParser):
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether a header may be what comes to be of it: no mark has ended it, and it is not too long for one."""
+    """Whether the text may still become a header: no mark has ended it, and it is not too long."""
     return len(text) < _MAX_HEADER_CHARS and not any(mark in text for mark in _ENDS)
 
 
 def _is_header_so_far(text: str) -> bool:
-    """Whether the answer was cut off within marks, which say nothing."""
+    """Whether the answer was cut off within a header, which has no text."""
     begun = text.strip(SPACE)
     without_mark = begun[: len(begun) - overlap(begun, HARMONY_TOKENS)].rstrip(SPACE)
     return len(begun) < _MAX_HEADER_CHARS and any(map(_HEADER_SO_FAR.fullmatch, (begun, without_mark)))

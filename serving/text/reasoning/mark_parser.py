@@ -1,7 +1,7 @@
 """Finds what a model thinks between two marks at the beginning of its answer, which arrives in pieces.
 
-Line ends beside the marks belong to neither the thought nor the answer, as chat templates have it that write them both
-again. An answer that does not begin with a thought is content as it is.
+Line ends next to the marks belong neither to the thought nor to the answer, because chat templates that write both
+again add them. An answer that does not begin with a thought is all content.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _LINE_ENDS = "\r\n"
 
 
 class MarkParser(StateParser):
-    """An AnswerParser of thoughts and content. `inside`: the prompt has opened the thought. A model that opens it again
-    does so in vain."""
+    """An AnswerParser of thoughts and content. `inside`: the prompt has opened the thought. If the model opens it
+    again, that opener is dropped."""
 
     def __init__(self, marks: ThinkingMarks, *, inside: bool) -> None:
         super().__init__(self._beginning)
@@ -56,7 +56,7 @@ class MarkParser(StateParser):
         return bool(self._unread)
 
     def _thought(self) -> bool:
-        """Up to the closer. Line ends wait: before it they are not told."""
+        """Up to the closer. Line ends are held back, because those before the closer are dropped."""
         place, closer = first_mark(self._unread, (self._marks.closer,))
         thought = self._unread[:place].rstrip(_LINE_ENDS)
         self._think(thought)

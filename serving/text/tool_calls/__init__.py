@@ -1,1 +1,1 @@
-"""Function calls in the text that models write: how each format looks, how it is read, and how it is held to."""
+"""Function calls in the text that models write: the formats, how they are read, and how they are enforced."""

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from serving.text.tool_calls.python_literals import python_value
 
 _MAX_DEPTH = 8
-"""Of schemas within schemas: below that anything may be a value."""
+"""Depth of schemas within schemas; below that, any value is accepted."""
 _TYPES = {
     bool: "boolean",
     int: "integer",
@@ -32,13 +32,13 @@ def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str] | None
 
 
 def argument_json(text: str, types: frozenset[str] | None, *, is_json: bool = False) -> str:
-    """A whole value as JSON: a string unless it reads as a value that may stand there, or as any where the model has
-    said that it `is_json`. Python's spelling of a value, which some models write, is read, too."""
+    """A whole value as JSON. It is a string, unless it reads as a value of one of the types, or the model has marked it
+    (`is_json`) and it reads as any value. Python's spelling of a value, which some models write, is also read."""
     for read in (from_json, python_value):
         try:
             value = read(text.strip())
             shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            shown.encode()  # half a character, as Python's spelling may have one, cannot be told
+            shown.encode()  # half a character, which Python's spelling allows, cannot be sent
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         if is_json or _is_one_of(value, types):
@@ -47,7 +47,7 @@ def argument_json(text: str, types: frozenset[str] | None, *, is_json: bool = Fa
 
 
 def _is_one_of(value: Any, types: frozenset[str] | None) -> bool:
-    """A string has no quotes here, so what reads as one in quotes is the text with its quotes."""
+    """Strings are written without quotes here, so what reads as a quoted string is text that contains the quotes."""
     name = _TYPES.get(type(value))
     if name is None or name == "string":
         return False
@@ -80,7 +80,7 @@ def _named(values: list[Any]) -> frozenset[str] | None:
 
 
 def referred(root: Mapping[str, Any], reference: str) -> Any:
-    """What a reference within the schema means; None for any other."""
+    """The target of a reference within the schema; None for any other reference."""
     found: Any = root if reference.startswith("#") else None
     for part in reference.removeprefix("#").split("/")[1:]:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None

@@ -1,6 +1,7 @@
-"""What all parsers of function calls have in common.
+"""The common part of all parsers of function calls.
 
-What comes out depends on the text alone, never on how it was cut, and is not taken back. What is no call is content.
+The pieces depend on the text alone, never on how it was cut, and are never taken back. Text that is not a call is
+content.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from serving.text.state_parser import SPACE, StateParser, first_mark
 
 
 class CallParser(StateParser):
-    """An AnswerParser of calls and content. `_held` was read since the content ended, or the call before, and is
+    """An AnswerParser of calls and content. `_held` was read since the end of the content, or of the call before; it is
     content unless a call follows. Calls begin with one of `openers`."""
 
     def __init__(self, openers: tuple[str, ...], begin: Callable[[], bool]) -> None:
@@ -23,9 +24,9 @@ class CallParser(StateParser):
         self._held = ""
         self._num_calls = 0
         self._num_arguments = 0
-        """Of the call, told by name."""
+        """Of the current call, returned by name so far."""
         self._behind_call = False
-        """A call has begun, and nothing was said since."""
+        """A call has begun, and no content has followed it."""
 
     def flush(self) -> list[Piece]:
         rest = f"{self._held}{self._unread}"
@@ -36,14 +37,15 @@ class CallParser(StateParser):
 
     @abstractmethod
     def _is_of_calls(self, rest: str) -> bool:
-        """Whether the end of an answer, behind the beginning of a call, says nothing."""
+        """Whether `rest`, the end of an answer after the beginning of a call, belongs to the calls and so is not
+        content."""
 
     @abstractmethod
     def _at_opener(self) -> bool:
         """The state in which an opener is next."""
 
     def _text(self) -> bool:
-        """Content, up to an opener. White space waits: before an opener it is none."""
+        """Content, up to an opener. White space is held back, because white space before an opener is dropped."""
         place, mark = first_mark(self._unread, self._openers)
         self._say(self._read(len(self._unread[:place].rstrip(SPACE))))
         if mark:
@@ -55,12 +57,12 @@ class CallParser(StateParser):
         self._held += self._read(count)
 
     def _skip_blanks(self) -> bool:
-        """Whether anything follows them."""
+        """Skips white space. Returns whether anything follows it."""
         self._hold(len(self._unread) - len(self._unread.lstrip(SPACE)))
         return bool(self._unread)
 
     def _leave(self) -> bool:
-        """What was held is content, as is what follows it."""
+        """What was held is content, and so is what follows it."""
         held, self._held = self._held, ""
         self._say(held)
         self._state = self._text

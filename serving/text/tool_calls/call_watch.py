@@ -1,10 +1,10 @@
-"""Finds where the calls of a free answer begin, token by token, before their arguments do.
+"""Finds where calls begin in a free answer, token by token, before their arguments begin.
 
-An answer that makes no call costs a look into a set for most of its tokens. What is found depends on the tokens alone.
-A call in a thought is none, as for those who read the answer.
+In an answer without calls, most tokens cost only a set look-up. The result depends on the tokens alone. A call inside a
+thought does not count, as for the parsers that read the answer.
 
-A token is the bytes that it adds to the text. A special one is its name between bytes that no text has, so where a
-model has a special token for a mark, that mark written in other tokens is none.
+A token is represented by the bytes that it adds to the text. A special token is its name between bytes that no text
+has. So if a model has a special token for a mark, the same mark written in other tokens does not count.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from serving.text.tool_calls.openings import Opening
 
 _SPACE = b" \t\r\n"
 _MAX_OPENING_BYTES = 192
-"""How far a call is waited for behind a mark."""
+"""A call must begin within this many bytes after a mark."""
 _MAX_FIRST_BYTES = 256
 """The same where an answer begins with a call that has no mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedOpening:
-    """How calls begin in the tokens of one vocabulary. `call` matches all of it, `mark` what it may begin with, `first`
-    (None: nothing) a call where the answer begins. Tokens that are not `loud` begin neither a mark nor a thought's.
+    """How calls begin in the tokens of one vocabulary. `call` matches a whole opening, `mark` what it may begin with,
+    `first` (None: nothing) a call at the beginning of the answer. Only `loud` tokens can begin a mark or a mark of a
+    thought.
 
-    `thought` has the opener and the closer of a thought, if the model thinks."""
+    `thought` has the opener and the closer of a thought, if the model thinks.
+    """
 
     token_bytes: Callable[[int], bytes]
     special: Mapping[int, bytes]
@@ -53,7 +55,7 @@ def watched_opening(
     vocab_size: int,
     token_bytes: Callable[[int], bytes],
 ) -> WatchedOpening:
-    """Looks at all tokens. `names` are those of the functions."""
+    """Reads all tokens of the vocabulary. `names` are those of the functions."""
     special = {token_id: _special(text) for text, token_id in special_ids.items()}
 
     names_of_tokens = "|".join(map(re.escape, special_ids))
@@ -95,7 +97,7 @@ class CallWatch:
         self._opening = opening
         self._text = b""
         self._start = 0
-        """Where in `_text` the tokens begin to count."""
+        """Where in `_text` the unread part begins."""
         self._ids: list[int] = []
         self._ends: list[int] = []
         self._state: Callable[[], bool] = self._answer
@@ -103,8 +105,8 @@ class CallWatch:
             self._state = self._thought
 
     def push(self, token_id: int) -> list[int] | None:
-        """The tokens of the opening, from that in which it begins to this one, which completes it; None as long as
-        there is none."""
+        """The tokens of the opening, from the one in which it begins to this one, which completes it; None as long as
+        there is no opening."""
         skims = not self._ids and self._state in (self._content, self._thought)
         if skims and token_id not in self._opening.loud:
             return None
@@ -121,11 +123,11 @@ class CallWatch:
         return ids
 
     def behind_call(self) -> None:
-        """What comes now is behind a whole call."""
+        """The next token follows a whole call."""
         self._state = self._beginning
 
     def _forget(self, start: int) -> None:
-        """The text before `start`, and tokens that lie in it."""
+        """Drops the text before `start`, and the tokens that lie in it."""
         self._start = start
         count = next((n for n, end in enumerate(self._ends) if end > start), len(self._ends))
         if count:
@@ -134,7 +136,7 @@ class CallWatch:
             self._ends = [end - gone for end in self._ends[count:]]
 
     def _answer(self) -> bool:
-        """Whether it begins with a thought."""
+        """Whether the answer begins with a thought."""
         begun = self._text[self._start :].lstrip(_SPACE)
         opener = b"" if self._opening.thought is None else self._opening.thought[0]
         if opener.startswith(begun) and begun != opener:
@@ -155,7 +157,7 @@ class CallWatch:
         return True
 
     def _beginning(self) -> bool:
-        """Where a call may stand without a mark."""
+        """A place where a call needs no mark."""
         first = self._opening.first
         if first is None:
             self._state = self._content

@@ -1,5 +1,5 @@
 """The formats in which models write function calls, as data: JSON objects with a name, names before JSON objects, names
-before tags around each argument, or calls as Python has them."""
+before tags around each argument, or Python calls."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _LIST_OF_PYTHON_CALLS = re.compile(r"\[\w+\(\w+=\w")
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Calls that are JSON objects. What a model that keeps to the format writes is `prefix`, calls with `between`
-    between them, and `suffix`.
+    """Calls that are JSON objects. A model that follows the format writes `prefix`, calls with `between` between them,
+    and `suffix`.
 
-    To be read as calls it takes less: `opener`, before the first of them or before each, and, behind them or behind
-    each, `closer`. `filler` are characters that may stand around them, beside white space. A `bare` format also takes a
-    call without an opener, where an answer begins with it. `arguments` is the key of a call's arguments.
+    Reading calls needs less: `opener`, before the first call or before each, and `closer`, after the calls or after
+    each. `filler` are characters that may stand around calls, besides white space. A `bare` format also accepts a call
+    without an opener at the beginning of an answer. `arguments` is the key of a call's arguments.
     """
 
     arguments: Literal["arguments", "parameters"]
@@ -54,25 +54,25 @@ class ToolFormat:
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
-        """Those that may be special tokens."""
+        """Marks that may be special tokens."""
         return tuple(filter(None, (self.opener, self.closer)))
 
     def head(self, function: str) -> str:
-        """What a call has before its arguments."""
+        """The text of a call before its arguments."""
         return f'{{"name": {json.dumps(function)}, "{self.arguments}": '
 
     @property
     def tail(self) -> str:
-        """What it has behind them."""
+        """The text of a call after its arguments."""
         return "}"
 
 
 @dataclass(frozen=True, slots=True)
 class NamedFormat:
-    """Calls that are a name, `separator` and a JSON object, between `call_opener` and `tail`. What a model that keeps
-    to the format writes is `prefix`, calls with `between` between them, and `suffix`. Where there is an `id_opener`, it
-    and the call's id, nine letters and digits, stand before the separator. With `one_call` an answer has no second one.
-    `shown_tokens` are those that may be special tokens."""
+    """Calls that are a name, `separator` and a JSON object, between `call_opener` and `tail`. A model that follows the
+    format writes `prefix`, calls with `between` between them, and `suffix`. If there is an `id_opener`, it and the
+    call's id, nine letters and digits, come before the separator. With `one_call` an answer has at most one call.
+    `shown_tokens` are marks that may be special tokens."""
 
     call_opener: str
     separator: str
@@ -85,17 +85,18 @@ class NamedFormat:
     shown_tokens: tuple[str, ...] = ()
 
     def head(self, function: str) -> str:
-        """What a call without an id has before its arguments."""
+        """The text of a call without an id before its arguments."""
         return f"{self.call_opener}{function}{self.separator}"
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedFormat:
-    """Calls that are a name and tags around the key and the value of each argument. A value that is a string stands
-    there as it is, any other as JSON; a format with a `string_opener` says which it is, by having that before a string.
-    A model that keeps to the format ends parts with `line_end`, and has `value_frame` around each value.
+    """Calls that are a name and tags around the key and the value of each argument. A string value is written as it is,
+    any other as JSON. A format with a `string_opener` marks strings by putting it before them. A model that follows the
+    format ends parts with `line_end`, and puts `value_frame` around each value.
 
-    `inner_tokens` are parts of marks that may be special tokens; without them whole marks may be."""
+    `inner_tokens` are parts of marks that may be special tokens; without them whole marks may be.
+    """
 
     call_opener: str
     call_closer: str
@@ -119,25 +120,25 @@ class TaggedFormat:
 
     @property
     def tail(self) -> str:
-        """What a call has behind its arguments."""
+        """The text of a call after its arguments."""
         end = f"{self.function_closer}{self.line_end}" if self.function_closer else ""
         return f"{end}{self.call_closer}"
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
-        """Those that may be special tokens."""
+        """Marks, or parts of them, that may be special tokens."""
         if self.inner_tokens:
             return self.inner_tokens
         marks = (self.call_opener, self.call_closer, self.key_opener, self.key_closer)
         return (*marks, *filter(None, (self.value_opener,)), self.value_closer)
 
     def head(self, function: str) -> str:
-        """What a call has before its arguments."""
+        """The text of a call before its arguments."""
         opener = f"{self.line_end}{self.name_opener}" if self.name_opener else ""
         return f"{self.call_opener}{opener}{function}{self.name_closer}{self.line_end}"
 
     def before_value(self, *, is_string: bool) -> str:
-        """What an argument has between its key and its value."""
+        """The text of an argument between its key and its value."""
         if self.string_opener:
             opener = self.string_opener if is_string else self.value_opener
         else:
@@ -151,9 +152,9 @@ class TaggedFormat:
 
 @dataclass(frozen=True, slots=True)
 class PythonicFormat:
-    """Calls that are Python's, with literals as keyword arguments, in a list. What a model that keeps to the format
-    writes is `prefix`, calls with `between` between them, and `suffix`. An answer begins with it, or it stands behind
-    `opener` and before `closer`."""
+    """A list of Python calls, with literals as keyword arguments. A model that follows the format writes `prefix`,
+    calls with `between` between them, and `suffix`. The list is at the beginning of an answer, or between `opener` and
+    `closer`."""
 
     opener: str
     closer: str
@@ -164,11 +165,11 @@ class PythonicFormat:
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
-        """Those that may be special tokens."""
+        """Marks that may be special tokens."""
         return (self.opener, self.closer)
 
     def head(self, function: str) -> str:
-        """What a call has before its arguments."""
+        """The text of a call before its arguments."""
         return f"{function}("
 
 
@@ -212,13 +213,14 @@ NAMED_FORMATS: Mapping[FormatName, NamedFormat] = MappingProxyType(
 )
 
 _GPT_OSS = NamedFormat(
-    # `<|call|>` behind it is one of the model's ends.
+    # `<|call|>`, which follows a call, is one of the model's end-of-sequence tokens.
     call_opener="<|channel|>commentary to=functions.",
     separator=" <|constrain|>json<|message|>",
     one_call=True,
     shown_tokens=HARMONY_TOKENS,
 )
-"""As it is written; it is read with all else that is in channels (serving/text/reasoning/harmony.py)."""
+"""How the model writes calls. They are read together with everything else in channels
+(serving/text/reasoning/harmony.py)."""
 
 PYTHONIC = PythonicFormat(opener="<|python_start|>", closer="<|python_end|>")
 
@@ -309,7 +311,7 @@ def tool_format(name: FormatName) -> ToolFormat | NamedFormat | TaggedFormat | P
 
 
 def format_of(template: str) -> FormatName | None:
-    """The format that a chat template teaches; None if it teaches none, or one that is not known here."""
+    """The format that a chat template teaches; None if it teaches none, or one that is not supported."""
     if "tools" not in template:
         return None
     if "<tool_call>" in template:
@@ -337,7 +339,7 @@ def _format_of_mistral(template: str) -> FormatName:
 
 
 def _format_in_tags(template: str) -> FormatName | None:
-    """Which of the formats with the tag `<tool_call>`."""
+    """Chooses between the formats with the tag `<tool_call>`."""
     if "<arg_key>" in template:
         return "glm45" if _LINE_BEFORE_KEY.search(template) else "glm47"
     if "<function=" in template:

@@ -1,4 +1,5 @@
-"""The grammar, in llguidance's language, of an answer that is calls of given functions in a model's own format."""
+"""The grammar, in llguidance's language, of an answer that consists of calls of given functions in a model's own
+format."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from serving.text.tool_calls.tagged_grammar import tagged_call
 def calls_grammar(
     wanted: Mapping[str, Any], special_ids: Mapping[str, int], json_options: Mapping[str, Any]
 ) -> str:
-    """`wanted` is what serving/front/api/openai/tools.py writes. Special tokens of the format are the grammar's."""
+    """`wanted` comes from serving/front/api/openai/tools.py. Special tokens of the format are tokens in the grammar."""
     form = tool_format(wanted["format"])
     terms = GrammarTerms(special_ids, json_options)
     rules = []
@@ -52,7 +53,7 @@ def calls_grammar(
 def _head(
     form: ToolFormat | NamedFormat | TaggedFormat | PythonicFormat, terms: GrammarTerms, function: str
 ) -> str:
-    """What a call has before its arguments."""
+    """The text of a call before its arguments."""
     if not isinstance(form, NamedFormat) or not form.id_opener:
         return terms.literal(form.head(function))
     opener = terms.literal(f"{form.call_opener}{function}{form.id_opener}")

@@ -1,4 +1,4 @@
-"""What grammars of calls are made of, in llguidance's language."""
+"""The parts of grammars of calls, in llguidance's language."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 NOTHING_FORCED = '%llguidance {"no_forcing": true}'
-"""First line of a grammar. Else all that has to follow would be tokenized again at each of its tokens, and the names of
-control tokens in it be taken for these."""
+"""First line of a grammar. Without it, everything that must follow would be tokenized again at each of its tokens, and
+names of control tokens in it would be read as those tokens."""
 
 
 CALL_ID = "/[a-zA-Z0-9]{9}/"
-"""The id of a call, where the model writes one."""
+"""The id of a call, if the model writes one."""
 
 
 class GrammarTerms:
@@ -36,6 +36,6 @@ class GrammarTerms:
         return f"%json {json.dumps({**value, 'x-guidance': self._json_options}, ensure_ascii=False)}"
 
     def at_token(self, text: str) -> tuple[str, str] | None:
-        """The text before its first special token, which no other text writes, and the rest; None if it has none."""
+        """The text before its first special token, and the rest, which begins with that token; None if it has none."""
         places = [place for token in self._special_ids if (place := text.find(token)) >= 0]
         return (text[: min(places)], text[min(places) :]) if places else None

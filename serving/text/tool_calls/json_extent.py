@@ -1,4 +1,4 @@
-"""Where a JSON object ends, in text that comes in pieces."""
+"""Finds the end of a JSON object in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _JSON_MARKS = re.compile(r'["\\{}\[\]]')
 
 
 class JsonExtent:
-    """Where a JSON object ends, in text that comes in pieces. It need not be a valid one."""
+    """Follows one JSON object to its end. The object need not be valid."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
@@ -16,7 +16,7 @@ class JsonExtent:
         self._escaped = False
 
     def end(self, text: str) -> int | None:
-        """The place behind its last brace; None if that is yet to come."""
+        """The place after its last brace; None if that has not come yet."""
         place = 1 if self._escaped else 0
         self._escaped = False
         while mark := _JSON_MARKS.search(text, place):

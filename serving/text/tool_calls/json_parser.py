@@ -1,7 +1,7 @@
 """Finds function calls that are JSON objects, in an answer that arrives in pieces.
 
-A call begins when its name and the brace of its arguments have been read, and what is inside that brace is told as the
-model writes it, as far as it writes.
+A call begins when its name and the opening brace of its arguments have been read. What is inside that brace is returned
+as the model writes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from serving.text.tool_calls.json_extent import JsonExtent
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD_CHARS = 512
-"""How far a call's name is looked for before its end. With a longer head, or another order, it is told when whole."""
+"""How far into a call its name is looked for. A call with a longer head, or with its keys in another order, is returned
+when it is whole."""
 
 
 class JsonCallParser(CallParser):
@@ -32,7 +33,7 @@ class JsonCallParser(CallParser):
         self._object = ""
         self._extent = JsonExtent()
         self._in_group = False
-        """A call was read, and what ends them was not."""
+        """A call has been read, and the end of the calls has not."""
 
     def flush(self) -> list[Piece]:
         self._held += self._object
@@ -47,7 +48,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _around(self) -> bool:
-        """Behind an opener or a call: another call, what ends them, or content again."""
+        """After an opener or a call: another call, the end of the calls, or content again."""
         self._hold(len(self._unread) - len(self._unread.lstrip(self._skipped)))
         unread, closer = self._unread, self._format.closer
         if not unread:
@@ -63,7 +64,7 @@ class JsonCallParser(CallParser):
         return self._leave()
 
     def _leave(self) -> bool:
-        """What ends calls is no content."""
+        """The text that ends calls is not content."""
         if self._in_group:
             self._held = ""
         self._in_group = False
@@ -106,7 +107,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _behind_arguments(self) -> bool:
-        """The brace of the call itself, which some models forget; or more keys, which say nothing here."""
+        """The closing brace of the call itself, which some models forget; or more keys, which are ignored."""
         self._unread = self._unread.lstrip(SPACE)
         if self._unread.startswith(","):
             self._extent = JsonExtent(depth=1)
@@ -125,7 +126,7 @@ class JsonCallParser(CallParser):
 
 
 def _whole_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments, if this is a call. Arguments may also be a string that holds an object."""
+    """Name and arguments, if the text is a call. Arguments may also be a string that contains an object."""
     try:
         fields = from_json(text)
         arguments = fields.get("arguments", fields.get("parameters"))

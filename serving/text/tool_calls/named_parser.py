@@ -1,7 +1,7 @@
 """Finds function calls that are a name and a JSON object, in an answer that arrives in pieces.
 
-A call begins when the brace of its arguments has been read. White space before the first call is no content, nor is
-what stands between calls and behind the last.
+A call begins when the opening brace of its arguments has been read. White space before the first call is not content,
+nor is what stands between calls and after the last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME_SO_FAR = re.compile(r"\s*[\w.\-:/]*\s*")
 _ID = re.compile(r"\s*[\w\-]+\s*")
 _ID_SO_FAR = re.compile(r"\s*[\w\-]*\s*")
 _KNOWN_ID = re.compile(r"[a-zA-Z0-9]{9}")
-"""What chat templates take for the id of a call."""
+"""What chat templates accept as the id of a call."""
 
 
 class NamedCallParser(CallParser):
@@ -39,7 +39,7 @@ class NamedCallParser(CallParser):
         return any(mark.startswith(rest) for mark in (self._tail, self._form.suffix, *self._openers))
 
     def _at_opener(self) -> bool:
-        """Or behind a call: a call, the end of them, or content again."""
+        """At an opener or after a call: a call, the end of the calls, or content again."""
         unread = self._unread.lstrip(SPACE)
         num_blanks, form = len(self._unread) - len(unread), self._form
         if not unread:
@@ -77,7 +77,7 @@ class NamedCallParser(CallParser):
         return bool(self._unread)
 
     def _is_head(self, text: str, name_like: re.Pattern[str], id_like: re.Pattern[str]) -> bool:
-        """Whether it is a name, and the id behind its opener where there is one."""
+        """Whether the text is a name, with the id after its opener if there is one."""
         opener = self._form.id_opener
         name, mark, call_id = text.partition(opener) if opener else (text, "", "")
         if not mark:
@@ -85,7 +85,7 @@ class NamedCallParser(CallParser):
         return _NAME.fullmatch(name) is not None and id_like.fullmatch(call_id) is not None
 
     def _parted(self, head: str) -> tuple[str, str]:
-        """The name, and the id if that can be told: no other call of the answer has it."""
+        """The name, and the id if it is usable: well formed, and not the id of another call of the answer."""
         opener = self._form.id_opener
         name, _, call_id = (part.strip() for part in (head.partition(opener) if opener else (head, "", "")))
         known = _KNOWN_ID.fullmatch(call_id) is not None and call_id not in self._ids
@@ -113,7 +113,7 @@ class NamedCallParser(CallParser):
         return True
 
     def _behind_arguments(self) -> bool:
-        """What ends a call, which some models forget."""
+        """The end of a call, which some models forget."""
         unread = self._unread.lstrip(SPACE)
         if not unread or (self._tail.startswith(unread) and unread != self._tail):
             return False

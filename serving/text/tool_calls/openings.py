@@ -1,4 +1,4 @@
-"""How calls begin in each format: what is there, for certain, before the name of a function is whole."""
+"""How calls begin in each format: what is certain to be there before the name of a function is whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serving.text.tool_calls.formats import (
 )
 
 MOST_BLANKS = 16
-"""As many may stand where white space may."""
+"""The most characters of white space where white space is allowed."""
 BLANKS = b"[ \\t\\r\\n]{0,%d}" % MOST_BLANKS
 CHANNEL, START = "<|channel|>", "<|start|>"
 TO_FUNCTIONS = "to=functions."
@@ -24,9 +24,9 @@ TO_FUNCTIONS = "to=functions."
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """`marks` are texts that calls begin with, each followed by what one of `followers` matches. A `bare` call needs no
-    mark where the answer begins: `bare` matches it, with a place for the functions' names, and `first_bytes` are those
-    that it may begin with."""
+    """`marks` are texts that calls begin with, each followed by a match of one of `followers`. In a `bare` format, a
+    call at the beginning of the answer needs no mark: `bare` matches it, with NAMES in place of the functions' names,
+    and `first_bytes` are those that it may begin with."""
 
     marks: tuple[str, ...]
     followers: tuple[tuple[bytes, ...], ...]
@@ -41,7 +41,7 @@ class Opening:
 
 
 def opening_of(name: FormatName) -> Opening:
-    """Where a mark may be talked about, more than the mark has to be there."""
+    """If a model may also mention the mark in plain text, more than the mark must be there."""
     if name == "gpt_oss":
         to = re.escape(TO_FUNCTIONS).encode()
         return Opening(
@@ -72,6 +72,6 @@ def opening_of(name: FormatName) -> Opening:
 
 
 def named_mark(form: NamedFormat) -> str:
-    """What a call begins with: a token, where the format has one for that."""
+    """What a call begins with: a token, if the format has one for that."""
     tokens = (token for token in form.shown_tokens if form.call_opener.startswith(token))
     return next(tokens, form.call_opener)

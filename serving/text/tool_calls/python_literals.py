@@ -1,4 +1,4 @@
-"""Python's literals in text that comes in pieces: where one ends, and what it is as JSON."""
+"""Python literals in text that arrives in pieces: where one ends, and what it is as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_LITERAL_CHARS = 65_536
 
 
 class ArgumentExtent:
-    """Where an argument of a call ends. It need not be a valid one."""
+    """Finds where an argument of a call ends. The argument need not be valid."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -23,7 +23,7 @@ class ArgumentExtent:
         self._escaped = False
 
     def end(self, text: str) -> int | None:
-        """The place of the comma or of the bracket behind it; None if that is yet to come."""
+        """The place of the comma or bracket after it; None if that has not come yet."""
         place = 1 if self._escaped else 0
         self._escaped = False
         while mark := _MARKS.search(text, place):
@@ -46,8 +46,8 @@ class ArgumentExtent:
 
 
 def literal_json(text: str) -> str:
-    """A whole argument as JSON. What is JSON but for Python's words is told as it is written, numbers of any size
-    included; what is no literal of either kind is a string."""
+    """A whole argument as JSON. Text that is JSON except for Python's words is kept as it is written, numbers of any
+    size included. Text that is neither kind of literal is a string."""
     text = text.strip()
     in_json = _STRING_OR_WORD.sub(lambda found: _WORDS.get(found[0], found[0]), text)
     try:
@@ -55,7 +55,7 @@ def literal_json(text: str) -> str:
         return in_json
     except (ValueError, RecursionError):
         pass
-    # A string over several lines is none to Python, but may be one to a model.
+    # A string over several lines is not valid in Python, but models may write it.
     for spelling in (text, text.replace("\r", "\\r").replace("\n", "\\n")):
         try:
             return _json_of(python_value(spelling))
@@ -73,7 +73,7 @@ def python_value(text: str) -> Any:
     if len(text) > _MAX_LITERAL_CHARS:
         raise ValueError("too long")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an escape that Python does not know stays as it is
+        warnings.simplefilter("ignore")  # an escape sequence that Python does not know stays as it is
         return ast.literal_eval(text)
 
 
@@ -81,6 +81,6 @@ def _json_of(value: Any) -> str:
     shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         shown.encode()
-    except UnicodeEncodeError:  # halves of characters, which only an escape can tell
+    except UnicodeEncodeError:  # halves of characters, which only an escape sequence can express
         return json.dumps(value, allow_nan=False)
     return shown

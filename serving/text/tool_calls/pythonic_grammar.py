@@ -1,8 +1,8 @@
-"""The grammar of one call as Python has it: keyword arguments in the order of their schema's properties.
+"""The grammar of one Python call: keyword arguments in the order of their schema's properties.
 
-A value that is written in Python as in JSON is held to its schema as JSON. Any other, which may have True, False or
-None in it, is written here from the schema's types, values, items and properties; what else such a schema says is
-refused by its name. Its objects have no keys but their properties.
+A value that is written the same in Python and JSON is held to its schema as JSON. Any other value, which may contain
+True, False or None, gets a grammar made here from the schema's types, values, items and properties. Any other word of
+such a schema is refused by its name. Objects of such schemas have no keys but their properties.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MAX_DEPTH = 64
 
 
 def pythonic_call(terms: GrammarTerms, name: str, parameters: Mapping[str, Any]) -> list[str]:
-    """What a call has between its brackets, and the rules that this needs. `name` begins the rules' names. Raises
-    ValueError, which says what cannot be written so."""
+    """The text of a call between its brackets, and the rules that it needs. The rules' names begin with `name`. Raises
+    ValueError that says what cannot be written in this way."""
     try:
         return _CallWriter(terms, name, parameters).call()
     except (AttributeError, KeyError, TypeError) as error:
@@ -78,7 +78,7 @@ class _CallWriter:
         return [self._in_order(arguments), *self._rules]
 
     def _rules_of_any(self) -> list[str]:
-        """Of any value, also with strings as Python shows them."""
+        """Rules for any value, including strings in Python's single quotes."""
         text, plain = f"{self._name}_text", f"{self._name.upper()}_QUOTED"
         items = f"{self._any} ({self._comma} {self._any})*"
         entry = f'{text} ":" {self._blank}? {self._any}'
@@ -97,7 +97,7 @@ class _CallWriter:
         return name
 
     def _in_order(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Parts, which may be required, with commas between those that are there."""
+        """The parts in order, each required or not, with commas between those that are present."""
         first, later = '""', '""'
         for part, is_required in reversed(parts):
             others = (first, later)
@@ -108,7 +108,7 @@ class _CallWriter:
         return first
 
     def _value(self, schema: Any, depth: int) -> str:
-        """What can stand for it in a rule."""
+        """The term of a rule for values of the schema."""
         if schema is True or (isinstance(schema, Mapping) and not set(schema) - _SAYS_NOTHING):
             return self._any
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
@@ -212,7 +212,7 @@ class _CallWriter:
         return self._in_order(entries)
 
     def _is_as_in_json(self, schema: Any, seen: frozenset[str]) -> bool:
-        """Whether nothing that it allows has a boolean or null in it."""
+        """Whether no value that the schema allows contains a boolean or null."""
         if not isinstance(schema, Mapping):
             return schema is False
 
@@ -246,13 +246,13 @@ class _CallWriter:
 
 
 def _refuse_beside(schema: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Says which words cannot be enforced, as the compiler of JSON schemas does."""
+    """Raises ValueError with the words that cannot be enforced, as the compiler of JSON schemas does."""
     if unknown := sorted(set(schema) - _SAYS_NOTHING - set(known)):
         raise ValueError(f"Unimplemented keys: {json.dumps(unknown)}")
 
 
 def _properties(schema: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
-    """Schemas, and whether they are required, by names. A required one need not be among the properties."""
+    """By name, each property's schema and whether it is required. A required name need not be among the properties."""
     required, free = schema.get("required") or (), schema.get("additionalProperties", True)
     found = {key: (held, key in required) for key, held in (schema.get("properties") or {}).items()}
     return found | {key: (free, True) for key in required if key not in found}
@@ -272,7 +272,7 @@ def _is_of(value: Any, types: frozenset[str] | None) -> bool:
 
 
 def _python(value: Any) -> str:
-    """As Python writes it, but for the quotes."""
+    """The value as Python writes it, but with JSON's quotes."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_python(key)}: {_python(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Finds function calls that are a list of Python's calls, in an answer that arrives in pieces.
+"""Finds function calls that are a list of Python calls, in an answer that arrives in pieces.
 
-A call begins when its name and that of its first argument, or the end of it, have been read. An argument is told when
-it is whole; one without a name is not told.
+A call begins when its name has been read, with the name of its first argument or the end of the call. An argument is
+returned when it is whole; an argument without a name is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from serving.text.tool_calls.formats import PythonicFormat
 from serving.text.tool_calls.python_literals import ArgumentExtent, literal_json
 
 _MAX_HEAD_CHARS = 1024
-"""Of a function's name with that of its first argument, or of an argument's name."""
+"""The most characters of a function's name with that of its first argument, or of an argument's name."""
 _HEAD = re.compile(r"\s*([\w.:/\-]+)\(\s*(?:(?=\))|(?=[\w.\-]+\s*=[^=]))")
 _HEAD_SO_FAR = re.compile(r"\s*(?:[\w.:/\-]+(?:\(\s*(?:[\w.\-]+\s*=?)?)?)?")
 _KEY = re.compile(r"([\w.\-]+)\s*=(?=[^=])")
@@ -31,14 +31,14 @@ class PythonicCallParser(CallParser):
         self._value = ""
         self._extent = ArgumentExtent()
         self._marked = False
-        """The list is behind an opener."""
+        """The list follows an opener."""
 
     def _is_of_calls(self, rest: str) -> bool:
         in_call = self._state in (self._argument, self._argument_value)
         return in_call or rest in ("", ",") or self._form.closer.startswith(rest)
 
     def _beginning(self) -> bool:
-        """Where a list needs no opener."""
+        """A place where a list needs no opener."""
         if not self._skip_blanks():
             return False
         opener = self._form.opener
@@ -69,7 +69,7 @@ class PythonicCallParser(CallParser):
         return True
 
     def _head(self) -> bool:
-        """In a list, where a call has to begin."""
+        """In a list, where a call must begin."""
         unread = self._unread
         head = _HEAD.match(unread, 0, _MAX_HEAD_CHARS)
         if head is None:
@@ -82,7 +82,7 @@ class PythonicCallParser(CallParser):
         return True
 
     def _argument(self) -> bool:
-        """Where an argument may begin, or the call ends. The end of the list ends a call, too."""
+        """Where an argument may begin, or the call ends. The end of the list also ends a call."""
         self._unread = self._unread.lstrip(SPACE)
         if not self._unread:
             return False
@@ -135,7 +135,7 @@ class PythonicCallParser(CallParser):
         return True
 
     def _behind_list(self) -> bool:
-        """What ends it, which a list without an opener has not; then another list may follow."""
+        """The closer, which a list without an opener does not have; then another list may follow."""
         if not self._skip_blanks():
             return False
         closer, unread = self._form.closer, self._unread

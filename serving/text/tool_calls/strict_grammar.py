@@ -1,8 +1,8 @@
 """The grammar, in llguidance's language, of a call in a free answer: from the token in which its opening begins to its
-end, or to that of the calls around which its format has a frame.
+end, or to the end of the calls if the format has a frame around them.
 
-It is no narrower than the opening (openings.py), so that of what may stand there each token that completed it fits. A
-model may put blanks where JSON has them; else it keeps to the format.
+It is no narrower than the opening (openings.py), so any token that may complete an opening fits it. A model may put
+blanks where JSON allows them; otherwise it must follow the format.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def strict_calls_grammar(
     special_ids: Mapping[str, int],
     json_options: Mapping[str, Any],
 ) -> str:
-    """`functions` are the schemas of their parameters, by their names. Special tokens of the format are the
-    grammar's."""
+    """`functions` are the schemas of their parameters, by function name. Special tokens of the format are tokens in the
+    grammar."""
     return _Writer(name, GrammarTerms(special_ids, json_options)).grammar(functions)
 
 
@@ -66,7 +66,8 @@ class _Writer:
         return "\n".join(lines) + _COMMON
 
     def _until(self, mark: str) -> str:
-        """All up to a mark, which begins the call: a token, or text of which the first token may have more before."""
+        """Everything up to a mark that begins the call. The mark is a token, or text whose first token may begin before
+        the mark."""
         rule, parts = f"until_{len(self._rules)}", self._terms.at_token(mark)
         if parts is not None:
             before, rest = parts
@@ -78,7 +79,7 @@ class _Writer:
         return rule
 
     def _start(self) -> str:
-        """What an answer has from the opening on."""
+        """The answer from the opening on."""
         literal = self._terms.literal
         if self._name == "gpt_oss":
             self._rules.append(r"WORD: /\w{1,32}/")

@@ -1,7 +1,7 @@
 """The grammar of one call that has tags around each argument.
 
-Arguments come in the order of their schema's properties. An argument that is no string is held to its schema, a string
-to its schema's values, pattern and length; what may be a string or something else is free.
+Arguments come in the order of their schema's properties. An argument that is not a string is held to its schema, a
+string to its schema's values, pattern and length. An argument that may be a string or something else is free.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from serving.text.tool_calls.grammar_terms import GrammarTerms
 _DEFINITIONS = ("$defs", "definitions")
 _KEY = r"/[A-Za-z_][A-Za-z0-9_.\-]{0,63}/"
 _TEXT = re.compile(r"\\.|/|\n", re.DOTALL)
-"""What a pattern has that its own delimiters could be taken for."""
+"""The parts of a pattern that could be mistaken for its own delimiters."""
 
 
 def tagged_call(
     form: TaggedFormat, terms: GrammarTerms, name: str, parameters: Mapping[str, Any]
 ) -> list[str]:
-    """What a call has between its head and its tail, and the rules that this needs. `name` begins the rules' names."""
+    """The text of a call between its head and its tail, and the rules that it needs. The rules' names begin with
+    `name`."""
     properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
     rules, names = [], []
     for index, key in enumerate(properties):
@@ -45,7 +46,7 @@ def tagged_call(
 def _value(
     form: TaggedFormat, terms: GrammarTerms, rule: str, parameters: Mapping[str, Any], key: str
 ) -> list[str]:
-    """What stands between a key and its value, the value and what ends it; then rules."""
+    """The text between a key and its value, the value, and what ends it; then the rules."""
     types = argument_types(parameters, key)
     held = parameters["properties"][key]
     shared = {word: parameters[word] for word in _DEFINITIONS if word in parameters}
@@ -69,19 +70,19 @@ def _json(form: TaggedFormat, terms: GrammarTerms, schema: Mapping[str, Any]) ->
 
 
 def _either(form: TaggedFormat, terms: GrammarTerms, rule: str, schema: Mapping[str, Any]) -> list[str]:
-    """A string, or what else the schema has; free where the format does not tell the two apart."""
+    """A string, or a value of the schema; free where the format does not tell the two apart."""
     text, *further = _text(form, terms, rule, _regex({}, form.value_closer))
     return [f"({text} | {_json(form, terms, schema)})" if form.string_opener else text, *further]
 
 
 def _before(form: TaggedFormat, *, is_string: bool) -> str:
-    """Behind the key's own end."""
+    """The text after the key's own end."""
     return form.before_value(is_string=is_string).removeprefix(form.key_closer)
 
 
 def _regex(schema: Mapping[str, Any], closer: str) -> str:
-    """Of a string, which never has the tag that ends it. A special token is no text; it is not what is ruled out,
-    either."""
+    """A pattern for a string, which never contains the tag that ends it. Special tokens are not text, so the pattern
+    neither contains nor excludes them."""
     wanted = ["/(?s:.*)/", f"~/(?s:.*){_delimited(re.escape(closer))}(?s:.*)/"]
     least, most = schema.get("minLength"), schema.get("maxLength")
     if least is not None or most is not None:
@@ -95,12 +96,12 @@ def _regex(schema: Mapping[str, Any], closer: str) -> str:
 
 
 def _delimited(pattern: str) -> str:
-    """As it can stand between slashes, on one line."""
+    """The pattern as it can stand between slashes, on one line."""
     return _TEXT.sub(lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern)
 
 
 def _text(form: TaggedFormat, terms: GrammarTerms, rule: str, regex: str) -> list[str]:
-    """What stands before free text, this, and what ends it; then the rules of these."""
+    """What comes before free text, the text, and what ends it; then their rules."""
     begin, terminal = terms.literal(_before(form, is_string=True)), rule.upper()
     parts = terms.at_token(form.behind_value)
     if parts is None:

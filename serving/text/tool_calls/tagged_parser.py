@@ -1,8 +1,8 @@
 """Finds function calls that have tags around each argument, in an answer that arrives in pieces.
 
-A call begins when its name has been read. The text of a string is told as the model writes it, any other value when it
-is whole. What is a string the schema says, or the format itself, where it has a mark for that. Within a call, what
-stands between its tags is not told.
+A call begins when its name has been read. The text of a string is returned as the model writes it, any other value when
+it is whole. The schema says which values are strings, or the format itself if it has a mark for them. Text between the
+tags of a call is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serving.text.tool_calls.call_parser import CallParser
 from serving.text.tool_calls.formats import TaggedFormat
 
 _MAX_NAME_CHARS = 512
-"""Of a function, or of an argument."""
+"""The most characters of the name of a function, or of an argument."""
 _NAME = re.compile(r"\s*[\w.\-:/]+\s*")
 _NAME_SO_FAR = re.compile(r"\s*[\w.\-:/]*\s*")
 _NAME_END = re.compile(r"(?<=\S)(?=[\s<])")
@@ -27,8 +27,7 @@ _STRING = frozenset(("string",))
 
 
 class TaggedCallParser(CallParser):
-    """An AnswerParser of calls and content. `schemas` are those of the functions' parameters, by the functions'
-    names."""
+    """An AnswerParser of calls and content. `schemas` are those of the functions' parameters, by function name."""
 
     def __init__(self, form: TaggedFormat, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._prefix, self._suffix = form.prefix.strip(SPACE), form.suffix.strip(SPACE)
@@ -42,7 +41,7 @@ class TaggedCallParser(CallParser):
         self._schema: Mapping[str, Any] = {}
         self._types: frozenset[str] | None = None
         self._is_string = False
-        """The value that is being read: its text is the string."""
+        """Whether the value being read is a string, which is its text."""
 
     def _is_of_calls(self, rest: str) -> bool:
         outside = (self._text, self._at_opener, self._behind_prefix, self._behind_function, self._behind_end)
@@ -52,7 +51,7 @@ class TaggedCallParser(CallParser):
         return any(mark.startswith(rest) for mark in marks)
 
     def _leave(self) -> bool:
-        """The opener is content, too."""
+        """The opener is also content."""
         self._hold(next((len(mark) for mark in self._openers if self._unread.startswith(mark)), 0))
         return super()._leave()
 
@@ -67,7 +66,7 @@ class TaggedCallParser(CallParser):
         return True
 
     def _at_opener(self) -> bool:
-        """A call begins with its name and what follows that."""
+        """A call begins with its name and what follows it."""
         if self._prefix and self._unread.startswith(self._prefix):
             self._hold(len(self._prefix))
             self._state = self._behind_prefix
@@ -100,7 +99,7 @@ class TaggedCallParser(CallParser):
         return self._leave()
 
     def _begins_arguments(self, text: str) -> bool | None:
-        """Whether a key or the end of a call follows a name; None while that cannot be told."""
+        """Whether a key or the end of a call follows a name; None while that is unknown."""
         begun, marks = text.lstrip(SPACE), (self._form.key_opener, *self._ends)
         if begun.startswith(marks):
             return True
@@ -138,7 +137,7 @@ class TaggedCallParser(CallParser):
         return self._skip_end(self._form.call_closer)
 
     def _behind_end(self) -> bool:
-        """The end of all calls, perhaps."""
+        """The end of all calls, if it is there."""
         return self._skip_end(self._suffix)
 
     def _skip_end(self, closer: str) -> bool:
@@ -182,7 +181,7 @@ class TaggedCallParser(CallParser):
         return bool(self._unread)
 
     def _drop_mark(self) -> None:
-        """It begins no argument."""
+        """The mark does not begin an argument."""
         self._unread = self._unread.removeprefix(self._form.key_opener)
         self._state = self._in_call
 
