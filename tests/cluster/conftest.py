@@ -40,7 +40,7 @@ def _changes(item: pytest.Item) -> int:
 def shared_cluster() -> Iterator[ServedCluster]:
     """The shared cluster. Its first `use` starts it."""
     served = ServedCluster(ROOT / "configs" / "cluster.yaml")
-    served.environment["RAY_metrics_report_interval_ms"] = "2000"  # a fifth of Ray's default: tests wait for reports
+    served.environment["RAY_metrics_report_interval_ms"] = "2000"  # a fifth of Ray's default, to wait less
     try:
         yield served
     finally:

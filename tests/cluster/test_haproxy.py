@@ -178,7 +178,7 @@ def test_leaving_a_websocket_ends_its_turn(fronted: ServedCluster) -> None:
 def test_no_timeout_of_haproxys_cuts_off_a_silent_turn(fronted: ServedCluster) -> None:
     (config,) = fronted.directory.glob("*/haproxy.cfg")
     limits = dict(re.findall(r"timeout (server|client|tunnel|http-request) (\w+)", config.read_text()))
-    assert limits == {"client": "3600s", "http-request": "10s"}  # `http-request` ends when the request has arrived
+    assert limits == {"client": "3600s", "http-request": "10s"}  # the latter ends once the request arrives
 
 
 def test_killed_ingress_costs_no_later_call(fronted: ServedCluster, client: httpx.Client) -> None:

@@ -55,7 +55,7 @@ def served() -> Iterator[ServedCluster]:
         yield served
     finally:
         served.stop()
-        os.killpg(head.pid, signal.SIGKILL)  # if asked to stop, it would first drain the node for half a minute
+        os.killpg(head.pid, signal.SIGKILL)  # a stop on request first drains the node for half a minute
         head.wait(TIMEOUT_S)
         shutil.rmtree(home, ignore_errors=True)  # the last of its processes may still be writing
 
