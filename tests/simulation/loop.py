@@ -26,7 +26,7 @@ class Spinning(Exception):
 
 
 class Callback:
-    """A lean replacement for asyncio's Handle and TimerHandle, without debug mode. Most of a run's time is spent here."""
+    """A lean replacement for asyncio's Handle and TimerHandle, without debug mode. A run spends most time here."""
 
     __slots__ = ("_args", "_callback", "_context", "_is_cancelled", "_when_s", "loop")
 
