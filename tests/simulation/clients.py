@@ -46,7 +46,7 @@ class Answer:
 class Clients:
     """All client processes, as one party that never fails. `busy` counts the clients at work.
 
-    `undisturbed`: nothing happens in this run that a client may notice.
+    `undisturbed`: no fault of this run may be noticed by a client.
     """
 
     def __init__(
